@@ -155,7 +155,7 @@ def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fus
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
     plan, inputs = layer.plan(activation_dtype, kernel, layout), layer.inputs()
-    few = core.moe_process_weights(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
+    few = core.moe_apply.prepare(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
     scales = {name: getattr(few, name) for name in LARGEST}
     weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]

@@ -102,14 +102,14 @@ def test_cases(specs: dict[str, KernelSpec], case: Case) -> None:
 def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
     """Also checks that a call with ``out`` selects the stand-in."""
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "device": "cpu"}
-    assert tokenspeed_kernel.moe_plan(**sizes, override=NAME).weight_layout == "aiter_dense"
+    assert tokenspeed_kernel.moe_apply.plan(**sizes, override=NAME).weight_layout == "aiter_dense"
     refused: list[dict[str, Any]] = [
         *({"bias": True}, {"limit": 7.0}, {"alpha": 1.702}, {"weight_format": "mxfp4"}, {"intermediate_size": 96}),
         {"dtype": torch.float16},
     ]
     for options in refused:
         with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match=NAME):
-            tokenspeed_kernel.moe_plan(**{**sizes, **options}, solution="aiter")
+            tokenspeed_kernel.moe_apply.plan(**{**sizes, **options}, solution="aiter")
     arguments = cases()[0].build()
     prepared = get_operator("moe.moe_apply").prepared(get_operator("moe.moe_apply").complete(arguments), specs[NAME])
     wanted = tokenspeed_kernel.moe_apply(**prepared)

@@ -94,7 +94,7 @@ def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, id
 
 def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     plan = dataclasses.replace(layer.plan, kernel="triton_moe_apply_mxfp4", weight_layout="triton_mxfp4")
-    prepared = tokenspeed_kernel.moe_process_weights(layer.given, plan)
+    prepared = tokenspeed_kernel.moe_apply.prepare(layer.given, plan)
     x, weights, ids = arguments
     return tokenspeed_kernel.moe_apply(x, prepared, weights, ids, plan, override=plan.kernel)
 

@@ -227,5 +227,5 @@ def test_launches(emulator: Any) -> None:
 def test_who_serves_what(gfx950: torch.device) -> None:
     """Sizes that are not multiples of 32 fall back to the portable kernel."""
     options: dict[str, Any] = {"weight_format": "fp8_block", "device": gfx950}
-    assert tokenspeed_kernel.moe_plan(4, 2, 128, 96, **options).kernel == "gluon_moe_apply_fp8_block"
-    assert tokenspeed_kernel.moe_plan(4, 2, 128, 136, **options).kernel == "triton_moe_apply"
+    assert tokenspeed_kernel.moe_apply.plan(4, 2, 128, 96, **options).kernel == "gluon_moe_apply_fp8_block"
+    assert tokenspeed_kernel.moe_apply.plan(4, 2, 128, 136, **options).kernel == "triton_moe_apply"

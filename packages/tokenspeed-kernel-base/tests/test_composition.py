@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from tokenspeed_kernel_base import watch
 from tokenspeed_kernel_base.calling import Caller
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
+from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
@@ -30,27 +31,21 @@ def norm_mm(x: Tensor, weight: Tensor, b: Tensor, twice: bool = False, out: Tens
     return product + mm(normed, b) if twice else product
 
 
-def in_a_loop(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = None) -> Tensor:
-    """One part before a loop, and one in it."""
-    x = rmsnorm(x, weight)
+def growing(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = None) -> Tensor:
+    """A part that is called for several shapes, once in a nested function. ``torch.mm`` is not the operator `mm`."""
+
+    def norm(x: Tensor) -> Tensor:
+        return rmsnorm(*(torch.mm(x, torch.eye(8)), weight))
+
+    x = norm(x)
     for _ in range(rounds):
         x = rmsnorm(torch.cat((x, x)), weight)
     return x
 
 
-def plain(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls no operator."""
-    return x + 1
-
-
-def unordered(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls an operator with arguments whose order cannot be derived."""
-    return rmsnorm(*(x, x[0]))
-
-
 def unknown(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Calls an operator with an unknown argument, and without a required one."""
-    return rmsnorm(x, epsilon=1.0)
+    return rmsnorm(x, epsilon=1.0)  # type: ignore[call-arg]
 
 
 def with_hooks(function: Any) -> Any:
@@ -67,7 +62,7 @@ def with_hooks(function: Any) -> Any:
 
 @pytest.fixture
 def composed(declare: Callable[..., Any]) -> Any:
-    function = declare(norm_mm, formats=("x",), composed=True)
+    function = declare(norm_mm, formats=("x",), parts=(rmsnorm, mm))
 
     @function.check
     def _(check: Any, x: Tensor, weight: Tensor, b: Tensor) -> None:
@@ -139,9 +134,10 @@ def test_each_part_is_decided_once_a_description(composed: Any, monkeypatch: pyt
         return decide(self, *rest)
 
     monkeypatch.setattr(Caller, "_decide", counted)
-    monkeypatch.setitem(norm_mm.__globals__, "mm", mm)  # a lookup at every call would increase this count
-    for _ in range(3):
-        composed(X, NORM, WEIGHT)
+    composed(X, NORM, WEIGHT)
+    with monkeypatch.context() as patch:
+        patch.setitem(norm_mm.__globals__, "mm", None)
+        composed(X, NORM, WEIGHT)  # looks up no part
     assert decided == [composed.operator.mode, "rmsnorm", "mm"]
     composed(torch.cat((X, X)), NORM, WEIGHT)
     assert decided[3:] == [composed.operator.mode, "rmsnorm", "mm"]
@@ -192,13 +188,14 @@ def test_parts_check_values_and_outputs_at_every_call(composed: Any) -> None:
         composed(memory[:24].view(3, 8), NORM, WEIGHT, out=memory[:12].view(3, 4))
 
 
-def test_a_part_in_a_loop_is_looked_up_at_every_call(declare: Callable[..., Any], spied: list[tuple[int, ...]]) -> None:
-    function = with_hooks(declare(in_a_loop, formats=("x",), composed=True))
-    for _ in range(2):
+def test_a_part_that_is_called_repeatedly_is_looked_up_at_every_call(
+    declare: Callable[..., Any], spied: list[tuple[int, ...]]
+) -> None:
+    function = with_hooks(declare(growing, formats=("x",), parts=(rmsnorm,)))
+    for _ in range(3):
         spied.clear()
         function(X, NORM)
         assert spied == [(3, 8), (6, 8), (12, 8)]
-    assert [op.mode for op in function.operator.composition.parts] == ["rmsnorm"]
 
 
 def test_an_error_shows_the_line_of_the_body(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,30 +209,22 @@ def test_an_error_shows_the_line_of_the_body(composed: Any, monkeypatch: pytest.
     assert "product = mm(normed, b, out=out)" in lines
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (plain, "plain is said to be composed, and calls no operator outside of loops"),
-        (unordered, "rmsnorm must be called with arguments one by one"),
-        (unknown, r"rmsnorm is called with arguments that are not its own, or without some: \['epsilon', 'weight'\]"),
-    ],
-)
-def test_bodies_that_cannot_be_composed(declare: Callable[..., Any], body: Callable[..., Any], message: str) -> None:
-    function = with_hooks(declare(body, formats=("x",), composed=True))
-    with pytest.raises(TypeError, match=message):
-        function(X)
+@pytest.mark.parametrize("parts", [(mm,), (rmsnorm,), (rmsnorm, mm, top_k_indices)])
+def test_parts_are_the_operators_that_the_body_calls(declare: Callable[..., Any], parts: tuple[Any, ...]) -> None:
+    stated = re.escape(str(sorted(part.operator.mode for part in parts)))
+    with pytest.raises(TypeError, match=rf"parts= must list the operators that norm_mm calls: \['mm', 'rmsnorm'\], got {stated}"):
+        declare(norm_mm, formats=("x",), parts=parts)
 
 
-def test_others_are_not_composed() -> None:
-    assert not silu_and_mul.operator.composed
-    with pytest.raises(TypeError, match="silu_and_mul is not declared as composed"):
-        _ = silu_and_mul.operator.composition
+@pytest.mark.parametrize("solution", ["composed", "reference"])
+def test_a_part_takes_its_own_arguments(declare: Callable[..., Any], solution: str) -> None:
+    function = with_hooks(declare(unknown, formats=("x",), parts=(rmsnorm,)))
+    with pytest.raises(TypeError, match=r"rmsnorm\(\) got an unexpected keyword argument 'epsilon'"):
+        function(X, solution=solution)
 
 
-@pytest.mark.parametrize("op", [op for op in operators() if op.composed], ids=str)
+@pytest.mark.parametrize("op", [op for op in operators() if op.parts], ids=str)
 def test_declared_compositions(op: Any) -> None:
-    """Each part outside of a loop, and the resulting kernels."""
-    assert len(op.composition.parts) >= 1
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     assert [(s.name, s.priority, s.is_reference) for s in specs if s.universal] == [
         (f"composed_{op.mode}", 2, False),

@@ -55,7 +55,7 @@ def test_everything_from_the_environment() -> None:
 def test_everything_from_the_file(toml: Any) -> None:
     path = toml(
         """
-        objective = "latency"
+        objective = "accuracy"
         platform = "sm_90"
         disabled_plugins = ["broken"]
         verbose = true
@@ -69,7 +69,7 @@ def test_everything_from_the_file(toml: Any) -> None:
         """
     )
     settings = read(path)
-    assert (settings.objective, settings.platform, settings.verbose) == ("latency", "sm_90", True)
+    assert (settings.objective, settings.platform, settings.verbose) == ("accuracy", "sm_90", True)
     assert settings.disabled_plugins == {"broken"}
     assert settings.tuned == "off"
     assert settings.capture_path == Path("shapes.jsonl")
@@ -188,7 +188,7 @@ def test_known_variables_and_those_of_others_do_not_warn() -> None:
     [
         ("objective = ", "is not valid TOML"),
         (b"\xff\xfe", "is not valid TOML"),
-        ("objektive = 'latency'", "unknown key 'objektive'; did you mean 'objective'?"),
+        ("objektive = 'accuracy'", "unknown key 'objektive'; did you mean 'objective'?"),
         ("verbose = 1", "verbose must be a bool, got 1"),
         ("objective = 3", "objective must be a str, got 3"),
         ("platform = ['cpu']", r"platform must be a str, got \['cpu'\]"),

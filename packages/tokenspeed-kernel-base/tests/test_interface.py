@@ -121,7 +121,7 @@ def test_operands_and_formats_that_no_request_has_are_refused(op: Any) -> None:
 
 
 def test_tags_and_tunables_say_what_was_meant() -> None:
-    assert "got 'latancy'; did you mean 'latency'?" in refused(rmsnorm, tags={"latancy"})
+    assert "got 'wait'; did you mean 'waits'?" in refused(rmsnorm, tags={"wait"})
     with pytest.raises(RegistrationError, match=r"it does not take block_m; did you mean block_n\?"):
 
         @register_kernel("norm", "rmsnorm", name="mine", solution="testing", signatures=None, tunables={"block_m": [1]})

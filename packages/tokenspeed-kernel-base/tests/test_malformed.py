@@ -18,9 +18,9 @@ import torch
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan
+from tokenspeed_kernel_base.ops.gemm.linear import linear
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
-from tokenspeed_kernel_base.ops.moe.process import moe_plan
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
@@ -91,15 +91,15 @@ def _valid() -> dict[str, dict[str, Any]]:
         "moe_topk": {"logits": ones(3, 8, dtype=F32), "top_k": 2},
         "moe_apply": {
             "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
-            "plan": moe_plan(4, 2, 8, 6),
+            "plan": moe_apply.plan(4, 2, 8, 6),
         },
         "moe_apply_add": {
             "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
-            "plan": moe_plan(4, 2, 8, 6), "residual": ones(3, 8),
+            "plan": moe_apply.plan(4, 2, 8, 6), "residual": ones(3, 8),
         },
-        "moe_topk_apply": {"x": ones(3, 8), "logits": ones(3, 4), "weights": weights, "plan": moe_plan(4, 2, 8, 6)},
+        "moe_topk_apply": {"x": ones(3, 8), "logits": ones(3, 4), "weights": weights, "plan": moe_apply.plan(4, 2, 8, 6)},
         "mm_add": {"a": ones(3, 8), "b": ones(8, 4), "residual": ones(3, 4)},
-        "linear": {"x": ones(3, 8), "weights": LinearWeights(ones(4, 8)), "plan": linear_plan(8, 4)},
+        "linear": {"x": ones(3, 8), "weights": LinearWeights(ones(4, 8)), "plan": linear.plan(8, 4)},
         "rmsnorm_moe_topk": {"x": ones(3, 8), "norm_weight": ones(8), "router_weight": ones(8, 4), "top_k": 2},
         "qk_rmsnorm_rope_store_kv_cache": {
             "qkv": ones(3, 64), "positions": ints(0, 1, 2, dtype=I64), "cos_sin_cache": ones(16, 8, dtype=F32),
@@ -250,7 +250,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("linear", {"x": ones(3, 9)}, V, r"x must be of shape \[tokens, in_features\] where in_features is 8 in plan.in_features, got \[3, 9\]"),
     ("linear", {"x": ones(3, 8, dtype=F32)}, T, r"x must be a tensor of bfloat16, got float32"),
     ("linear", {"weights": LinearWeights(ones(8, 4))}, V, r"weights.weight must be of shape \[out_features, in_features\] where .*"),
-    ("linear", {"plan": linear_plan(8, 4, bias=True)}, V, r"weights.bias must be a tensor, because plan.bias is True, got None"),
+    ("linear", {"plan": linear.plan(8, 4, bias=True)}, V, r"weights.bias must be a tensor, because plan.bias is True, got None"),
     ("mm_add", {"b": ones(8, 4, dtype=F32)}, T, r"b must be a tensor of bfloat16, got float32"),
     ("mm_add", {"residual": ones(3, 8)}, V, r"residual must be of shape \[m, n\] where n is 4 in b, got \[3, 8\]"),
     ("moe_apply_add", {"residual": ones(3, 4)}, V, r"residual must be of shape \[tokens, hidden\] where .*, got \[3, 4\]"),

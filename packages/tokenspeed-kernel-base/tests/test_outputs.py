@@ -41,7 +41,7 @@ def made_by(scaled: bool, residual: Any) -> list[str]:
 @pytest.fixture
 def several(declare: Callable[..., Any]) -> Any:
     """``parts``, with a kernel that writes to all it is given."""
-    function = declare(parts, formats=("x",), outs=("out", "scale_out", "residual_out"), varying=("rows",), composed=True)
+    function = declare(parts, formats=("x",), outs=("out", "scale_out", "residual_out"), varying=("rows",), parts=(rmsnorm,))
     function.outputs(made_by)
     op = function.operator
 

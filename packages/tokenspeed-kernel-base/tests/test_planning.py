@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.operator import get_operator, plain_function
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
-from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import ReferenceWarning
 from tokenspeed_kernel_base.platform import named_platform
@@ -67,11 +66,11 @@ def moe_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
-    everyones = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    everyones = moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu")
     function = plain_function(moe_apply, moe_package)
     plan = function.plan(**SIZES, dtype=torch.float32, device="cpu")
     assert (plan.kernel, plan.weight_layout) == ("expert_doubled", "doubled")
-    assert moe_plan(**SIZES, dtype=torch.float32, device="cpu") == everyones, "its kernels serve itself alone"
+    assert moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu") == everyones, "its kernels serve itself alone"
     weights = weights_of()
     prepared = function.prepare(weights, plan)
     assert torch.equal(prepared.w2_weight, weights.w2_weight * 2)
@@ -87,39 +86,39 @@ def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
         ValueError, match=r"^moe_apply.prepare: plan.kernel must be a kernel of expert_kernels, got 'reference_moe_"
     ):
         function.prepare(weights, everyones)
-    with pytest.raises(ValueError, match=r"^moe_process_weights: plan.kernel must be a kernel that serves everyone, got 'expert_"):
-        moe_process_weights(weights, plan)
+    with pytest.raises(ValueError, match=r"^moe_apply.prepare: plan.kernel must be a kernel that serves everyone, got 'expert_"):
+        moe_apply.prepare(weights, plan)
     with kernel_override("moe", "moe_apply", "reference_moe_apply"):
         assert function.plan(**SIZES, device="cpu").kernel == "expert_doubled", "what others want is not asked of it"
 
 
 def test_errors_name_the_function_that_was_called() -> None:
-    with pytest.raises(ValueError, match=r"^moe_plan: top_k must be at least 1, got 0"):
-        moe_plan(**{**SIZES, "top_k": 0}, device="cpu")
+    with pytest.raises(ValueError, match=r"^moe_apply.plan: top_k must be at least 1, got 0"):
+        moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
     with pytest.raises(ValueError, match=r"^moe_apply.plan: top_k must be at least 1, got 0"):
         moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
     with pytest.raises(TypeError, match=r"^moe_apply.plan: .*unexpected keyword argument 'sinks'"):
         moe_apply.plan(**SIZES, sinks=True)
     with pytest.raises(TypeError, match=r"^moe_apply.prepare: plan must be a MoEPlan, as moe_apply.plan makes it, got dict"):
         moe_apply.prepare(weights_of(), {})
-    with pytest.raises(TypeError, match=r"^moe_process_weights: plan must be a MoEPlan, as moe_plan makes it, got dict"):
-        moe_process_weights(weights_of(), {})
+    with pytest.raises(TypeError, match=r"^moe_apply.prepare: plan must be a MoEPlan, as moe_apply.plan makes it, got dict"):
+        moe_apply.prepare(weights_of(), {})
 
 
 def test_a_gpu_plan_for_which_only_the_reference_is_eligible_warns() -> None:
     facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # not the plan of any kernel
     gpu = named_platform("sm_90")
     with pytest.warns(
-        ReferenceWarning, match=r"^moe_plan: no kernel for NVIDIA H100 .* serves this; reference_moe_apply will, slowly"
+        ReferenceWarning, match=r"^moe_apply.plan: no kernel for NVIDIA H100 .* serves this; reference_moe_apply will, slowly"
     ):
-        moe_plan(**facts, platform=gpu)
+        moe_apply.plan(**facts, platform=gpu)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        moe_plan(**facts, device="cpu")
-        moe_plan(**facts, platform=gpu, solution="reference")
-        moe_plan(**facts, platform=gpu, override="reference_moe_apply")
+        moe_apply.plan(**facts, device="cpu")
+        moe_apply.plan(**facts, platform=gpu, solution="reference")
+        moe_apply.plan(**facts, platform=gpu, override="reference_moe_apply")
         with kernel_override("moe", "moe_apply", "reference_moe_apply"):
-            moe_plan(**facts, platform=gpu)
+            moe_apply.plan(**facts, platform=gpu)
 
 
 # -- weights with more than six tensors --------------------------------------------------------------------------------------------
@@ -155,12 +154,12 @@ def scaled() -> Iterator[str]:
 
 def test_a_kernel_may_keep_more_than_six_tensors(scaled: str) -> None:
     weights = weights_of()
-    plain = moe_plan(**SIZES, dtype=torch.float32, device="cpu", solution="reference")
-    plan = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    plain = moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu", solution="reference")
+    plan = moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu")
     assert plan.kernel == scaled
-    prepared = moe_process_weights(weights, plan)
+    prepared = moe_apply.prepare(weights, plan)
     assert isinstance(prepared, ScaledWeights)
-    assert moe_process_weights(prepared, plan) is prepared
+    assert moe_apply.prepare(prepared, plan) is prepared
     own = call_of(prepared, plan)
     wanted = moe_apply(**{**own, "weights": weights, "plan": plain})
     torch.testing.assert_close(moe_apply(**own), wanted)
@@ -186,10 +185,10 @@ def test_a_kernel_may_keep_more_than_six_tensors(scaled: str) -> None:
 )
 @pytest.mark.usefixtures("scaled")
 def test_resources_that_will_not_do(made: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    plan = moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu")
     monkeypatch.setitem(vars(KernelRegistry.get().get_by_name("scaled_moe")), "weight_preprocessor", lambda weights, plan: made())
     with pytest.raises(error, match=message):
-        moe_process_weights(weights_of(), plan)
+        moe_apply.prepare(weights_of(), plan)
 
 
 # -- any operator ------------------------------------------------------------------------------------------------------------------

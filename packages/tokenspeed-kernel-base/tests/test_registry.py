@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.registry import (
 )
 from tokenspeed_kernel_base.selection import NoKernelFoundError, select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
-from tokenspeed_kernel_base.spec import KernelSpec, Priority, RegistrationError
+from tokenspeed_kernel_base.spec import TAGS, KernelSpec, Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_most, multiple_of
 
 BF16 = format_signatures("x", "dense", {torch.bfloat16})
@@ -67,7 +67,7 @@ def spec(name: str = "mine", **changes: Any) -> KernelSpec:
         ({"traits": {"head_dim": [[64]]}}, r"trait head_dim: a trait is constrained by"),
         ({"traits": {"head_dim": set()}}, r"trait head_dim .* no value"),
         ({"traits": {"head_dim": at_most(8) & multiple_of(16) & 64}}, r"trait head_dim .* no value"),
-        ({"tags": "latency"}, r"torch_scale: tags must be a set of str, got 'latency'"),
+        ({"tags": "waits"}, r"torch_scale: tags must be a set of str, got 'waits'"),
         ({"tags": [1]}, r"tags must be a set of str"),
     ],
 )
@@ -408,7 +408,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
         "probe": f"{__name__}:_present",
     }
     traits = "head_dim: at most 256 and a multiple of 16; sinks: any"
-    tags = "latency: the objective of that name prefers it; waits: it may wait for the device, so that it is not for CUDA graphs"
+    tags = f"fp8_weights: {TAGS['fp8_weights']}; waits: it may wait for the device, so that it is not for CUDA graphs"
     facts: dict[str, tuple[Any, dict[str, str]]] = {
         "name": ("mine", {}),
         "family": ("norm", {"operator": "norm.scale"}),
@@ -418,7 +418,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
         "format_signatures": (BF16, {"formats": "x: bfloat16"}),
         "traits": ({"head_dim": at_most(256) & multiple_of(16), "sinks": any}, {"traits": traits}),
         "priority": (8, {"priority": "8 (performant)"}),
-        "tags": ({"latency", "waits"}, {"tags": tags}),
+        "tags": ({"fp8_weights", "waits"}, {"tags": tags}),
         "aligned_caches": (("k_cache", "v_cache"), {"aligned caches": "k_cache, v_cache"}),
         "only_by_name": ("it is an experiment", {"only by name": "it is an experiment"}),
         "accuracy": ("within 2^-21 of the largest", {"accuracy": "within 2^-21 of the largest"}),
@@ -498,14 +498,14 @@ def test_a_solution_is_not_a_kernel(registry: KernelRegistry) -> None:
 
 
 def test_specs_are_immutable(registry: KernelRegistry) -> None:
-    one = spec(traits={"head_dim": 64}, tags={"latency"})
+    one = spec(traits={"head_dim": 64}, tags={"waits"})
     with pytest.raises(TypeError):
         one.traits["head_dim"] = 3  # type: ignore[index]
     with pytest.raises(AttributeError):
         one.priority = 3  # type: ignore[misc]
     assert isinstance(one.tags, frozenset)
     assert one.priority == Priority.PERFORMANT
-    assert hash(one) == hash(spec(traits={"head_dim": 64}, tags={"latency"}))
+    assert hash(one) == hash(spec(traits={"head_dim": 64}, tags={"waits"}))
 
 
 def test_get_and_reset() -> None:
@@ -564,7 +564,7 @@ def test_published_signatures() -> None:
     ):
         assert callable(getattr(KernelRegistry, name))
     assert {o.value for o in selection.SelectionObjective} == {
-        "default", "latency", "throughput", "portability", "determinism", "accuracy", "debug"
+        "default", "portability", "determinism", "accuracy", "debug"
     }  # fmt: skip
     for name in (
         "SelectionStrategy", "SelectionPolicy", "set_selection_policy", "kernel_override",

@@ -116,17 +116,15 @@ def test_silence_is_not_support(add: Callable[..., Any]) -> None:
     ("objective", "expected"),
     [
         ("default", "quick"),
-        ("latency", "quick"),
-        ("throughput", "wide"),
         ("determinism", "exact"),
         ("portability", "exact"),
         ("debug", "reference"),
-        (SelectionObjective.THROUGHPUT, "wide"),
+        (SelectionObjective.DETERMINISM, "exact"),
     ],
 )
 def test_objectives(add: Callable[..., Any], hopper: PlatformInfo, objective: Any, expected: str) -> None:
-    add("quick", priority=16, tags={"latency"}, capability=CapabilityRequirement(vendors={"nvidia"}, required_features={"tma"}))  # type: ignore[arg-type]
-    add("wide", priority=12, tags={"throughput"}, capability=NVIDIA)
+    add("quick", priority=16, capability=CapabilityRequirement(vendors={"nvidia"}, required_features={"tma"}))  # type: ignore[arg-type]
+    add("wide", priority=12, capability=NVIDIA)
     add("exact", priority=4, tags={"determinism"})
     add("reference", priority=0)
     assert chosen(platform=hopper, objective=objective) == expected
@@ -144,6 +142,12 @@ def test_accuracy_avoids_weights_in_fp8(add: Callable[..., Any], dtype: torch.dt
 def test_an_unknown_objective_names_the_known_ones(three: None) -> None:
     with pytest.raises(ValueError, match="'fastest' is not a valid SelectionObjective"):
         chosen(objective="fastest")
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_deprecated_objectives_mean_the_default(three: None, objective: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"the objective '{objective}' is deprecated.*'default'"):
+        assert chosen(objective=objective) == chosen()
 
 
 def test_ties_are_reported(add: Callable[..., Any]) -> None:
@@ -171,12 +175,12 @@ class Times:
 
 
 def test_measurements_precede_everything_but_overrides(add: Callable[..., Any]) -> None:
-    add("fast", priority=12, tags={"latency"})
+    add("fast", priority=12, tags={"determinism"})
     add("slow", priority=4)
     add("unmeasured", priority=19)
-    assert chosen(objective="latency") == "fast"
+    assert chosen(objective="determinism") == "fast"
     measured.use(Times(fast=7.0, slow=3.0))
-    assert chosen(objective="latency") == "slow", "the decision made before was forgotten"
+    assert chosen(objective="determinism") == "slow", "the decision made before was forgotten"
     assert "tuned: 3 us" in explain_selection("norm", "scale", X)
     assert chosen(override="fast") == "fast"
     measured.use(None)
@@ -211,7 +215,7 @@ def test_the_objective_from_the_settings(three: None, settings_from: Any, tmp_pa
     file.write_text('objective = "fastest"\n')
     settings_from()
     with pytest.raises(
-        ConfigurationError, match=r"objective must be one of default, latency, .*, got 'fastest' \(.*settings.toml\)"
+        ConfigurationError, match=r"objective must be one of default, portability, .*, got 'fastest' \(.*settings.toml\)"
     ):
         chosen()
 
@@ -401,11 +405,11 @@ def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
     add("small", traits={"head_dim": {32, 64}}, priority=2)
     add("silent", priority=1)
     with pytest.raises(NoKernelFoundError) as caught:
-        chosen(traits={"head_dim": 128, "sinks": True}, objective="latency")
+        chosen(traits={"head_dim": 128, "sinks": True}, objective="determinism")
     text = str(caught.value)
     for line in (
         "no kernel serves norm.scale on ",
-        "objective latency",
+        "objective determinism",
         "formats  x: bfloat16",
         "traits   head_dim=128, sinks=True",
         " x gpu     platform: needs an NVIDIA device, this is a CPU",

@@ -132,7 +132,7 @@ SIGNATURES = tuple(
 )
 FEATURES = ("triton", "tma", "fp8")
 SOLUTIONS = ("triton", "cutedsl", "torch")
-TAGS = ("latency", "throughput", "determinism")
+TAGS = ("fp8_weights", "waits", "determinism")
 ARCHES = (None, (0, 0), (8, 0), (9, 0), (9, 5), (10, 0))
 
 
@@ -243,7 +243,7 @@ wishes = st.builds(
     device=devices,
     formats=st.integers(0, len(SIGNATURES) - 1),
     traits=trait_wishes,
-    objective=st.sampled_from(["default", "default", "latency", "throughput", "portability", "determinism", "accuracy", "debug"]),
+    objective=st.sampled_from(["default", "default", "portability", "determinism", "accuracy", "debug"]),
     solution=rarely(st.sampled_from(SOLUTIONS), None, 10),
     fixed=subsets(("head_dim", "sinks")),
     override=rarely(st.sampled_from([*(f"k{i}" for i in range(7)), "k0", "k1", "elsewhere", "nobody"]), None, 8),
@@ -517,8 +517,6 @@ def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_objective_is_covered() -> None:
     assert {o.value for o in SelectionObjective} == {
         "default",
-        "latency",
-        "throughput",
         "portability",
         "determinism",
         "accuracy",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 
 import pytest
 import torch
 
-from tokenspeed_kernel_base import resources
 from tokenspeed_kernel_base.workspace import Keeper, Workspace
 
 CPU = torch.device("cpu")
@@ -144,9 +142,3 @@ def test_threads_get_one_workspace_for_one_stream(pretended: Pretended) -> None:
     for thread in threads:
         thread.join()
     assert len({id(one) for one in found}) == 1
-
-
-def test_it_is_a_resource(pretended: Pretended) -> None:
-    found = pretended.keeper.get(0, 1, 64, 8)
-    assert resources.find(found.handle) is found
-    assert copy.deepcopy(found) is found

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenspeed_kernel.workbench.benchmark import Unsupported
 from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES
@@ -50,10 +50,10 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
         for chosen in ("kernel", "weight_layout"):
             del facts[chosen]
         try:
-            plan = moe_plan(**facts, device=layer.weights.w13_weight.device, solution=solution)
+            plan = moe_apply.plan(**facts, device=layer.weights.w13_weight.device, solution=solution)
         except NoKernelFoundError as error:
             raise Unsupported(" ".join(str(error).split())[:500]) from None
-        weights = moe_process_weights(layer.weights, plan)
+        weights = moe_apply.prepare(layer.weights, plan)
         topk, apply = get_operator("moe.moe_topk"), get_operator("moe.moe_apply")
 
         def experts(batch: Batch) -> Call:

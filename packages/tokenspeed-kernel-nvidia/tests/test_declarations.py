@@ -243,7 +243,7 @@ def _planned(platform: str = "sm_90", solution: str | None = "cutedsl", **change
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
     try:
-        return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform), solution=solution).kernel)
+        return str(tokenspeed_kernel.moe_apply.plan(**options, platform=named_platform(platform), solution=solution).kernel)
     except NoKernelFoundError:
         return ""
 

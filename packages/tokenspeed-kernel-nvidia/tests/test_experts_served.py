@@ -66,7 +66,7 @@ REFUSED = [
 
 def _plan(solution: str | None, **changes: Any) -> MoEPlan:
     facts = {"weight_format": "mxfp4", **PLAIN, **changes}
-    return tokenspeed_kernel.moe_plan(**facts, platform=named_platform("sm_90"), solution=solution)
+    return tokenspeed_kernel.moe_apply.plan(**facts, platform=named_platform("sm_90"), solution=solution)
 
 
 @pytest.mark.usefixtures("registered")
@@ -103,7 +103,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
     layer = RandomLayer(torch.device("cpu"), 8, 2, 64, 96, **GPT_OSS)
     with use_platform(named_platform("sm_90")):
         plan = _plan("cutedsl", **GPT_OSS)
-        weights = tokenspeed_kernel.moe_process_weights(layer.given, plan)
+        weights = tokenspeed_kernel.moe_apply.prepare(layer.given, plan)
         x, topk_weights, ids = layer.tokens(tokens)
         ids[ids % 3 == 0] = -1
         explained = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan)

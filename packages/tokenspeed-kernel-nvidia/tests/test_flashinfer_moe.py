@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel
-from tokenspeed_kernel import moe_plan, moe_process_weights
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Draw, Recipe
@@ -254,9 +253,9 @@ def test_eligible_calls(changes: dict[str, Any], served: str | None) -> None:
     sizes = [facts.pop(name) for name in ("experts", "top_k", "hidden", "intermediate")]
     if served is None:
         with pytest.raises(NoKernelFoundError):
-            moe_plan(*sizes, **facts, solution="flashinfer")
+            moe_apply.plan(*sizes, **facts, solution="flashinfer")
         return
-    assert moe_plan(*sizes, **facts, solution="flashinfer").kernel == served
+    assert moe_apply.plan(*sizes, **facts, solution="flashinfer").kernel == served
 
 
 def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
@@ -302,8 +301,8 @@ def test_fp8_blocks_run_if_requested_by_name() -> None:
     name = "flashinfer_moe_apply_fp8_blocks_sm90"
     facts = {name: value for name, value in recipe.values.items() if name not in ("tokens", "rows", "of")}
     sizes = [facts.pop(name) for name in ("experts", "top_k", "hidden", "intermediate")]
-    plan = moe_plan(*sizes, **facts, override=name)
-    weights = moe_process_weights(arguments["weights"], plan)
+    plan = moe_apply.plan(*sizes, **facts, override=name)
+    weights = moe_apply.prepare(arguments["weights"], plan)
     out = tokenspeed_kernel.moe_apply(**{**arguments, "weights": weights, "plan": plan}, override=name)
     wanted = tokenspeed_kernel.moe_apply(**arguments, solution="reference").float()
     assert 1e-4 < float((out.float() - wanted).norm() / wanted.norm()) < 5e-2
@@ -315,8 +314,8 @@ def test_outputs_of_other_strides_and_no_tokens(weight_format: str, given: Any) 
     recipe = _recipe(tokens=4, hidden=96, intermediate=64, weight_format=given)
     arguments = recipe(Draw(torch.device("cpu"), 0))
     wanted = tokenspeed_kernel.moe_apply(**arguments, solution="reference")
-    plan = moe_plan(8, 4, 96, 64, weight_format=weight_format, solution="flashinfer")
-    arguments = {**arguments, "weights": moe_process_weights(arguments["weights"], plan), "plan": plan}
+    plan = moe_apply.plan(8, 4, 96, 64, weight_format=weight_format, solution="flashinfer")
+    arguments = {**arguments, "weights": moe_apply.prepare(arguments["weights"], plan), "plan": plan}
     wide = torch.full((4, 192), 7.0, dtype=torch.bfloat16)
     out = wide[:, 96:]
     assert tokenspeed_kernel.moe_apply(**arguments, out=out, solution="flashinfer") is out
@@ -333,8 +332,8 @@ def test_weights_are_left_as_they_were() -> None:
             hidden=128, intermediate=128, weight_format=weight_format if weight_format == "mxfp4" else DEFAULT, **_GPT_OSS
         )
         weights, again = (recipe(Draw(torch.device("cpu"), 0))["weights"] for _ in range(2))
-        made = moe_process_weights(
-            weights, moe_plan(8, 4, 128, 128, weight_format=weight_format, **_GPT_OSS, solution="flashinfer")
+        made = moe_apply.prepare(
+            weights, moe_apply.plan(8, 4, 128, 128, weight_format=weight_format, **_GPT_OSS, solution="flashinfer")
         )
         assert torch.equal(weights.w13_weight, again.w13_weight)
         assert torch.equal(weights.w2_weight, again.w2_weight)

@@ -33,7 +33,7 @@ FORMATS = pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4"])
 
 def plan_of(k: int, n: int, weight_format: str, **options: Any) -> LinearPlan:
     facts = {"max_tokens": 16, "platform": named_platform("sm_90"), "solution": "cutedsl", **options}
-    return tokenspeed_kernel.linear_plan(k, n, weight_format=weight_format, **facts)
+    return tokenspeed_kernel.linear.plan(k, n, weight_format=weight_format, **facts)
 
 
 def weights_of(k: int, n: int, weight_format: str, seed: int = 0, **more: Any) -> LinearWeights:
@@ -117,7 +117,7 @@ def test_configurations_fit() -> None:
 def test_supported_plans() -> None:
     def chosen(**options: Any) -> str:
         facts = {"in_features": 8192, "out_features": 8192, "weight_format": "nvfp4", "max_tokens": 16, **options}
-        return str(tokenspeed_kernel.linear_plan(**facts, platform=named_platform("sm_90")).kernel)
+        return str(tokenspeed_kernel.linear.plan(**facts, platform=named_platform("sm_90")).kernel)
 
     assert chosen() == chosen(bias=True, dtype=torch.float16) == chosen(max_tokens=1) == "cutedsl_linear_nvfp4"
     assert chosen(in_features=MAX_K) == "cutedsl_linear_nvfp4"
@@ -138,7 +138,7 @@ def test_supported_plans() -> None:
 def test_naming_the_kernel_states_its_requirements() -> None:
     for k, tokens in ((64, 17), (MAX_K + 64, 1)):
         plan = plan_of(k, 8, "nvfp4", max_tokens=None, override="cutedsl_linear_nvfp4")
-        weights = tokenspeed_kernel.linear_process_weights(weights_of(k, 8, "nvfp4"), plan)
+        weights = tokenspeed_kernel.linear.prepare(weights_of(k, 8, "nvfp4"), plan)
         with pytest.raises(ValueError, match=f"is for at most 16 tokens of 28672 features, got {tokens} of {k}"):
             linear.linear(torch.randn(tokens, k).bfloat16(), weights, plan)
 
@@ -156,7 +156,7 @@ def on_emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> None:
-    got = linear.linear(x, tokenspeed_kernel.linear_process_weights(weights, plan), plan, out)
+    got = linear.linear(x, tokenspeed_kernel.linear.prepare(weights, plan), plan, out)
     wanted = x.double() @ values_of(weights).t()
     if weights.bias is not None:
         wanted += weights.bias.double()
@@ -199,7 +199,7 @@ def test_nonfinite_values_do_not_spread() -> None:
     weights.weight_scale.view(torch.uint8)[7, 3] = 0x7F
     x = torch.randn(4, 128).bfloat16()
     x[2, 100] = torch.nan
-    got = linear.linear(x, tokenspeed_kernel.linear_process_weights(weights, plan), plan)
+    got = linear.linear(x, tokenspeed_kernel.linear.prepare(weights, plan), plan)
     wanted = torch.zeros(4, 64, dtype=torch.bool)
     wanted[:, 7] = wanted[2] = True
     assert torch.equal(got.isnan(), wanted)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
-from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
@@ -96,7 +95,7 @@ def test_calls_say_whether_experts_are_exact(inexact: list[int]) -> None:
         with use_platform(named_platform("sm_90")):
             x, topk_weights, topk_ids = layer.tokens(3)
             plan = dataclasses.replace(layer.plan, kernel=ours.name, weight_layout=mxfp4_layout.LAYOUT)
-            weights = moe_process_weights(layer.given, plan)
+            weights = moe_apply.prepare(layer.given, plan)
             assert isinstance(weights, RoundedWeights)
             assert weights.inexact_ids == tuple(inexact)
             explained = moe_apply.explain(x, weights, topk_weights, topk_ids, plan)
@@ -118,5 +117,5 @@ def test_other_activations_have_plain_weights() -> None:
 def test_plain_weights_are_refused() -> None:
     layer = RandomLayer(CPU, 5, 2, 96, 64, activation_dtype="fp8")
     plain = mxfp4_layout.prepare_weights(layer.given, layer.plan)
-    with pytest.raises(TypeError, match="what moe_process_weights makes for fp8 activations, got MoEWeights"):
+    with pytest.raises(TypeError, match=r"what moe_apply.prepare makes for fp8 activations, got MoEWeights"):
         grouped.moe_apply_rounded(*layer.tokens(2)[:1], plain, *layer.tokens(2)[1:], layer.plan)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenspeed_kernel_base.ops.moe.process import moe_plan
+from tokenspeed_kernel_base.ops.moe import moe_apply as declared
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.workspace import Keeper, Workspace, keeper
 from tokenspeed_kernel_nvidia._programs import Program
@@ -185,10 +185,10 @@ def test_no_less_exact_than_the_portable_kernel(sm90: torch.device, dtype: torch
     core = pytest.importorskip("tokenspeed_kernel")
     layer = Layer(sm90, 32, 4, 960, 640, dtype=dtype, **GPT_OSS)
     call = layer.tokens(16)
-    plan = core.moe_plan(
+    plan = core.moe_apply.plan(
         32, 4, 960, 640, dtype=dtype, weight_format="mxfp4", device=sm90, override="triton_moe_apply_mxfp4", **GPT_OSS
     )  # fmt: skip
-    portable = core.moe_apply(call[0], core.moe_process_weights(layer.given, plan), *call[1:], plan)
+    portable = core.moe_apply(call[0], core.moe_apply.prepare(layer.given, plan), *call[1:], plan)
     wanted = layer.wanted(*call)
     ours, others = ((got.float() - wanted).square().mean().sqrt().item() for got in (layer.run(*call), portable))
     assert ours <= 1.2 * others
@@ -516,7 +516,7 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
 def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:
     """Naming a kernel skips its traits."""
     options = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, "weight_format": "mxfp4", **changes}
-    plan = moe_plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
+    plan = declared.moe_apply.plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
     x, ids = torch.zeros(1, plan.hidden_size, dtype=torch.bfloat16), torch.zeros(1, plan.top_k, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         moe_apply.moe_apply(x, None, torch.ones(1, plan.top_k), ids, plan)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ pytest.importorskip("rich")
 import typer
 from typer.testing import CliRunner
 
-from tokenspeed_kernel import moe_plan, plugins
+from tokenspeed_kernel import moe_apply, plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD
@@ -109,10 +109,10 @@ def test_doctor_says_where_settings_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings_from: Callable[..., Any]
 ) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('objective = "latency"\n[overrides]\n"norm.rmsnorm" = "reference_rmsnorm"\n')
+    file.write_text('objective = "accuracy"\n[overrides]\n"norm.rmsnorm" = "reference_rmsnorm"\n')
     settings_from(CONFIG=str(file), VERBOSE="1", OVERRIDE_GEMM_MM="reference_mm")
     settings = {s["name"]: (s["value"], s["source"]) for s in call_json("doctor")["settings"]}
-    assert settings["objective"] == ("latency", str(file))
+    assert settings["objective"] == ("accuracy", str(file))
     assert settings["verbose"] == ("true", "environment: TOKENSPEED_KERNEL_VERBOSE")
     assert settings["override GEMM_MM"] == ("reference_mm", "environment: TOKENSPEED_KERNEL_OVERRIDE_GEMM_MM")
     assert settings["override norm.rmsnorm"] == ("reference_rmsnorm", str(file))
@@ -256,7 +256,7 @@ def test_explain_of_prepared_weights_agrees_with_a_plan(platform: str) -> None:
     """Each kernel's verdict is for its own layout, although the case has weights in the checkpoint's layout."""
     found = call_json("explain", "moe_apply", "--platform", platform, "--case", "mxfp4, gpt-oss options")
     facts: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
-    plan = moe_plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
+    plan = moe_apply.plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
     assert found["chosen"] == plan.kernel
     for candidate in found["candidates"]:
         assert "weight_layout=canonical is not" not in candidate["reason"], candidate

@@ -186,7 +186,7 @@ def _check_sizes(op: Operator[Any, Any], faults: Faults) -> None:
         faults.unless(not unknown, f"{kind} names {', '.join(unknown)}, which no check binds", there)
     scales = {p.name for p in op.parameters if p.is_tensor and p.name.endswith("scale")} - {*op.outs}
     faults.unless(
-        scales == op.scales,
+        scales == {*op.scales},
         f"scales declares {sorted(op.scales)}",
         f"declare {sorted(scales)}, so that captured calls draw them > 0",
     )
@@ -209,7 +209,7 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
         # The parts of a composition have cases of their own.
-        composed = op.composed and all(part in OPERATORS for part in op.composition.parts)
+        composed = op.parts and all(part.operator in OPERATORS for part in op.parts)
         faults.unless(portable or between_processes or composed, "no portable kernel", wanted)
         _check_docstring(op, faults)
         for parameter in op.parameters:
@@ -243,11 +243,11 @@ def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
     for case in small:
         traits = op.request(complete(op, case)).traits
         given.update(traits)
-        odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.trait_kinds[name])]
+        odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.traits[name])]
         faults.unless(not odd, f"{case.name}: {', '.join(odd)} are not what traits= states", "state what values they have")
         flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
     # A request with an undeclared trait raises. So the remaining traits are those that no small case sets.
-    idle = sorted(op.trait_kinds.keys() - given)
+    idle = sorted(op.traits.keys() - given)
     faults.unless(not idle, f"no small case gives the traits {', '.join(idle)}", "add a case, or leave them out of traits=")
     first = next(iter(flags.values()), set())
     for name, stated in flags.items():

@@ -21,7 +21,7 @@ from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base import config, registry, selection
 from tokenspeed_kernel_base import operator as operator_module
-from tokenspeed_kernel_base.declaration import HOOKS
+from tokenspeed_kernel_base.hooks import HOOKS
 from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 

@@ -232,6 +232,24 @@ def test_the_public_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("linear_plan", "linear.plan"),
+        ("linear_process_weights", "linear.prepare"),
+        ("moe_plan", "moe_apply.plan"),
+        ("moe_process_weights", "moe_apply.prepare"),
+    ],
+)
+def test_deprecated_steps_call_the_current_ones(name: str, instead: str) -> None:
+    """Errors name the function that was called."""
+    with (
+        pytest.warns(DeprecationWarning, match=f"{name} is deprecated: use {instead}"),
+        pytest.raises((TypeError, ValueError), match=f"^{name}: "),
+    ):
+        getattr(tokenspeed_kernel, name)(None, None)
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         (f"{BASE}.selection", "framework"),

@@ -58,15 +58,15 @@ def experts(tokens: int, count: int, hidden: int) -> Callable[[], Work]:
             codes(count, 2 * hidden, hidden // 2), scales(count, 2 * hidden, hidden // 32), None,
             codes(count, hidden, hidden // 2), scales(count, hidden, hidden // 32), None,
         )  # fmt: skip
-        plan = tk.moe_plan(count, 2, hidden, hidden, weight_format="mxfp4")
-        prepared = tk.moe_process_weights(weights, plan)
+        plan = tk.moe_apply.plan(count, 2, hidden, hidden, weight_format="mxfp4")
+        prepared = tk.moe_apply.prepare(weights, plan)
 
         def layer() -> torch.Tensor:
             return tk.moe_apply(x, prepared, *tk.moe_topk(logits, 2), plan)
 
-        canonical = tk.moe_plan(count, 2, hidden, hidden, weight_format="mxfp4", dtype=torch.float32, solution="reference")
+        canonical = tk.moe_apply.plan(count, 2, hidden, hidden, weight_format="mxfp4", dtype=torch.float32, solution="reference")
         routing = tk.moe_topk(logits, 2, solution="reference")
-        expected = tk.moe_apply(x.float(), tk.moe_process_weights(weights, canonical), *routing, canonical, solution="reference")
+        expected = tk.moe_apply(x.float(), tk.moe_apply.prepare(weights, canonical), *routing, canonical, solution="reference")
         return layer, expected
 
     return make

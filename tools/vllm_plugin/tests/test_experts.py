@@ -159,7 +159,7 @@ def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeyp
         copies = {name: value.clone() for name, value in vars(weights).items() if isinstance(value, Tensor)}
         return tokenspeed_kernel.MoEWeights(**copies | {"w2_weight_bias": weights.w2_weight_bias})
 
-    monkeypatch.setattr(tokenspeed_kernel, "moe_process_weights", arrange)
+    monkeypatch.setattr(tokenspeed_kernel.moe_apply, "prepare", arrange)
     load(layer, tensors)
     assert layer.routed_experts.w13_weight.numel() == 0
     assert layer.routed_experts.w2_bias.data_ptr() == kept_bias.data_ptr()

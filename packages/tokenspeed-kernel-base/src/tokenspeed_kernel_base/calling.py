@@ -17,8 +17,9 @@ from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
 from tokenspeed_kernel_base.alignment import copied_cache
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.composition import Composed
-from tokenspeed_kernel_base.declaration import STEPS, Operator
+from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
+from tokenspeed_kernel_base.hooks import STEPS
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry

@@ -6,17 +6,17 @@ kernel. So the operator works everywhere, and model code that calls it need not 
 
 ::
 
-    @operator("gemm", "mm_add", formats=("a", "b"), composed=True)
+    @operator("gemm", "mm_add", formats=("a", "b"), parts=(mm,))
     def mm_add(a: Tensor, b: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
         return mm(a, b) + residual
 
 Two kernels follow from the body. ``reference_mm_add`` runs it with the reference of each part; fused kernels are compared with it.
 ``composed_mm_add`` runs it with the parts' best kernels, and ranks below every other kernel of the operator except the reference.
+Both run the body's own code, with other functions under the parts' names.
 
 A call of a composed kernel costs no more than calls of its parts one by one. The description of the operator's call determines
 shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and then called
-directly. For this purpose the body is compiled a second time, with a separate name for each call of a part outside of loops and
-nested functions. Parts inside loops and nested functions are looked up at every call, as are parts with bounds.
+directly. A part that the body calls more than once in a run is looked up at every call, as are parts with bounds.
 
 A body must give its parts arguments whose shapes, dtypes and options follow from the description: no branch of it may depend on
 values. Its results are contiguous tensors of their own, or the outputs that its caller provided.
@@ -24,171 +24,130 @@ values. Its results are contiguous tensors of their own, or the outputs that its
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
-import inspect
-import linecache
-import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.generated import compile_source
 
 COMPOSED = "composed"
 
 # ``decide(part, arguments)`` returns the function to call, and whether further calls of the same description may reuse it.
 Decide = Callable[[Any, tuple[Any, ...]], tuple[Callable[..., Any], bool]]
 
-_NESTED = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.FunctionDef)
+
+@functools.cache
+def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
+    """The operators' functions that a body calls, by the names that it has for them. Includes nested functions, and no helpers."""
+
+    def names(code: types.CodeType) -> Iterator[str]:
+        yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from names(constant)
+
+    found = {name: body.__globals__.get(name) for name in names(body.__code__)}
+    return {name: function for name, function in found.items() if hasattr(function, "caller")}
 
 
-class _Sites(ast.NodeTransformer):
-    """Gives each part a name of its own, and puts its arguments in the order of the operator's parameters.
-
-    Attributes:
-        parts: the parts' operator functions, by these names.
-        defaults: default values of omitted arguments, by name.
-    """
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self._body = body
-        self.parts: dict[str, Any] = {}
-        self.defaults: dict[str, Any] = {}
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        return node if isinstance(node, _NESTED) else super().generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        super().generic_visit(node)
-        function = self._body.__globals__.get(node.func.id) if isinstance(node.func, ast.Name) else None
-        op = getattr(function, "operator", None)
-        if op is None or not hasattr(function, "caller"):
-            return node
-        where = f"{self._body.__module__}.{self._body.__qualname__}"
-        if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
-            raise TypeError(f"{where}: {op.mode} must be called with arguments one by one, so that they can be put in order")
-        given = dict(zip(op.names, node.args, strict=False)) | {str(k.arg): k.value for k in node.keywords}
-        unknown = sorted(given.keys() - set(op.names))
-        missing = [p.name for p in op.parameters if p.required and p.name not in given]
-        if unknown or missing or len(node.args) > len(op.names):
-            raise TypeError(
-                f"{where}: {op.mode} is called with arguments that are not its own, or without some: {unknown + missing}"
-            )
-        site = f"_part_{len(self.parts)}_{op.mode}"
-        self.parts[site] = function
-        ordered = []
-        for parameter in op.parameters:
-            if parameter.name in given:
-                ordered.append(given[parameter.name])
-                continue
-            default = f"_default_{op.mode}_{parameter.name}"
-            self.defaults[default] = parameter.default
-            ordered.append(ast.Name(default, ast.Load()))
-        return ast.copy_location(ast.Call(ast.Name(site, ast.Load()), ordered, []), node)
+def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The body, calling these functions under its names for its parts."""
+    namespace = {**body.__globals__, **parts}
+    return types.FunctionType(body.__code__, namespace, body.__name__, body.__defaults__, body.__closure__)
 
 
-class Composition:
-    """The body of an operator that is composed of others.
+@functools.cache
+def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes, of a function of all parameters in order, one that is called like the operator, by keywords and with defaults."""
+    given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
+    source = f"""\
+def {op.mode}_part(_call):
+    def {op.mode}({given}):
+        return _call({", ".join(op.names)})
 
-    Args:
-        body: the body. Its source must be available.
+    return {op.mode}
+"""
+    return compile_source(f"{op.mode}_part", source, {f"_default_{p.name}": p.default for p in op.parameters})
 
-    Attributes:
-        parts: the operators that it calls, in order, except those in loops and nested functions.
 
-    Raises:
-        TypeError: the body calls no operator, or calls one so that its arguments cannot be matched to parameters.
-    """
+def by_reference(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with the reference of each part."""
+    return with_parts(body, {name: in_order(f.operator)(f.operator.reference) for name, f in called_operators(body).items()})
 
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self._body = body
-        filename, first = body.__code__.co_filename, body.__code__.co_firstlineno
-        lines, _ = inspect.getsourcelines(body)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        function = tree.body[0]
-        assert isinstance(function, ast.FunctionDef)
-        function.decorator_list, function.returns = [], None
-        for argument in function.args.args:
-            argument.annotation = None
-        function.args.defaults = []  # all arguments are given
-        sites = _Sites(body)
-        function.body = [sites.visit(statement) for statement in function.body[ast.get_docstring(function) is not None :]]
-        if not sites.parts:
-            raise TypeError(f"{body.__module__}.{body.__qualname__} is said to be composed, and calls no operator outside of loops")
-        ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
-        linecache.checkcache(filename)  # tracebacks show the lines of the body itself
-        self._code = compile(tree, filename, "exec")
-        self._sites, self._defaults = sites.parts, sites.defaults
-        self.parts = tuple(function.operator for function in sites.parts.values())
 
-    def with_parts(self, parts: Mapping[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The body with these functions in place of its parts, and the namespace in which it looks them up."""
-        namespace = {**self._body.__globals__, **self._defaults, **parts}
-        exec(self._code, namespace)  # the source is the body's own
-        made = namespace[self._body.__name__]
-        assert isinstance(made, types.FunctionType)
-        return made, namespace
+def decided(body: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
+    """A function for calls of one description. Its first run decides the body's parts; further runs call them directly."""
+    run: Callable[..., Any] | None = None
 
-    @functools.cached_property
-    def by_reference(self) -> Callable[..., Any]:
-        """The body with the reference of each part. Takes all parameters in order."""
-        return self.with_parts({name: function.operator.reference for name, function in self._sites.items()})[0]
+    def call(*args: Any) -> Any:
+        nonlocal run
+        if run is not None:
+            return run(*args)
+        parts = {name: _Deciding(function, decide) for name, function in called_operators(body).items()}
+        result = with_parts(body, {name: in_order(part.op)(part) for name, part in parts.items()})(*args)
+        run = with_parts(body, {name: in_order(part.op)(part.calls[0]) for name, part in parts.items() if part.lasting})
+        return result
 
-    def decided(self, decide: Decide) -> Callable[..., Any]:
-        """A function for calls of one description: the body, whose parts are decided when it first runs and then called directly.
+    return call
 
-        Args:
-            decide: for a part's function and its arguments, returns the function to call, and whether that holds for all further
-                calls.
-        """
 
-        def undecided(name: str, function: Any) -> Callable[..., Any]:
-            def first(*args: Any) -> Any:
-                call, lasting = decide(function, args)
-                if lasting:
-                    namespace[name] = call
-                return call(*args)
+class _Deciding:
+    """A part during the first run: decides each call, and keeps the decisions."""
 
-            return first
+    def __init__(self, function: Any, decide: Decide) -> None:
+        self.op, self._function, self._decide = function.operator, function, decide
+        self.calls: list[Callable[..., Any]] = []
+        self._all_last = not self.op.bounds
 
-        found = {n: f if f.operator.bounds else undecided(n, f) for n, f in self._sites.items()}
-        made, namespace = self.with_parts(found)
-        return made
+    def __call__(self, *args: Any) -> Any:
+        call, lasting = self._decide(self._function, args)
+        self.calls.append(call)
+        self._all_last &= lasting
+        return call(*args)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether further runs may call the decided function: each call of a part may have a description of its own."""
+        return self._all_last and len(self.calls) == 1
 
 
 class Composed:
-    """The kernel that runs an operator's body with the best kernel of each part.
+    """The kernel that runs an operator's body with the best kernel of each part."""
 
-    Args:
-        read: gives the body.
-        positions: gives, for a call's arguments, where the parameters of its outputs stand, in the outputs' order.
-    """
-
-    def __init__(self, read: Callable[[], Composition], positions: Callable[[tuple[Any, ...]], Sequence[int]]) -> None:
-        self._read, self._positions = read, positions
+    def __init__(self, op: Any) -> None:
+        self._op = op
 
     def __call__(self, *args: Any) -> Any:
         """Runs the body once, and looks up each part."""
-        return self.decided(_ask, args)(*args)
+        return self._into_outputs(self._op.body, args)(*args)
 
     def decided(self, decide: Decide, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """A function that runs calls of this description; see `Composition.decided`."""
-        call = self._read().decided(decide)
-        given = [(index, position) for index, position in enumerate(self._positions(args)) if args[position] is not None]
+        """A function that runs calls of the description of these arguments."""
+        return self._into_outputs(decided(self._op.body, decide), args)
+
+    def _into_outputs(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+        given = [(index, at) for index, at in enumerate(self._op.output_positions(args)) if args[at] is not None]
         if not given:
             return call
 
         def into(*args: Any) -> Any:
             results = lowering.as_list(call(*args))
-            for index, position in given:
-                if results[index] is not args[position]:
-                    args[position].copy_(results[index])
-                    results[index] = args[position]
+            for index, at in given:
+                if results[index] is not args[at]:
+                    args[at].copy_(results[index])
+                    results[index] = args[at]
             return lowering.from_list(results)
 
         return into
 
 
-def _ask(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    return function, False
+def check_parts(where: str, body: Callable[..., Any], parts: Iterable[Any]) -> None:
+    """Raises TypeError unless these are the operators that the body calls."""
+    stated, called = ({function.operator.mode for function in each} for each in (parts, called_operators(body).values()))
+    if stated != called:
+        raise TypeError(
+            f"{where}: parts= must list the operators that {body.__name__} calls: {sorted(called)}, got {sorted(stated)}"
+        )

@@ -7,7 +7,7 @@ pays for reading it.
 
 The file::
 
-    objective = "latency"            # a `SelectionObjective` value
+    objective = "accuracy"           # a `SelectionObjective` value
     platform = "gfx950"              # pretend, for explaining only
     disabled_plugins = ["broken"]
     verbose = true

@@ -1,4 +1,4 @@
-"""An operator as it is declared: its body, its hooks, and what follows from them for one call.
+"""What an operator's declaration implies for one call: its request, its checks, its outputs, its plan.
 
 `tokenspeed_kernel_base.operator` has the decorator that makes one, and shows a whole declaration.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -17,17 +16,17 @@ import torch
 from tokenspeed_kernel_base import lowering, planning, provided
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients
-from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
+from tokenspeed_kernel_base.composition import COMPOSED, Composed, by_reference, check_parts
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
+from tokenspeed_kernel_base.hooks import Declaration
 from tokenspeed_kernel_base.interface import Interface
-from tokenspeed_kernel_base.names import did_you_mean
+from tokenspeed_kernel_base.options import Options
 from tokenspeed_kernel_base.parameters import (
     Kind,
     check_types,
     kind_of,
     on_meta,
     options_given,
-    parse_parameters,
     resource_arguments,
     resources_given,
     tensor_arguments,
@@ -39,135 +38,34 @@ from tokenspeed_kernel_base.selection import consider, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
 from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec, Priority
 from tokenspeed_kernel_base.stand_ins import readable
-from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
 
-HOOKS = (
-    "traits", "check", "check_values", "formats", "fake", "outputs", "cases", "cost", "work", "vary", "intermediates", "decoded",
-    "plan", "prepare",
-)  # fmt: skip
 
-# Hooks whose attribute of the function, a decorator at first, becomes the step itself once the hook is declared.
-STEPS = ("plan", "prepare")
-
-# Hooks that also run when a plan is made.
-_PLANNED_HOOKS = frozenset({"traits", "formats"})
-
-# What these say must hold for a whole range of a bound, so they cannot ask for one.
-_UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake", "outputs"})
-
-
-class Operator(Generic[P, R]):
-    """A declaration and its hooks. Reached through the function's ``operator`` attribute, or by name from `get_operator`.
+class Operator(Declaration, Generic[P, R]):
+    """What a declaration implies for a call. Reached through the function's ``operator`` attribute, or by name from `get_operator`.
 
     Attributes:
-        family, mode: its name.
-        body: the PyTorch function that says what it computes; ignores provided outputs.
-        parameters: parsed from the body's signature.
-        outs: parameters that receive outputs when given; a call makes all of them or, by the ``outputs`` hook, some of them.
-        mutates: further parameters that it writes to.
-        in_place: outputs that may be an input, by name: the inputs that each may be.
-        exact: every kernel must match the reference bit for bit.
-        varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
-        capacity: sizes that say how much memory there is; no part of a request's sizes.
-        bounds: integer options that bound a varying size, and vary like one.
-        padded: the parameter with offsets; rows past the last offset are padding. None if there is no padding.
-        unlimited: integer options for which -1 and large values mean no limit.
-        scales: parameters that scale the values of another one: positive, and near 1 if drawn at random.
-        planned: the parameter that takes a plan; None if there is none. See `tokenspeed_kernel_base.planning`.
-        layout: the trait, and the plan's attribute, with the layout of prepared objects; None if there is only one layout.
-        composed: whether the body calls other operators.
-        trait_kinds: the traits that its ``traits`` hook may return, with the kind of values of each.
+        body: see `Declaration`.
         interface: the names that its kernels' declarations are checked against.
-        function: what users call.
     """
 
-    function: Any
+    body: Callable[P, R]
 
-    def __init__(
-        self,
-        family: str,
-        mode: str,
-        body: Callable[P, R],
-        *,
-        formats: Sequence[str] | Mapping[str, Sequence[str]],
-        traits: Mapping[str, TraitKind],
-        outs: Sequence[str],
-        mutates: Sequence[str],
-        in_place: Mapping[str, Sequence[str]],
-        hints: Sequence[str],
-        exact: bool,
-        reference_traits: Mapping[str, Any],
-        composed_traits: Mapping[str, Any],
-        fixed_traits: Iterable[str],
-        varying: Sequence[str],
-        capacity: Iterable[str],
-        bounds: Sequence[str],
-        padded: str | None,
-        unlimited: Sequence[str],
-        scales: Iterable[str],
-        planned: str | None,
-        layout: str | None,
-        composed: bool,
-    ) -> None:
-        self.family, self.mode, self.body = family, mode, body
-        self.composed = composed
-        self.parameters = parse_parameters(body, hints, bounds, unlimited)
-        self.names = tuple(p.name for p in self.parameters)
-        self._by_name = {p.name: p for p in self.parameters}
-        self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
-        self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
-        self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
-        self.padded, self.scales = padded, frozenset(scales)
-        self._formats = formats
-        self.trait_kinds = dict(traits)
-        self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
-        self.fixed_traits = frozenset(fixed_traits)
-        named = {*outs, *mutates, *hints, *bounds, *unlimited, *self.scales}.union(in_place, *in_place.values())
-        unknown = (named if isinstance(formats, Mapping) else named.union(formats)) - set(self.names)
-        if unknown:
-            raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
-        if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
-            raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
-        twice = self.capacity.intersection(self.varying) | self.capacity.union(self.varying).intersection(self.bounds)
-        if twice:
-            raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
-        self.planned, self.layout = planned, layout
-        self._check_planned()
-        for trait in sorted(self.fixed_traits.union([layout] if layout else []) - self.trait_kinds.keys()):
-            raise TypeError(f"{self}: {trait} is not among the traits of the declaration{did_you_mean(trait, self.trait_kinds)}")
-        stated = formats if isinstance(formats, Mapping) else dict.fromkeys(formats, ("dense",))
+    def __init__(self, options: Options, body: Callable[P, R]) -> None:
+        super().__init__(options, body)
+        if self.parts:
+            check_parts(str(self), body, self.parts)
+        stated = self.formats if isinstance(self.formats, Mapping) else dict.fromkeys(self.formats, ("dense",))
         holders = tuple(p.cls or p.types[0] for p in self.parameters if p.kind in (Kind.OBJECT, Kind.RESOURCE))
         operands = {name: tuple(each) for name, each in stated.items()}
-        self.interface = Interface(self.names, self.trait_kinds, operands, layout, (*outs, *mutates), holders)
-        self.host_values: tuple[str, ...] = ()
-        self._hooks: dict[str, Callable[..., Any]] = {}
-        self._wanted: dict[str, tuple[str, ...]] = {}
-
-    def __str__(self) -> str:
-        return f"{self.family}.{self.mode}"
+        self.interface = Interface(self.names, self.traits, operands, self.layout, (*self.outs, *self.mutates), holders)
 
     # -- declaration -----------------------------------------------------------------------------------------------------------
-
-    def _check_planned(self) -> None:
-        if self.planned is None:
-            if self.layout is not None:
-                raise TypeError(f"{self}: layout={self.layout!r} is for operators that are planned")
-            return
-        parameter = next((p for p in self.parameters if p.name == self.planned), None)
-        attributes = {field.attribute for field in parameter.fields} if parameter is not None else set()
-        missing = {"kernel", *([self.layout] if self.layout else [])} - attributes
-        if parameter is None or parameter.kind is not Kind.VALUE or missing:
-            wanted = " and ".join(["kernel", *([self.layout] if self.layout else [])])
-            raise TypeError(
-                f"{self}: planned={self.planned!r} must name a parameter that is a dataclass with {wanted}, of no tensors"
-            )
 
     @property
     def plan_class(self) -> type:
@@ -175,67 +73,6 @@ class Operator(Generic[P, R]):
         cls = next(p.cls for p in self.parameters if p.name == self.planned)
         assert cls is not None
         return cls
-
-    def hook_adder(self, name: str) -> Callable[[Hook], Hook]:
-        """The decorator that adds a hook, as an attribute of the operator's function. Only the module that declares the operator
-        may add hooks, because a hook changes the meaning of every call."""
-
-        def add(hook: Hook) -> Hook:
-            self._refuse_strangers(name)
-            self._add_hook(name, hook)
-            if name in STEPS:
-                setattr(self.function, name, getattr(self.function.caller, name))
-            return hook
-
-        return add
-
-    def add_check_values(self, *, host: Iterable[str]) -> Callable[[Hook], Hook]:
-        """The decorator of the hook that checks values; ``host`` names the tensors whose values it reads."""
-        self._refuse_strangers("check_values")
-
-        def add(hook: Hook) -> Hook:
-            self._add_hook("check_values", hook)
-            self.host_values = tuple(host)
-            return hook
-
-        return add
-
-    def _refuse_strangers(self, name: str) -> None:
-        module = sys._getframe(2).f_globals.get("__name__")
-        if module != self.body.__module__:
-            raise TypeError(f"{self}: its {name} hook is declared in {self.body.__module__}, and {module} cannot add one")
-
-    def _add_hook(self, name: str, hook: Callable[..., Any]) -> None:
-        if name in self._hooks:
-            raise TypeError(f"{self}: its {name} hook is declared twice")
-        leading = 1 if name in ("check", "check_values", "vary", "plan", "prepare") else 0
-        code = hook.__code__
-        takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-        wanted = self.names if takes_all else code.co_varnames[leading : code.co_argcount + code.co_kwonlyargcount]
-        if name in STEPS and self.planned is None:
-            raise TypeError(f"{self}: it has a {name} hook, and does not say by planned= which parameter is the plan")
-        if name == "plan":  # takes facts, and no arguments of a call
-            self._hooks[name] = hook
-            for other in _PLANNED_HOOKS & self._wanted.keys():
-                self._check_plan_alone(other, self._wanted[other])
-            return
-        if name == "formats" and not isinstance(self._formats, Mapping):
-            raise TypeError(f"{self}: it has a formats hook, so formats= must be a dict: the names of each operand's formats")
-        unknown = set(wanted) - set(self.names)
-        if unknown:
-            raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
-        if "plan" in self._hooks and name in _PLANNED_HOOKS:
-            self._check_plan_alone(name, wanted)
-        if name == "prepare" and (len(wanted) != 2 or wanted[1] != self.planned):
-            raise TypeError(f"{self}: its prepare hook must ask for what is to be prepared, and then for {self.planned}")
-        bounds = set(wanted) & set(self.bounds)
-        if bounds and name in _UNBOUNDED_HOOKS:
-            raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(bounds))}, which only bound a size")
-        self._hooks[name], self._wanted[name] = hook, wanted
-
-    def _check_plan_alone(self, name: str, wanted: Iterable[str]) -> None:
-        if set(wanted) != {self.planned}:
-            raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
 
     def register_reference(self) -> None:
         """Registers the body as the reference kernel, unless it is registered already. A body that calls other operators is
@@ -250,14 +87,15 @@ class Operator(Generic[P, R]):
     def _bodies(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
         """The specs and implementations that the body is registered as."""
         bodies: list[tuple[KernelSpec, Callable[..., Any]]] = [
-            (self._body_spec(REFERENCE, Priority.REFERENCE, frozenset({"determinism"})), self.reference)
+            (self._body_spec(REFERENCE, Priority.REFERENCE, self.reference_traits, frozenset({"determinism"})), self.reference)
         ]
-        if self.composed:
-            composed = Composed(lambda: self.composition, self.output_positions)
-            bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, frozenset()), composed))
+        if self.parts:
+            bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, self.composed_traits), Composed(self)))
         return bodies
 
-    def _body_spec(self, solution: str, priority: Priority, tags: frozenset[str]) -> KernelSpec:
+    def _body_spec(
+        self, solution: str, priority: Priority, traits: Mapping[str, Any], tags: frozenset[str] = frozenset()
+    ) -> KernelSpec:
         code = inspect.unwrap(self.body).__code__
         return KernelSpec(
             f"{solution}_{self.mode}",
@@ -265,33 +103,13 @@ class Operator(Generic[P, R]):
             self.mode,
             solution=solution,
             format_signatures=None,
-            traits=self._body_traits[solution],
+            traits=traits,
             universal=True,
             priority=priority,
             tags=tags,
             package=self.body.__module__.partition(".")[0],
             origin=f"{code.co_filename}:{code.co_firstlineno}",
         )
-
-    def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
-        """Calls a hook, if it is declared, with the arguments that it names. Options have the values that kernels receive."""
-        hook = self._hooks.get(name)
-        return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
-
-    def has_hook(self, name: str) -> bool:
-        return name in self._hooks
-
-    @functools.cached_property
-    def composition(self) -> Composition:
-        """The body of a composed operator, parsed for the operators that it calls. Parsed on first use, to keep the import of
-        operators fast.
-
-        Raises:
-            TypeError: the operator is not composed, or calls another one in a way that cannot be parsed.
-        """
-        if not self.composed:
-            raise TypeError(f"{self} is not declared as composed")
-        return Composition(self.body)
 
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
@@ -300,14 +118,17 @@ class Operator(Generic[P, R]):
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}
 
+    @functools.cached_property
+    def _reference_body(self) -> Callable[..., Any]:
+        return by_reference(self.body) if self.parts else self.body
+
     def reference(self, *args: Any) -> Any:
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
-        body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
-        results = [result.contiguous() for result in lowering.as_list(body(*args))]
+        results = [result.contiguous() for result in lowering.as_list(self._reference_body(*args))]
         rows = slice(self.counted_rows(arguments))
         for index, output in enumerate(given):
             if output is not None and index < len(results):
@@ -361,7 +182,7 @@ class Operator(Generic[P, R]):
 
     def outputs_of(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the outputs that a call makes, in their order; more than it makes where there is no ``outputs`` hook."""
-        return tuple(self.run_hook("outputs", arguments)) if "outputs" in self._hooks else self.outs
+        return tuple(self.run_hook("outputs", arguments) if "outputs" in self._hooks else self.outs)
 
     def named(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs of a call with these arguments, by the names of the parameters that receive them."""
@@ -401,7 +222,7 @@ class Operator(Generic[P, R]):
             {**stated, **traits},
             selection_policy().objective,
             solution,
-            self.fixed_traits.union(stated),
+            frozenset((*self.fixed_traits, *stated)),
             self.sizes(arguments) if sizes is None else sizes,
             frozenset((*self.varying, *self.bounds)),
             tuple(self.run_hook("intermediates", arguments) or ()),
@@ -460,7 +281,7 @@ class Operator(Generic[P, R]):
                 traits,
                 selection_policy().objective,
                 solution,
-                self.fixed_traits,
+                frozenset(self.fixed_traits),
                 package=package,
             )
 
@@ -514,7 +335,7 @@ class Operator(Generic[P, R]):
             signature = self.run_hook("formats", arguments)
             assert isinstance(signature, FormatSignature)
         else:
-            roles = ((name, arguments[name]) for name in self._formats)
+            roles = ((name, arguments[name]) for name in self.formats)
             signature = FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
         unstated = self.interface.unstated(traits, signature)
         if unstated:

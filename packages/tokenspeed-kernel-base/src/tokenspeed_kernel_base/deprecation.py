@@ -1,7 +1,8 @@
-"""Deprecated names of operators: functions that warn, and call the replacement. They stay for one release."""
+"""Deprecated names of operators and their steps: functions that warn, and call the replacement. They stay for one release."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -9,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from tokenspeed_kernel_base.operator import get_operator
 
 
 def deprecated_operator(
@@ -67,4 +70,17 @@ def deprecated_operator(
     alias.__name__ = alias.__qualname__ = name
     alias.__doc__ = f"Deprecated: {said}."
     alias.__signature__ = inspect.Signature(parameters, return_annotation=signature.return_annotation)  # type: ignore[attr-defined]
+    return alias
+
+
+def deprecated_step(name: str, instead: str) -> Callable[..., Any]:
+    """Makes the function of a deprecated name for a step of an operator: ``"moe_apply.plan"``. It warns DeprecationWarning."""
+    mode, _, step = instead.partition(".")
+    current: Callable[..., Any] = getattr(get_operator(mode).function, step)
+
+    @functools.wraps(current)
+    def alias(*args: Any, **keywords: Any) -> Any:
+        warnings.warn(f"{name} is deprecated: use {instead}", DeprecationWarning, stacklevel=2)
+        return current(*args, **{"called": name, **keywords})
+
     return alias

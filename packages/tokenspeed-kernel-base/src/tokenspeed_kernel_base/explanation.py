@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,19 @@ class SelectionObjective(enum.Enum):
     """The preference among eligible kernels. An objective prefers the tag of its own name unless its comment says otherwise."""
 
     DEFAULT = "default"  # priority alone
-    LATENCY = "latency"
-    THROUGHPUT = "throughput"
     PORTABILITY = "portability"  # fewest platform requirements
     DETERMINISM = "determinism"  # bitwise reproducible from run to run
     ACCURACY = "accuracy"  # avoids the tag ``fp8_weights``: softmax probabilities rounded to fp8
     DEBUG = "debug"  # lowest priority first, because such kernels are the plainest
+
+    @classmethod
+    def _missing_(cls, value: object) -> SelectionObjective | None:
+        if value not in ("latency", "throughput"):
+            return None
+        warnings.warn(
+            f"the objective {value!r} is deprecated: no kernel is tagged so; use 'default'", DeprecationWarning, stacklevel=3
+        )
+        return cls.DEFAULT
 
 
 @dataclass(frozen=True)

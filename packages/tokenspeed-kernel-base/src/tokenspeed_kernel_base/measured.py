@@ -1,7 +1,7 @@
 """Measured results, as selection uses them.
 
-`use` installs a source of results; ``tokenspeed_kernel`` installs its tables. This package does not know where the results come
-from. Without a source, kernels are ranked by their declarations alone.
+`use` installs a source of results; ``tokenspeed_kernel`` installs its tables and its autotuner. This package does not know where
+the results come from. Without a source, kernels are ranked by their declarations alone, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.explanation import Request
 from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_base.signature import FormatSignature
 
@@ -42,6 +43,10 @@ class Source(Protocol):
     ) -> Found:
         """The results that apply to a request. ``buckets``: its sizes, with the varying ones rounded up to powers of two."""
 
+    def autotune(self, request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
+        """Measures the candidates for a request on a call's arguments, for about ``budget_s``, and records the results. Returns why
+        it could not, or an empty string. Only called with `SelectionStrategy.AUTOTUNE`."""
+
 
 _source: Source | str | None = None
 
@@ -71,3 +76,8 @@ def find(
 ) -> Found:
     source = _current_source()
     return Found() if source is None else source.find(operator, formats, traits, buckets, platform)
+
+
+def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
+    source = _current_source()
+    return "" if source is None else source.autotune(request, arguments, budget_s)

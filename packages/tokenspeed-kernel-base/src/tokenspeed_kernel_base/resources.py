@@ -1,6 +1,6 @@
 """Resources: objects that a call needs besides tensors and options, and that outlive it.
 
-Examples are a process group, a state cache, a workspace, and weights in a kernel's own layout. An operator declares a parameter as
+Examples are a process group, a state cache, and weights in a kernel's own layout. An operator declares a parameter as
 a resource by annotating it with a class derived from `Resource`::
 
     class ProcessGroup(Resource):

@@ -34,7 +34,7 @@ from tokenspeed_kernel_base.explanation import (
 from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, load_object, nearest_kernel
+from tokenspeed_kernel_base.registry import KernelRegistry, nearest_kernel
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.traits import format_traits
@@ -62,7 +62,6 @@ __all__ = [
     "select",
     "select_kernel",
     "selection_policy",
-    "set_autotuner",
     "set_selection_policy",
     "warmup_selection",
 ]
@@ -102,11 +101,6 @@ class SelectionPolicy:
 
 _policy: SelectionPolicy | None = None
 
-# ``autotuner(request, arguments, budget_s)`` measures the candidates for a request on a call's arguments and records the results.
-# It returns why it could not, or an empty string. Given as "module:function", it is imported on first use.
-Autotuner = Callable[["Request", Mapping[str, Any], float], str]
-
-_autotuner: Autotuner | str | None = None
 _warned: set[tuple[str, str]] = set()
 
 
@@ -147,14 +141,6 @@ def set_selection_policy(policy: SelectionPolicy | None) -> None:
     """
     global _policy
     _policy = policy
-    memo.invalidate()
-
-
-def set_autotuner(autotuner: Autotuner | str | None) -> None:
-    """Sets the function that measures for `SelectionStrategy.AUTOTUNE`: a function, or ``"module:function"``, which is imported on
-    first use. ``tokenspeed_kernel`` sets `tokenspeed_kernel.workbench.tuning.autotune`."""
-    global _autotuner
-    _autotuner = autotuner
     memo.invalidate()
 
 
@@ -463,12 +449,9 @@ def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
     policy = selection_policy()
     if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
         return True
-    if request.platform.pretended or request.platform.emulated or _autotuner is None or _find_measured(request).results:
+    if request.platform.pretended or request.platform.emulated or _find_measured(request).results:
         return True
-    if isinstance(_autotuner, str):
-        set_autotuner(load_object(_autotuner, "SelectionStrategy.AUTOTUNE"))
-        assert callable(_autotuner)
-    problem = _autotuner(request, arguments, policy.autotune_budget_s)
+    problem = measured.autotune(request, arguments, policy.autotune_budget_s)
     if problem and (request.operator, problem) not in _warned:
         _warned.add((request.operator, problem))
         warnings.warn(f"{request.operator} is not measured: {problem}; its kernel is chosen as without AUTOTUNE", stacklevel=5)

@@ -33,8 +33,6 @@ MAX_PRIORITY = 19
 CANONICAL = "canonical"
 
 TAGS = {
-    "latency": "the objective of that name prefers it",
-    "throughput": "the objective of that name prefers it",
     "determinism": "it gives the same bits from run to run, which the conformance kit checks; the objective prefers it",
     "batch_invariant": "an item's result does not depend on what else is in its batch, which the conformance kit checks",
     "fp8_weights": "it may round the softmax's weights to fp8 where an operand is fp8; the objective `accuracy` avoids it",

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.resources import Resource
-
 # PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack it.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
@@ -30,7 +28,7 @@ _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturin
 ARENA = 1 << 18
 
 
-class Workspace(Resource):
+class Workspace:
     """Memory for launches. Keep a reference until the launch was made.
 
     Attributes:

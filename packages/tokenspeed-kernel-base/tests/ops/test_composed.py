@@ -15,7 +15,6 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
-from tokenspeed_kernel_base.ops.moe.process import moe_plan
 from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
@@ -42,7 +41,7 @@ def test_mm_add(solution: str) -> None:
 
 @SOLUTIONS
 def test_moe_apply_add(solution: str) -> None:
-    plan = moe_plan(4, 2, 8, 6, dtype=torch.float32, device="cpu")
+    plan = moe_apply.plan(4, 2, 8, 6, dtype=torch.float32, device="cpu")
     weights = MoEWeights(draw(4, 12, 8).float(), None, None, draw(4, 8, 6).float(), None, None)
     x, residual, ids = draw(3, 8).float(), draw(3, 8, seed=1).float(), torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32)
     arguments: tuple[Any, ...] = (x, weights, torch.rand(3, 2), ids, plan)
@@ -55,7 +54,7 @@ def test_moe_apply_add(solution: str) -> None:
 @SOLUTIONS
 @pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "num_groups": 2, "scaling_factor": 3.0}], ids=str)
 def test_moe_topk_apply(options: dict[str, Any], solution: str) -> None:
-    plan = moe_plan(4, 2, 8, 6, dtype=torch.float32, device="cpu")
+    plan = moe_apply.plan(4, 2, 8, 6, dtype=torch.float32, device="cpu")
     weights = MoEWeights(draw(4, 12, 8).float(), None, None, draw(4, 8, 6).float(), None, None)
     x, logits = draw(3, 8).float(), draw(3, 4)
     wanted = moe_apply(x, weights, *moe_topk(logits, 2, **options), plan)

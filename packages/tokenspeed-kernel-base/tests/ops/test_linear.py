@@ -14,7 +14,6 @@ from torch import Tensor
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm.linear import linear
 from tokenspeed_kernel_base.ops.gemm.linear_plan import ACTIVATION_DTYPES, LinearPlan
-from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan, linear_process_weights
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     decode_fp8,
@@ -93,7 +92,7 @@ def test_every_pair_of_formats_has_a_case() -> None:
 
 
 def plan_of(**options: Any) -> LinearPlan:
-    return linear_plan(K, N, **{"dtype": torch.float32, "device": "cpu", **options})
+    return linear.plan(K, N, **{"dtype": torch.float32, "device": "cpu", **options})
 
 
 def weights_of(**changed: Any) -> LinearWeights:
@@ -130,8 +129,8 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("error", "message", "options"), WRONG_PLANS, ids=[w[1][:45] for w in WRONG_PLANS])
 def test_wrong_plans(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     facts = {"in_features": K, "out_features": N, "dtype": torch.float32, "device": "cpu"}
-    with pytest.raises(error, match="linear_plan: " + message):
-        linear_plan(**{**facts, **options})
+    with pytest.raises(error, match="linear.plan: " + message):
+        linear.plan(**{**facts, **options})
 
 
 NVFP4 = {"weight_format": "nvfp4", "dtype": torch.bfloat16}
@@ -172,12 +171,12 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("error", "message", "weights", "options"), WRONG_WEIGHTS, ids=[w[1][:60] for w in WRONG_WEIGHTS])
 def test_wrong_weights(error: type[Exception], message: str, weights: Any, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
-        linear_process_weights(weights, plan_of(**options))
+        linear.prepare(weights, plan_of(**options))
 
 
 def test_modules_are_weights() -> None:
     module = torch.nn.Linear(K, N).requires_grad_(False)
-    weights, plan, x = linear_process_weights(module, plan_of(bias=True)), plan_of(bias=True), torch.randn(3, K)
+    weights, plan, x = linear.prepare(module, plan_of(bias=True)), plan_of(bias=True), torch.randn(3, K)
     assert weights.weight is module.weight
     torch.testing.assert_close(linear(x, weights, plan), module(x))
     torch.testing.assert_close(linear(x, module, plan), module(x))
@@ -194,8 +193,8 @@ def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
 
 
 def test_plans_are_distinguished() -> None:
-    with pytest.raises(TypeError, match="plan must be a LinearPlan, as linear_plan makes it, got dict"):
-        linear_process_weights(weights_of(), {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plan must be a LinearPlan, as linear.plan makes it, got dict"):
+        linear.prepare(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"linear: plan.in_features must be at least 1, got 0"):
         linear(torch.zeros(1, K), weights_of(), dataclasses.replace(plan_of(), in_features=0))
 
@@ -235,12 +234,12 @@ def test_plan_prepare_bind_call(reversing: str) -> None:
     given, x = weights_of(bias=torch.randn(N)), torch.randn(3, K)
     canonical = plan_of(bias=True, solution="composed")
     assert (canonical.kernel, canonical.weight_layout) == ("composed_linear", "canonical")
-    wanted = linear(x, linear_process_weights(given, canonical), canonical, override="composed_linear")
+    wanted = linear(x, linear.prepare(given, canonical), canonical, override="composed_linear")
     plan = plan_of(bias=True)
     assert (plan.kernel, plan.weight_layout) == (reversing, LAYOUT)
-    weights = linear_process_weights(given, plan)
+    weights = linear.prepare(given, plan)
     assert torch.equal(weights.weight, given.weight.flip(0))
-    assert linear_process_weights(weights, plan).weight is weights.weight
+    assert linear.prepare(weights, plan).weight is weights.weight
     torch.testing.assert_close(linear(x, weights, plan), wanted)
     torch.testing.assert_close(linear.bind(x, weights, plan)(x, weights, plan, None), wanted)
     out = torch.empty(3, N)
@@ -253,7 +252,7 @@ def test_a_kernel_for_few_tokens(few: str, max_tokens: int | None) -> None:
     plan, given, x = plan_of(max_tokens=max_tokens), weights_of(), torch.randn(1, K)
     served = max_tokens in (1, 4)
     assert plan.kernel == (few if served else "composed_linear")
-    weights = linear_process_weights(given, plan)
+    weights = linear.prepare(given, plan)
     torch.testing.assert_close(linear(x, weights, plan), x @ given.weight.t())
     if not served:
         with pytest.raises(NoKernelFoundError, match=f"{few}.*max_tokens={max_tokens} is not at most 4"):
@@ -262,7 +261,7 @@ def test_a_kernel_for_few_tokens(few: str, max_tokens: int | None) -> None:
 
 def test_arranged_weights_reach_nobody_else(reversing: str) -> None:
     plan = plan_of()
-    weights = linear_process_weights(weights_of(), plan)
+    weights = linear.prepare(weights_of(), plan)
     x = torch.randn(2, K)
     verdicts = {v.spec.name: v for v in linear.explain(x, weights, plan).verdicts}
     assert verdicts[reversing].accepted

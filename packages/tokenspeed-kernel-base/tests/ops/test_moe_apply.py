@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 
@@ -186,7 +185,7 @@ def test_gpt_oss_experts_of_transformers() -> None:
     with torch.no_grad():
         _, scores, indices = router(x)
         expected = experts(x, indices, scores)
-    plan = moe_plan(
+    plan = moe_apply.plan(
         6, 3, 48, 40, dtype=torch.float32, device="cpu", w13_interleaved=True, bias=True, alpha=1.702, limit=7.0, beta=1.0
     )
     weights = MoEWeights(
@@ -197,7 +196,7 @@ def test_gpt_oss_experts_of_transformers() -> None:
         None,
         experts.down_proj_bias.detach(),
     )
-    got = moe_apply(x, moe_process_weights(weights, plan), scores.detach(), indices.int(), plan)
+    got = moe_apply(x, moe_apply.prepare(weights, plan), scores.detach(), indices.int(), plan)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 

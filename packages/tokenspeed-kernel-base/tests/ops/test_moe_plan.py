@@ -17,7 +17,6 @@ from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import wanted_layout
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo, cpu_platform
@@ -32,7 +31,7 @@ Register = Callable[..., str]
 
 
 def plan_of(**options: Any) -> MoEPlan:
-    return moe_plan(E, K, H, I, **{"dtype": torch.float32, "device": "cpu", **options})
+    return moe_apply.plan(E, K, H, I, **{"dtype": torch.float32, "device": "cpu", **options})
 
 
 def weights_of(weight_format: str = "dense", bias: bool = False, dtype: torch.dtype = torch.float32) -> MoEWeights:
@@ -186,7 +185,7 @@ def test_exactness_is_required_only_of_unrounded_activations(register: Register)
 def test_the_bound_of_a_kernel_is_explained(register: Register) -> None:
     register(accuracy="numbers within 2^-21 of their row's largest")
     plan = plan_of()
-    explained = moe_apply.explain(**call_with(moe_process_weights(weights_of(), plan), plan))
+    explained = moe_apply.explain(**call_with(moe_apply.prepare(weights_of(), plan), plan))
     assert "-> reversing" in str(explained)
     assert "priority 8, numbers within 2^-21 of their row's largest\n" in str(explained)
 
@@ -194,7 +193,7 @@ def test_the_bound_of_a_kernel_is_explained(register: Register) -> None:
 def test_values_are_traits(register: Register) -> None:
     register(traits={**OWN_LAYOUT, "num_experts": {8}, "hidden_size": {H}, "intermediate_size": {I}, "top_k": {K}})
     assert plan_of().kernel == "reference_moe_apply"
-    assert moe_plan(8, K, H, I, device="cpu").kernel == "reversing"
+    assert moe_apply.plan(8, K, H, I, device="cpu").kernel == "reversing"
 
 
 def test_formats_gate_holds(register: Register) -> None:
@@ -293,7 +292,7 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
 def test_wrong_plans(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": 40, "device": "cpu"}
     with pytest.raises(error, match=message):
-        moe_plan(**{**sizes, **options})
+        moe_apply.plan(**{**sizes, **options})
 
 
 def test_zeros_may_be_appended_to_sizes() -> None:
@@ -313,7 +312,7 @@ def test_zeros_may_be_appended_to_sizes() -> None:
     for h, i in ((hidden, intermediate), (64, 32)):
         halves = [padded(half, i, h) for half in w13.chunk(2, 1)], [padded(half, i) for half in b13.chunk(2, 1)]
         weights = MoEWeights(torch.cat(halves[0], 1), None, torch.cat(halves[1], 1), padded(w2, h, i), None, padded(b2, h))
-        plan = moe_plan(E, K, h, i, dtype=torch.float32, device="cpu", bias=True, beta=1.0, limit=3.0)
+        plan = moe_apply.plan(E, K, h, i, dtype=torch.float32, device="cpu", bias=True, beta=1.0, limit=3.0)
         results.append(moe_apply(**{**call, "x": padded(x, h), "weights": weights, "plan": plan}))
     torch.testing.assert_close(results[1][:, :hidden], results[0])
     assert not results[1][:, hidden:].any()
@@ -327,7 +326,7 @@ def test_zeros_may_be_appended_to_sizes() -> None:
 def test_canonical_weights_stay_as_they_are(weight_format: str, bias: bool) -> None:
     given = weights_of(weight_format, bias)
     before = dataclasses.replace(given)
-    processed = moe_process_weights(given, plan_of(weight_format=weight_format, bias=bias))
+    processed = moe_apply.prepare(given, plan_of(weight_format=weight_format, bias=bias))
     assert isinstance(processed, MoEWeights)
     assert processed is not given
     assert processed.layout == "canonical"
@@ -342,7 +341,7 @@ def test_scales_may_have_the_dtype_of_e8m0() -> None:
     assert given.w2_weight_scale is not None
     scales = {f"{name}_weight_scale": getattr(given, f"{name}_weight_scale").view(torch.float8_e8m0fnu) for name in ("w13", "w2")}
     other = dataclasses.replace(given, **scales)
-    processed = moe_process_weights(other, plan)
+    processed = moe_apply.prepare(other, plan)
     assert processed.w13_weight_scale is not None
     assert torch.equal(processed.w13_weight_scale, given.w13_weight_scale)
     call = call_with(given, plan)
@@ -353,7 +352,7 @@ def test_scales_may_have_the_dtype_of_e8m0() -> None:
 def test_foreign_weights_become_ours() -> None:
     given = weights_of(bias=True)
     other = SimpleNamespace(**{name: getattr(given, name) for name in ATTRIBUTES}, something_else=1)
-    processed = moe_process_weights(other, plan_of(bias=True))
+    processed = moe_apply.prepare(other, plan_of(bias=True))
     assert isinstance(processed, MoEWeights)
     assert processed.w2_weight is given.w2_weight
     assert not hasattr(other, "layout")
@@ -492,19 +491,19 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
 def test_wrong_weights(error: type[Exception], message: str, weights: Any, options: dict[str, Any]) -> None:
     plan = plan_of(**options)
     with pytest.raises(error, match=message):
-        moe_process_weights(weights, plan)
+        moe_apply.prepare(weights, plan)
     if isinstance(weights, MoEWeights) and "meta" not in str(weights.w2_weight.device):
         with pytest.raises((TypeError, ValueError), match=r"weights\."):
             moe_apply(**call_with(weights, plan))
 
 
 def test_wrong_plans_for_weights() -> None:
-    with pytest.raises(TypeError, match="plan must be a MoEPlan, as moe_plan makes it, got dict"):
-        moe_process_weights(weights_of(), {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plan must be a MoEPlan, as moe_apply.plan makes it, got dict"):
+        moe_apply.prepare(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"plan.top_k must be at least 1, got 0"):
-        moe_process_weights(weights_of(), dataclasses.replace(plan_of(), top_k=0))
+        moe_apply.prepare(weights_of(), dataclasses.replace(plan_of(), top_k=0))
     with pytest.raises(ValueError, match=r"plan.kernel must be a registered kernel, got 'gone': no kernel named gone"):
-        moe_process_weights(weights_of(), dataclasses.replace(plan_of(), kernel="gone"))
+        moe_apply.prepare(weights_of(), dataclasses.replace(plan_of(), kernel="gone"))
 
 
 # -- kernels with a layout of their own --------------------------------------------------------------------------------------------
@@ -519,7 +518,7 @@ def test_plan_process_apply_reach_the_kernel(register: Register) -> None:
     plan = plan_of()
     assert (plan.kernel, plan.weight_layout) == ("reversing", LAYOUT)
     before = given.w2_weight.clone()
-    processed = moe_process_weights(given, plan)
+    processed = moe_apply.prepare(given, plan)
     assert processed.layout == LAYOUT
     assert torch.equal(processed.w2_weight, before.flip(1))
     assert torch.equal(given.w2_weight, before)
@@ -538,8 +537,8 @@ def test_plan_process_apply_reach_the_kernel(register: Register) -> None:
 def test_processing_twice_changes_nothing(register: Register) -> None:
     register()
     plan = plan_of()
-    once = moe_process_weights(weights_of(), plan)
-    twice = moe_process_weights(once, plan)
+    once = moe_apply.prepare(weights_of(), plan)
+    twice = moe_apply.prepare(once, plan)
     assert all(getattr(twice, name) is getattr(once, name) for name in ATTRIBUTES)
     assert twice.layout == LAYOUT
 
@@ -548,7 +547,7 @@ def test_canonical_weights_are_refused_where_the_plan_wants_others(register: Reg
     register()
     with pytest.raises(
         ValueError,
-        match=r"weights.layout must be 'rows-reversed', which reversing of the plan wants: moe_process_weights\(weights, plan\) "
+        match=r"weights.layout must be 'rows-reversed', which reversing of the plan wants: moe_apply.prepare\(weights, plan\) "
         r"makes it, got 'canonical'",
     ):
         moe_apply(**call_with(weights_of(), plan_of()))
@@ -558,7 +557,7 @@ def test_canonical_weights_are_refused_where_the_plan_wants_others(register: Reg
 def test_processed_weights_never_reach_a_kernel_for_others(register: Register) -> None:
     register()
     plan = plan_of()
-    own = call_with(moe_process_weights(weights_of(), plan), plan)
+    own = call_with(moe_apply.prepare(weights_of(), plan), plan)
     # Three kernels of higher priority: one that states no layout, one with another layout, and one that forgot the flag.
     register("silent", traits={}, priority=16)
     register("other", traits={"weight_layout": "other", "processed_weights": True}, priority=15)
@@ -582,7 +581,7 @@ def test_a_silent_kernel_gets_canonical_weights(register: Register) -> None:
     register("silent", traits={}, weight_preprocessor=None)
     plan = plan_of()
     assert (plan.kernel, plan.weight_layout) == ("silent", "canonical")
-    chosen = moe_apply.explain(**call_with(moe_process_weights(weights_of(), plan), plan)).chosen
+    chosen = moe_apply.explain(**call_with(moe_apply.prepare(weights_of(), plan), plan)).chosen
     assert chosen is not None
     assert chosen.name == "silent"
 
@@ -593,7 +592,7 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "moe_preprocessors", module)
     register(weight_preprocessor="moe_preprocessors:reverse")
     given = weights_of()
-    assert torch.equal(moe_process_weights(given, plan_of()).w2_weight, given.w2_weight.flip(1))
+    assert torch.equal(moe_apply.prepare(given, plan_of()).w2_weight, given.w2_weight.flip(1))
 
 
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
@@ -602,13 +601,13 @@ def test_preprocessors_that_do_not_deliver(register: Register) -> None:
     with pytest.raises(
         ValueError, match=r"'rows-reversed' already, because kernel none \(.*\) wants that and has no weight_prepro"
     ):
-        moe_process_weights(weights_of(), plan_of())
+        moe_apply.prepare(weights_of(), plan_of())
     register("nothing", weight_preprocessor=lambda weights, plan: None, priority=10)
     with pytest.raises(TypeError, match="what the weight_preprocessor of nothing returns must be an object with w13_weight"):
-        moe_process_weights(weights_of(), plan_of())
+        moe_apply.prepare(weights_of(), plan_of())
     register("absent", weight_preprocessor="tokenspeed_kernel_base.ops.moe:absent", priority=11)
     with pytest.raises(AttributeError, match="the weight_preprocessor of absent"):
-        moe_process_weights(weights_of(), plan_of())
+        moe_apply.prepare(weights_of(), plan_of())
 
 
 @pytest.mark.parametrize("case", [c for c in get_operator("moe_apply").all_cases() if not c.large], ids=lambda case: case.name)

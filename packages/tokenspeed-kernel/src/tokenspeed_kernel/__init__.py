@@ -15,16 +15,15 @@ from tokenspeed_kernel.plugins import disable_plugin, discover_plugins, list_plu
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel_base import measured
 from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, settings
+from tokenspeed_kernel_base.deprecation import deprecated_step
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
-from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan, linear_process_weights
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.kvcache.host_pages import HostPages
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import MlaCacheViews, mla_cache_views
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES, alias
 from tokenspeed_kernel_base.ops.quantization.value import Quantization
@@ -46,7 +45,6 @@ from tokenspeed_kernel_base.selection import (
     explain_selection,
     kernel_override,
     select_kernel,
-    set_autotuner,
     set_selection_policy,
     warmup_selection,
 )
@@ -181,12 +179,8 @@ __all__ = [
     "get_operator",
     "kernel_override",
     "kernel_scope",
-    "linear_plan",
-    "linear_process_weights",
     "list_plugins",
     "mla_cache_views",
-    "moe_plan",
-    "moe_process_weights",
     "multiple_of",
     "named_platform",
     "one_of",
@@ -220,10 +214,21 @@ _WORKBENCH = {
     "stop_shape_capture": "watching",
 }
 
+# Deprecated names of operators' steps, for one release.
+_STEPS = {
+    "linear_plan": "linear.plan",
+    "linear_process_weights": "linear.prepare",
+    "moe_plan": "moe_apply.plan",
+    "moe_process_weights": "moe_apply.prepare",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in ALIASES:
         value = globals()[name] = alias(name)
+        return value
+    if name in _STEPS:
+        value = globals()[name] = deprecated_step(name, _STEPS[name])
         return value
     if name not in _WORKBENCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -238,8 +243,7 @@ import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
 __all__.extend(ALIASES)  # old names, for one release
-measured.use("tokenspeed_kernel.workbench.tuned.tables")
-set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
+measured.use("tokenspeed_kernel.workbench.source")
 discover_plugins()
 if settings().watches_calls:
     import_module("tokenspeed_kernel.workbench.watching").begin(settings())

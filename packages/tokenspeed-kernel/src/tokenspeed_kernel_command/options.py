@@ -37,8 +37,6 @@ class Objectives(str, Enum):
     """What `SelectionObjective` of the base has."""
 
     DEFAULT = "default"
-    LATENCY = "latency"
-    THROUGHPUT = "throughput"
     PORTABILITY = "portability"
     DETERMINISM = "determinism"
     ACCURACY = "accuracy"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_topk
+from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_topk
 from tokenspeed_kernel.workbench.numerics.compare import compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import default_device
@@ -98,7 +98,7 @@ def _layer(
     tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32, **options: Any
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(tokens)
-    plan = moe_plan(experts, top_k, hidden, intermediate, dtype=dtype, device=DEVICE, override="triton_moe_apply", **options)
+    plan = moe_apply.plan(experts, top_k, hidden, intermediate, dtype=dtype, device=DEVICE, override="triton_moe_apply", **options)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
@@ -223,7 +223,7 @@ def test_strides() -> None:
 @pytest.mark.parametrize("platform", ["sm_90", "sm_100", "gfx942"])
 def test_static_activations_are_supported_on_gpus(weight_format: str, platform: str) -> None:
     options: dict[str, Any] = {"activation_dtype": "fp8_static", "weight_format": weight_format}
-    assert moe_plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
+    assert moe_apply.plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

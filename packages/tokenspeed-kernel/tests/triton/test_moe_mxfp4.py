@@ -26,7 +26,7 @@ def _draw(*sizes: int, seed: int = 0, **options: Any) -> tuple[dict[str, Any], t
     options = {"weight_format": "mxfp4", **options}
     arguments = _inputs(*sizes, **options)(Draw(DEVICE, seed))
     options = {name: value for name, value in options.items() if name not in ("of", "gain")}
-    return arguments, tk.moe_plan(*sizes[1:2], *sizes[2:], device=DEVICE, override=KERNEL, **options)
+    return arguments, tk.moe_apply.plan(*sizes[1:2], *sizes[2:], device=DEVICE, override=KERNEL, **options)
 
 
 def _reference(arguments: dict[str, Any]) -> Tensor:
@@ -54,7 +54,7 @@ def _unpacked(weight: Tensor, scale: Tensor, epilogue: Tensor, k: int) -> Tensor
 def test_prepared_weights_are_the_weights(interleaved: bool, experts: int, k: int) -> None:
     arguments, plan = _draw(1, experts, 1, k, 32, w13_interleaved=interleaved, bias=True)
     given = arguments["weights"]
-    prepared = tk.moe_process_weights(given, plan)
+    prepared = tk.moe_apply.prepare(given, plan)
     assert prepared.layout == plan.weight_layout == layout.LAYOUT
     gate_up = decode_mxfp4(given.w13_weight, given.w13_weight_scale)
     gate, up = (gate_up[:, 0::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, 1)
@@ -104,7 +104,7 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
         pytest.skip("blocks without a schedule have one size")
     arguments, plan = _draw(9, 4, 4, 160, 96, of=6, dtype=torch.float16, **_GPT_OSS)
     arguments["topk_ids"][:5] = torch.where(arguments["topk_ids"][:5] < 0, -1, 1)
-    weights = tk.moe_process_weights(arguments["weights"], plan)
+    weights = tk.moe_apply.prepare(arguments["weights"], plan)
     activations = (arguments["topk_weights"], arguments["topk_ids"], plan)
     got = kernel.moe_apply_as(kernel.Regime(0, tile, tile), arguments["x"], weights, *activations)
     assert _error(got, _reference(arguments)) < 1e-3
@@ -114,7 +114,7 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
 def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
     """Activations that are rounded to mxfp4 exceed float16, too. Partial sums that do are in the operator's cases."""
     arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
-    weights = tk.moe_process_weights(arguments["weights"], plan)
+    weights = tk.moe_apply.prepare(arguments["weights"], plan)
     what = (arguments["topk_weights"], arguments["topk_ids"], plan)
     got = kernel.moe_apply_as(kernel.Regime(0, _SMALL[0], _SMALL[0]), arguments["x"], weights, *what)
     assert _error(got, _reference(arguments)) < most
@@ -124,7 +124,7 @@ def test_every_regime_is_reached() -> None:
     """From one token to more than the largest regime's first size, in bfloat16."""
     for tokens in (1, 3, 5, 20, 40, 130) if DEVICE.type == "cuda" else (1, 20):
         arguments, plan = _draw(tokens, 2, 2, 128, 64, seed=tokens, w13_interleaved=True)
-        weights = tk.moe_process_weights(arguments["weights"], plan)
+        weights = tk.moe_apply.prepare(arguments["weights"], plan)
         got = tk.moe_apply(**{**arguments, "weights": weights, "plan": plan}, override=KERNEL)
         # The interpreter truncates to bfloat16; a device rounds.
         assert _error(got, _reference(arguments)) < (5e-3 if DEVICE.type == "cuda" else 2e-2)
@@ -132,7 +132,7 @@ def test_every_regime_is_reached() -> None:
 
 def test_strided_arguments() -> None:
     arguments, plan = _draw(6, 4, 2, 64, 64, dtype=torch.float16)
-    weights = tk.moe_process_weights(arguments["weights"], plan)
+    weights = tk.moe_apply.prepare(arguments["weights"], plan)
     expected = _reference(arguments)
     strided = {name: torch.stack((value, value), -1)[..., 0] for name, value in arguments.items() if isinstance(value, Tensor)}
     out = torch.empty(64, 6, dtype=torch.float16, device=DEVICE).t()
@@ -152,8 +152,8 @@ def test_very_large_and_small_values(name: str, tokens_by: int, w13_by: int, w2_
     given.w13_weight_scale += w13_by
     given.w2_weight_scale += w2_by
     arguments["x"] = arguments["x"] * 2.0**tokens_by
-    plan = tk.moe_plan(2, 2, 64, 64, device=DEVICE, weight_format="mxfp4", override=name)
-    got = tk.moe_apply(**{**arguments, "weights": tk.moe_process_weights(given, plan), "plan": plan}, override=name)
+    plan = tk.moe_apply.plan(2, 2, 64, 64, device=DEVICE, weight_format="mxfp4", override=name)
+    got = tk.moe_apply(**{**arguments, "weights": tk.moe_apply.prepare(given, plan), "plan": plan}, override=name)
     assert _error(got, _reference(arguments)) < 2e-2
 
 
@@ -164,7 +164,7 @@ def test_scales_far_apart_and_nan() -> None:
     given.w2_weight_scale[0, :, 0] = torch.arange(64) * 3
     given.w2_weight_scale[1, 5, 1] = 255
     given.w2_weight_scale[1, 6, :] = 0
-    got = tk.moe_apply(**{**arguments, "weights": tk.moe_process_weights(given, plan), "plan": plan}, override=KERNEL).float()
+    got = tk.moe_apply(**{**arguments, "weights": tk.moe_apply.prepare(given, plan), "plan": plan}, override=KERNEL).float()
     expected = _reference(arguments).float()
     assert torch.equal(got.isnan(), expected.isnan())
     assert bool(expected[:, 5].isnan().all())
@@ -176,7 +176,7 @@ def test_scales_far_apart_and_nan() -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 100, 600])
 def test_graph_replays_with_other_routing(tokens: int) -> None:
     arguments, plan = _draw(tokens, 16, 4, 128, 96, **_GPT_OSS)
-    weights = tk.moe_process_weights(arguments["weights"], plan)
+    weights = tk.moe_apply.prepare(arguments["weights"], plan)
     call = {**arguments, "weights": weights, "plan": plan, "override": KERNEL}
     tk.moe_apply(**call)
     torch.cuda.synchronize()

@@ -146,11 +146,11 @@ def experts_of_ranks() -> list[float]:
         x, weights = draw(group.world_size, tokens, hidden)[group.rank], draw(group.world_size, tokens, top_k)[group.rank].abs()
         ids = draw(group.world_size, tokens, used)[group.rank].topk(top_k).indices.to(torch.int32)
         ids[0, 0] = -1
-        plan = tk.moe_plan(experts, top_k, hidden, 12, dtype=torch.float32, device="cpu")
+        plan = tk.moe_apply.plan(experts, top_k, hidden, 12, dtype=torch.float32, device="cpu")
         wanted = tk.moe_apply(x, MoEWeights(w13, None, None, w2, None, None), weights, ids, plan)
 
         own = slice(4 * group.rank, 4 * group.rank + 4)
-        local = tk.moe_plan(4, top_k, hidden, 12, dtype=torch.float32, device="cpu")
+        local = tk.moe_apply.plan(4, top_k, hidden, 12, dtype=torch.float32, device="cpu")
         rows, row_weights, row_ids = tk.moe_dispatch(x, weights, ids, experts, group)
         made = tk.moe_apply(rows, MoEWeights(w13[own], None, None, w2[own], None, None), row_weights, row_ids, local)
         differences.append(float((tk.moe_combine(made, row_ids, group) - wanted).abs().max()))

@@ -48,7 +48,7 @@ class Variant:
     Attributes:
         kernels: a context that restricts the registered kernels.
         cache_dtype: dtype of keys and values; None for the model's dtype.
-        activation_dtype: the format to which experts quantise their inputs; see `moe_plan`.
+        activation_dtype: the format to which experts quantise their inputs; see `moe_apply.plan`.
     """
 
     kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # all installed kernels

@@ -44,7 +44,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights. ``experts`` are the weights that `moe_process_weights` prepared for ``plan``."""
+    """One layer's weights. ``experts`` are the weights that `moe_apply.prepare` prepared for ``plan``."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -268,7 +268,7 @@ class GptOss:
         """The plan of a layer's experts, and the weights prepared for it."""
         config = self.config
         packed = config.quantization == "mxfp4"
-        plan = self.ops.moe_plan(
+        plan = self.ops.moe_apply.plan(
             config.num_local_experts,
             config.num_experts_per_tok,
             config.hidden_size,
@@ -288,7 +288,7 @@ class GptOss:
         w2, w2_scale = read(prefix + "down_proj")
         w13_bias, w2_bias = (self._read(f"{prefix}{name}_bias") for name in ("gate_up_proj", "down_proj"))
         weights = self.ops.MoEWeights(w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
-        return plan, self.ops.moe_process_weights(weights, plan)
+        return plan, self.ops.moe_apply.prepare(weights, plan)
 
     def _read_packed(self, name: str) -> tuple[Tensor, Tensor]:
         """Packed MXFP4 values ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""

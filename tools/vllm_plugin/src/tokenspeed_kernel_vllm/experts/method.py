@@ -130,7 +130,7 @@ def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any
     names = [f"{part}_{name}" for part in ("w13", "w2") for name in ("weight", scale, "bias")]
     loaded = [getattr(layer, name, None) for name in names]
     given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
-    weights = ops.moe_process_weights(ops.MoEWeights(*given), plan)
+    weights = ops.moe_apply.prepare(ops.MoEWeights(*given), plan)
     kept = {value.untyped_storage().data_ptr() for value in vars(weights).values() if isinstance(value, Tensor)}
     for name, tensor in zip(names, given, strict=True):
         if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:

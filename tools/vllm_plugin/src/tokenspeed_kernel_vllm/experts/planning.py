@@ -22,7 +22,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
         refused: features that the layer's method does not support, and whether the layer uses them. Features that no method here
             supports are added: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
         intermediate_size: size on this rank.
-        options: further arguments of the core's `moe_plan`.
+        options: further arguments of the core's `moe_apply.plan`.
 
     Returns:
         The core's `MoEPlan`.
@@ -35,12 +35,12 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     found = [feature for feature, asked in {**refused, **_never_served(moe)}.items() if asked]
     if found:
         raise NotServedError(f"it does not serve {', '.join(found)}")
-    from tokenspeed_kernel import KernelRegistry, NoKernelFoundError, get_operator, moe_plan
+    from tokenspeed_kernel import KernelRegistry, NoKernelFoundError, get_operator
     from tokenspeed_kernel_base.platform import platform_of
 
-    device = torch.device(moe.device)
+    device, experts = torch.device(moe.device), get_operator("moe_apply")
     try:
-        plan = moe_plan(
+        plan = experts.function.plan(
             moe.num_local_experts,
             moe.experts_per_token,
             moe.hidden_dim,
@@ -55,7 +55,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
     # The layer is inside captured graphs, where a kernel must not synchronise with the device.
     if not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
-        explanation = get_operator("moe_apply").consider_plan(plan, platform, solution=None, override=None, package=None)
+        explanation = experts.consider_plan(plan, platform, solution=None, override=None, package=None)
         raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
     return plan
 

@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.quantization.value import Quantization
     traits=traits_with_quantize(swiglu),
     outs=("out", "scale_out"),
     varying=("rows",),
-    composed=True,
+    parts=(quantize, swiglu),
 )
 def swiglu_quantize(
     x: Tensor,

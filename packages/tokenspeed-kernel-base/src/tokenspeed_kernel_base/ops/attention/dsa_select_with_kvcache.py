@@ -24,11 +24,11 @@ _SCORES = dsa_indexer_scores_with_kvcache.operator
     "attention",
     "dsa_select_with_kvcache",
     formats=("q", "k_cache"),
-    traits={**_SCORES.trait_kinds, "tokens": int, "top_k": int},
+    traits={**_SCORES.traits, "tokens": int, "top_k": int},
     outs=("out", "topk_length_out"),
     varying=("tokens", "batch", "max_pages"),
     capacity=("pages",),
-    composed=True,
+    parts=(dsa_indexer_scores_with_kvcache, top_k_indices, positions_to_slots),
 )
 def dsa_select_with_kvcache(
     q: Tensor,

@@ -22,12 +22,12 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "attention",
     "qk_rmsnorm_rope_store_kv_cache",
     formats=("qkv", "k_cache"),
-    traits={"qk_norm": bool, **apply_rope.operator.trait_kinds},
+    traits={"qk_norm": bool, **apply_rope.operator.traits},
     mutates=("k_cache", "v_cache"),
     varying=("tokens",),
     capacity=("max_positions", "pages"),
     scales=("k_scale", "v_scale"),
-    composed=True,
+    parts=(qk_rmsnorm, apply_rope),
 )
 def qk_rmsnorm_rope_store_kv_cache(
     qkv: Tensor,

@@ -43,7 +43,7 @@ _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_int
     in_place={"residual_out": ("x", "residual")},
     varying=("tokens",),
     capacity=("max_positions", "pages"),
-    composed=True,
+    parts=(rmsnorm, mm, apply_rope),
 )
 def rmsnorm_qkv_rope(
     x: Tensor,

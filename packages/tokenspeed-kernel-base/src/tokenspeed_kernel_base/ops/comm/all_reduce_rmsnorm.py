@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     outs=("out", "residual_out"),
     in_place={"out": ("x", "residual"), "residual_out": ("x", "residual")},
     varying=("rows",),
-    composed=True,
+    parts=(all_reduce, rmsnorm),
 )
 def all_reduce_rmsnorm(
     x: Tensor,

@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.ops.quantization.value import Quantization
     outs=("out", "scale_out", "residual_out"),
     in_place={"residual_out": ("x", "residual")},
     varying=("rows",),
-    composed=True,
+    parts=(all_reduce_rmsnorm, quantize),
 )
 def all_reduce_rmsnorm_quantize(
     x: Tensor,

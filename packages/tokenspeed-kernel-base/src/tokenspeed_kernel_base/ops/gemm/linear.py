@@ -45,10 +45,10 @@ from tokenspeed_kernel_base.variation import Variation, Want
     varying=("tokens",),
     planned="plan",
     layout="weight_layout",
-    composed=True,
+    parts=(quantize_fp8, quantize_fp8_with_scale, quantize_mxfp8, quantize_mxfp4, quantize_nvfp4, mm),
 )
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """Linear layer: ``x @ weight.t() + bias``, with weights that `linear_process_weights` arranged for the plan's kernel.
+    """Linear layer: ``x @ weight.t() + bias``, with weights that `linear.prepare` arranged for the plan's kernel.
 
     Composed of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8`,
     `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports; its weights
@@ -61,9 +61,9 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     Args:
         x: the plan's dtype ``[tokens, in_features]``; at most ``plan.max_tokens`` tokens.
         weights: `LinearWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
-            `linear_process_weights`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
+            `linear.prepare`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
             `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
-        plan: the result of `linear_plan`.
+        plan: the result of `linear.plan`.
         out: receives the result; must not overlap x.
 
     Returns:
@@ -75,10 +75,10 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
 
     Example:
         >>> import torch
-        >>> from tokenspeed_kernel import LinearWeights, linear, linear_plan, linear_process_weights
-        >>> plan = linear_plan(2, 3, dtype=torch.float32, device="cpu", bias=True)
+        >>> from tokenspeed_kernel import LinearWeights, linear
+        >>> plan = linear.plan(2, 3, dtype=torch.float32, device="cpu", bias=True)
         >>> weights = LinearWeights(torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]]), bias=torch.tensor([0.0, 0.0, 0.5]))
-        >>> weights = linear_process_weights(weights, plan)
+        >>> weights = linear.prepare(weights, plan)
         >>> linear(torch.tensor([[1.0, 10.0]]), weights, plan)
         tensor([[21.0000, 10.0000,  3.5000]])
 
@@ -136,7 +136,7 @@ def _(check: Checker, x: Tensor, weights: LinearWeights, plan: LinearPlan) -> No
         check.require(
             x.shape[0] <= plan.max_tokens, "x.shape[0]", f"at most plan.max_tokens, which is {plan.max_tokens}", x.shape[0]
         )
-    check_layout(check, weights, plan, "linear_process_weights")
+    check_layout(check, weights, plan, "linear.prepare")
     if plan.weight_layout == CANONICAL:
         check_canonical(check, weights, plan)
 
@@ -161,6 +161,8 @@ def _(
 
 @linear.prepare
 def _(preparation: Preparation, weights: Any, plan: LinearPlan) -> LinearWeights:
+    """A preprocessor returns an object with the attributes of `LinearWeights`; one derived from `Resource` may hold more. An input
+    scale that it lacks is added."""
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, LinearWeights, check_canonical)
 

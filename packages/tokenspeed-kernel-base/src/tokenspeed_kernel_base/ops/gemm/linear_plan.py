@@ -47,7 +47,9 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The computation of a linear layer and its kernel. `linear_plan` makes it once for each layer; immutable, hashable.
+    """The computation of a linear layer and its kernel. Immutable and hashable.
+
+    `linear.plan` makes it once for each layer, and takes ``in_features`` and ``out_features`` by position.
 
     Attributes:
         in_features: features of a token.

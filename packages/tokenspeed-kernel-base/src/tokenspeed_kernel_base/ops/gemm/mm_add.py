@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm
     traits={"m": int, "k": int, "n": int, "bias": bool},
     in_place={"out": ("residual",)},
     varying=("m",),
-    composed=True,
+    parts=(mm,),
 )
 def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """GEMM with residual: ``a @ b + bias + residual``, a projection back into the residual stream.

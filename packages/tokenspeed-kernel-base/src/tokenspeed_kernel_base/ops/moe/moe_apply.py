@@ -101,12 +101,12 @@ def moe_apply(
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
         weights: `MoEWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
-            `moe_process_weights`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
+            `moe_apply.prepare`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
             `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; this is checked for CPU tensors only. A negative id skips
             the slot: under expert parallelism it stands for an expert of another rank. An expert that occurs twice counts twice.
-        plan: the result of `moe_plan`.
+        plan: the result of `moe_apply.plan`.
         out: receives the result; must not overlap x.
 
     Returns:
@@ -118,10 +118,10 @@ def moe_apply(
 
     Example:
         >>> import torch
-        >>> from tokenspeed_kernel import MoEWeights, moe_apply, moe_plan, moe_process_weights, moe_topk
-        >>> plan = moe_plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
+        >>> from tokenspeed_kernel import MoEWeights, moe_apply, moe_topk
+        >>> plan = moe_apply.plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
         >>> weights = MoEWeights(torch.randn(4, 12, 8), None, None, torch.randn(4, 8, 6), None, None)
-        >>> weights = moe_process_weights(weights, plan)
+        >>> weights = moe_apply.prepare(weights, plan)
         >>> topk_weights, topk_ids = moe_topk(torch.randn(3, 4), top_k=2)
         >>> moe_apply(torch.randn(3, 8), weights, topk_weights, topk_ids, plan).shape
         torch.Size([3, 8])
@@ -207,7 +207,7 @@ def _(check: Checker, x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk
     check.tensor("x", x, "tokens hidden", plan.dtype)
     check.tensor("topk_weights", topk_weights, "tokens top_k", torch.float32)
     check.tensor("topk_ids", topk_ids, "tokens top_k", torch.int32)
-    check_layout(check, weights, plan, "moe_process_weights")
+    check_layout(check, weights, plan, "moe_apply.prepare")
     if plan.weight_layout == CANONICAL:
         check_canonical(check, weights, plan)
 
@@ -263,6 +263,8 @@ def _(
 
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
+    """A preprocessor returns an object with the six attributes of `MoEWeights`; one derived from `Resource` may hold more. Input
+    scales that it lacks are added. It gets e8m0 scales as uint8."""
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, MoEWeights, check_canonical, with_byte_scales)
 

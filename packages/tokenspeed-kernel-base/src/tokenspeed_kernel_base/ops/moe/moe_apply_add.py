@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.variation import Variation
     fixed_traits=("weight_layout", "processed_weights"),
     in_place={"out": ("residual",)},
     varying=("tokens",),
-    composed=True,
+    parts=(moe_apply,),
 )
 def moe_apply_add(
     x: Tensor,
@@ -45,10 +45,10 @@ def moe_apply_add(
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
-        weights: as for `moe_apply`: the result of `moe_process_weights` for the plan.
+        weights: as for `moe_apply`: the result of `moe_apply.prepare` for the plan.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; a negative id skips the slot.
-        plan: the result of `moe_plan`. A fused kernel must support the plan's ``weight_layout``.
+        plan: the result of `moe_apply.plan`. A fused kernel must support the plan's ``weight_layout``.
         residual: x's dtype ``[tokens, hidden]``.
         out: receives the result; may be the residual.
 
@@ -61,10 +61,10 @@ def moe_apply_add(
 
     Example:
         >>> import torch
-        >>> from tokenspeed_kernel import MoEWeights, moe_apply_add, moe_plan, moe_process_weights, moe_topk
-        >>> plan = moe_plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
+        >>> from tokenspeed_kernel import MoEWeights, moe_apply, moe_apply_add, moe_topk
+        >>> plan = moe_apply.plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
         >>> weights = MoEWeights(torch.randn(4, 12, 8), None, None, torch.randn(4, 8, 6), None, None)
-        >>> weights = moe_process_weights(weights, plan)
+        >>> weights = moe_apply.prepare(weights, plan)
         >>> topk_weights, topk_ids = moe_topk(torch.randn(3, 4), top_k=2)
         >>> moe_apply_add(torch.randn(3, 8), weights, topk_weights, topk_ids, plan, residual=torch.ones(3, 8)).shape
         torch.Size([3, 8])

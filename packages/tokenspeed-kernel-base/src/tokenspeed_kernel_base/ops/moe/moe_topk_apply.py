@@ -27,13 +27,13 @@ _PLAN_TRAITS = ("num_experts", "top_k")  # traits of both moe_topk and moe_apply
     "moe",
     "moe_topk_apply",
     formats={"logits": ("dense",), **OPERAND_FORMATS},
-    traits={**moe_topk.operator.trait_kinds, **PLAN_KINDS},
+    traits={**moe_topk.operator.traits, **PLAN_KINDS},
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
     planned="plan",
     layout="weight_layout",
-    composed=True,
+    parts=(moe_topk, moe_apply),
 )
 def moe_topk_apply(
     x: Tensor,
@@ -56,8 +56,8 @@ def moe_topk_apply(
         x: the plan's dtype ``[tokens, hidden]``.
         logits: float16, bfloat16, float32 or float64 ``[tokens, plan.num_experts]``, the router's logits of all experts. Under
             expert parallelism call `moe_topk` and `moe_apply` instead.
-        weights: as for `moe_apply`: the result of `moe_process_weights` for the plan.
-        plan: the result of `moe_plan`; ``plan.top_k`` experts are selected. A fused kernel must support the plan's
+        weights: as for `moe_apply`: the result of `moe_apply.prepare` for the plan.
+        plan: the result of `moe_apply.plan`; ``plan.top_k`` experts are selected. A fused kernel must support the plan's
             ``weight_layout``.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and the following parameters are as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
@@ -76,10 +76,10 @@ def moe_topk_apply(
 
     Example:
         >>> import torch
-        >>> from tokenspeed_kernel import MoEWeights, moe_plan, moe_process_weights, moe_topk_apply
-        >>> plan = moe_plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
+        >>> from tokenspeed_kernel import MoEWeights, moe_apply, moe_topk_apply
+        >>> plan = moe_apply.plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
         >>> weights = MoEWeights(torch.randn(4, 12, 8), None, None, torch.randn(4, 8, 6), None, None)
-        >>> weights = moe_process_weights(weights, plan)
+        >>> weights = moe_apply.prepare(weights, plan)
         >>> moe_topk_apply(torch.randn(3, 8), torch.randn(3, 4), weights, plan).shape
         torch.Size([3, 8])
 

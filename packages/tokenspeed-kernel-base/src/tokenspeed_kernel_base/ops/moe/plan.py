@@ -33,7 +33,10 @@ _SCALED_FORMATS = {
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """The computation of a mixture-of-experts layer and its kernel. `moe_plan` makes it once for each layer; immutable, hashable.
+    """The computation of a mixture-of-experts layer and its kernel. Immutable and hashable.
+
+    `moe_apply.plan` makes it once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
+    float16, bfloat16, float32 or float64.
 
     Attributes:
         num_experts: experts in the weights; under expert parallelism those of this rank.

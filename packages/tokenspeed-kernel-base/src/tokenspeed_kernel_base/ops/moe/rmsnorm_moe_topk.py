@@ -22,11 +22,11 @@ from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
     "moe",
     "rmsnorm_moe_topk",
     formats=("x", "router_weight"),
-    traits={**moe_topk.operator.trait_kinds, "tokens": int, "hidden": int, **RESIDUAL_KINDS, "router_bias": bool},
+    traits={**moe_topk.operator.traits, "tokens": int, "hidden": int, **RESIDUAL_KINDS, "router_bias": bool},
     outs=("out", "weights_out", "ids_out", "residual_out"),
     in_place={"residual_out": ("x", "residual")},
     varying=("tokens",),
-    composed=True,
+    parts=(rmsnorm, mm, moe_topk),
 )
 def rmsnorm_moe_topk(
     x: Tensor,

@@ -46,7 +46,7 @@ class MoEWeights:
         w2_weight: the down projection.
         w2_weight_scale: the scales of w2_weight, or None.
         w2_weight_bias: float ``[experts, H]``, or None.
-        layout: ``"canonical"``, or the name of the layout that `moe_process_weights` converted the tensors to. The kernels that
+        layout: ``"canonical"``, or the name of the layout that `moe_apply.prepare` converted the tensors to. The kernels that
             declare a layout define its shapes and dtypes.
         w13_input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, else
             None. If a checkpoint has one scale for each expert, use the largest.

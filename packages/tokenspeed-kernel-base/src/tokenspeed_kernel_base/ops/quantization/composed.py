@@ -31,7 +31,7 @@ _BLOCKS = {"mxfp8": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
     """The traits of an operator that uses the hooks `Quantised` for ``first``."""
-    return {**quantize.operator.trait_kinds, **first.operator.trait_kinds}
+    return {**quantize.operator.traits, **first.operator.traits}
 
 
 class Quantised:

@@ -24,7 +24,7 @@ _QUANTIZERS: dict[str, Operator[Any, Any]] = {
     "mxfp8": quantize_mxfp8.operator,
     "nvfp4": quantize_nvfp4.operator,
 }
-_TRAITS: dict[str, TraitKind] = {name: kind for each in _QUANTIZERS.values() for name, kind in each.trait_kinds.items()}
+_TRAITS: dict[str, TraitKind] = {name: kind for each in _QUANTIZERS.values() for name, kind in each.traits.items()}
 _TRAITS |= {"quantization": KINDS, "granularity": tuple(dict.fromkeys((*GRANULARITIES, *STATIC_GRANULARITIES)))}
 _FLAGS = {name: False for name, kind in _TRAITS.items() if kind is bool}
 
@@ -37,7 +37,7 @@ _FLAGS = {name: False for name, kind in _TRAITS.items() if kind is bool}
     outs=("out", "scale_out"),
     exact=True,
     varying=("rows", "m"),
-    composed=True,
+    parts=(quantize_mxfp8, quantize_nvfp4, quantize_fp8_with_scale, quantize_fp8),
 )
 def quantize(
     x: Tensor, quantization: Quantization, out: Tensor | None = None, scale_out: Tensor | None = None

@@ -293,7 +293,7 @@ def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any])
 
 def refusal_of(op: Operator[Any, Any], spec: KernelSpec, request: Request) -> tuple[str, str] | None:
     """Like `refusal`, for a request."""
-    return gate(spec, replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits), overridden=True)
+    return gate(spec, replace(request, fixed_traits=frozenset(request.traits).difference(op.fixed_traits)), overridden=True)
 
 
 def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) -> dict[str, Any]:

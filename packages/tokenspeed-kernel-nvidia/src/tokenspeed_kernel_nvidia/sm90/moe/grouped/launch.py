@@ -255,7 +255,7 @@ def moe_apply_rounded(
         columns: see `moe_apply_many`.
     """
     if not isinstance(weights, RoundedWeights):
-        wanted = "what moe_process_weights makes for fp8 activations"
+        wanted = "what moe_apply.prepare makes for fp8 activations"
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:

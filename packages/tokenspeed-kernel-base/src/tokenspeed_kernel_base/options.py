@@ -1,0 +1,106 @@
+"""What a declaration says of an operator besides its body and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from tokenspeed_kernel_base.names import did_you_mean
+from tokenspeed_kernel_base.parameters import Kind, Parameter
+from tokenspeed_kernel_base.traits import TraitKind
+
+
+@dataclass(eq=False, repr=False)
+class Options:
+    """An operator's name and options, as the decorator `operator` takes them. They are attributes of the operator, too.
+
+    Attributes:
+        family, mode: its name; ``mode`` is unique.
+        formats: parameters whose dtypes make the format signature. Where scales matter, the ``formats`` hook makes it instead, and
+            these are its operands with the names of the formats that each may have: ``{"a": ("dense", "fp8")}``.
+        traits: what the ``traits`` hook may give, with the values of each: ``{"hidden": int, "residual": bool}``. A kernel that
+            constrains any other trait is refused when it is registered, and so is one that asks for a value of another kind.
+        outs: parameters into which outputs are written when given, in the order of the outputs; those that the body has. A call
+            may make the first of them alone; where it makes others, the ``outputs`` hook names them.
+        mutates: other parameters that it writes to.
+        in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. Otherwise written
+            memory must not overlap any other argument.
+        hints: parameters that repeat a tensor's values on the host. They may save work, and are no part of a decision.
+        exact: kernels must match the body bit for bit.
+        reference_traits: constraints of the body itself, if it does not support every call that the signature allows.
+        composed_traits: constraints of the composed kernel of an operator with parts: if its parts cannot read objects that are
+            prepared for this operator's kernels, say.
+        fixed_traits: traits that describe the operands; an override cannot bypass them.
+        varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
+            keyed by these sizes rounded up to a power of two, and by the exact value of every other size. The first one counts the
+            items of a batch: sequences, rows.
+        capacity: sizes that only give the amount of memory: the pages of a cache. They are not part of any key.
+        bounds: integer parameters that bound a varying size. They vary, too. A decision holds for all values that the ``check``
+            hook allows with `Checker.bound`. The hook must use a bound in no other way, and the hooks ``traits``, ``formats`` and
+            ``fake`` must not use it.
+        padded: the parameter with the offsets of a batch's items, if rows past the last offset are padding. A call leaves those
+            rows of its outputs unchanged.
+        unlimited: integer parameters for which -1 means no limit, such as a window. Values from 2^30 on mean the same. Kernels and
+            hooks receive -1 for them, so that arithmetic with the option does not overflow int32.
+        scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
+        planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
+        layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.
+        parts: the operators that the body calls. If no other kernel but the reference is eligible, each part is dispatched to its
+            best kernel; see `tokenspeed_kernel_base.composition`.
+    """
+
+    family: str
+    mode: str
+    _: KW_ONLY
+    formats: Sequence[str] | Mapping[str, Sequence[str]] = ()
+    traits: Mapping[str, TraitKind] = field(default_factory=dict)
+    outs: Sequence[str] = ("out",)
+    mutates: Sequence[str] = ()
+    in_place: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    hints: Sequence[str] = ()
+    exact: bool = False
+    reference_traits: Mapping[str, Any] = field(default_factory=dict)
+    composed_traits: Mapping[str, Any] = field(default_factory=dict)
+    fixed_traits: Collection[str] = ()
+    varying: Sequence[str] = ()
+    capacity: Collection[str] = ()
+    bounds: Sequence[str] = ()
+    padded: str | None = None
+    unlimited: Sequence[str] = ()
+    scales: Collection[str] = ()
+    planned: str | None = None
+    layout: str | None = None
+    parts: Sequence[Any] = ()
+
+    def __str__(self) -> str:
+        return f"{self.family}.{self.mode}"
+
+    def check_options(self, body: Callable[..., Any], parameters: Sequence[Parameter]) -> None:
+        """Raises TypeError for options that contradict one another, or the body's parameters."""
+        named = {*self.outs, *self.mutates, *self.hints, *self.bounds, *self.unlimited, *self.scales, *self.in_place}
+        named.update(*self.in_place.values(), () if isinstance(self.formats, Mapping) else self.formats)
+        unknown = named - {parameter.name for parameter in parameters}
+        if unknown:
+            raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
+        if not any(t.required and not t.optional for p in parameters if not p.optional for t in p.tensors()):
+            raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
+        capacity = {*self.capacity}
+        twice = capacity.intersection(self.varying) | capacity.union(self.varying).intersection(self.bounds)
+        if twice:
+            raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
+        self._check_planned(parameters)
+        for trait in sorted({*self.fixed_traits, *([self.layout] if self.layout else [])} - self.traits.keys()):
+            raise TypeError(f"{self}: {trait} is not among the traits of the declaration{did_you_mean(trait, self.traits)}")
+
+    def _check_planned(self, parameters: Sequence[Parameter]) -> None:
+        if self.planned is None:
+            if self.layout is not None:
+                raise TypeError(f"{self}: layout={self.layout!r} is for operators that are planned")
+            return
+        parameter = next((p for p in parameters if p.name == self.planned), None)
+        attributes = {field.attribute for field in parameter.fields} if parameter is not None else set()
+        wanted = ["kernel", *([self.layout] if self.layout else [])]
+        if parameter is None or parameter.kind is not Kind.VALUE or not attributes.issuperset(wanted):
+            needs = f"a parameter that is a dataclass with {' and '.join(wanted)}, of no tensors"
+            raise TypeError(f"{self}: planned={self.planned!r} must name {needs}")
