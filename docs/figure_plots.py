@@ -50,6 +50,8 @@ CORE, AMD = PACKAGES / "tokenspeed-kernel/benchmarks", PACKAGES / "tokenspeed-ke
 GPUS = ("h200", "h100")
 # The roofs that are drawn; others are close to one of them.
 _ROOFS = ("bfloat16", "float8_e4m3fn")
+# Calls below this rate, which move indices and the like, would flatten the rest of the roofline plot.
+_LOWEST_TFLOPS = 0.01
 # The calls of an operator that a card shows: those that take longest.
 _CALLS = 4
 
@@ -146,7 +148,8 @@ def roofline(gpu: str) -> str:
     """All operators on the roofline of a GPU: a wide drawing, and one for phones."""
     device = _families(gpu).ours()
     roofs = device.roofline and replace(device.roofline, tflops={name: device.roofline.tflops[name] for name in _ROOFS})
-    drawings = [roofline_plot(device.name, roofs, device.points(), stand_in, width) for width in (WIDE, NARROW)]
+    points = [point for point in device.points() if point.tflops >= _LOWEST_TFLOPS]
+    drawings = [roofline_plot(device.name, roofs, points, stand_in, width) for width in (WIDE, NARROW)]
     wide, narrow = (_inline(drawing, f"{gpu}-roofline-{drawing.width}") for drawing in drawings)
     return f'<figure class="plot roofline"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>'
 
