@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import griffe
 
-_CHANGES = (
+_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
+
+# Patterns and their replacements.
+_CHANGES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # Griffe shows the contents of the section Examples as code.
     (r"^( *)Example:$", r"\1Examples:"),
     # The section Warns may follow Raises without an empty line.
@@ -15,6 +19,10 @@ _CHANGES = (
     # Two colons before indented code are not Markdown.
     (r"^( *)::$", r"\1For example, in code:"),
     (r"(?<=\S)::$", ":"),
+    # An example outside of a section Examples would be a quotation in Markdown.
+    (r"^>>> (?:.+\n?)+", r"```pycon\n\g<0>\n```\n"),
+    # "kernel, operator: names." describes two attributes. After a space Griffe expects a type.
+    (r"^    (\w+(?:, \w+)+): ", lambda found: f"    {found[1].replace(' ', _NO_BREAK_SPACE)}: "),
 )
 
 

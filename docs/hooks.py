@@ -17,14 +17,18 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
 
+from backends_table import backends_table
 from coverage_table import coverage_table
+from figure_plots import PLOTS, devices_table, stylesheet, table
 
 import tokenspeed_kernel
+from tokenspeed_kernel.workbench.cli.show import purpose
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
@@ -34,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 # Pages that are files at the root of the repository.
 ROOT_PAGES = {"architecture.md": "ARCHITECTURE.md", "contributing.md": "CONTRIBUTING.md"}
 FAMILY_PAGES = "reference/operators"
+PLOT_STYLE = "plots.css"
 
 _LOADING = re.compile(
     r"""<(?:script|img|iframe)\s[^>]*src=["']?(?:https?:)?//|<link\s[^>]*rel=["']?stylesheet[^>]*href=["']?https?:"""
@@ -45,6 +50,7 @@ _described: set[str] = set()
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds a page per family of operators to the navigation, after the page that introduces them."""
     _described.clear()
+    config.extra_css.insert(0, PLOT_STYLE)
     for section in config.nav:
         for entry in section.get("API reference", ()):
             if isinstance(entry, dict) and "Operators" in entry:
@@ -58,6 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"{FAMILY_PAGES}/{family}.md", content=_family_page(family)))
     for page, source in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=_root_page(ROOT / source)))
+    files.append(File.generated(config, PLOT_STYLE, content=stylesheet()))
     return files
 
 
@@ -70,8 +77,19 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return re.sub(rf"<!-- ({'|'.join(_GENERATORS)}):?(.*?)-->", generate, markdown)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Replaces comments with plots. The text of plots is thus no part of the page's content, and search does not find it."""
+    return re.sub(r"<!-- plot: (.*?) -->", lambda match: PLOTS[match[1]](), output)
+
+
+@event_priority(-100)  # after the search plugin, which writes the index
 def on_post_build(config: MkDocsConfig) -> None:
-    """Raises PluginError for a public name without a description, and for a page that loads resources from another host."""
+    """Writes the search index as a script, which a page in a folder can load, and checks the site.
+
+    Raises PluginError for a public name without a description, and for a page that loads resources from another host.
+    """
+    index = Path(config.site_dir, "search", "search_index.json")
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"} - ALIASES.keys())
     if missing:
         raise PluginError(f"no page of the API reference describes {', '.join(missing)} of tokenspeed_kernel")
@@ -138,18 +156,33 @@ def _tags(argument: str, page: str) -> str:
 
 
 def _operator_table(argument: str, page: str) -> str:
-    """Families and their operators, with links into the reference."""
-    rows = []
+    """The operators of each family with their purposes, and links into the reference."""
+    lines = []
     for family in _families():
-        links = [f"[`{op.mode}`][{op.body.__module__}.{op.mode}]" for op in operators() if op.family == family]
         target = posixpath.relpath(f"{FAMILY_PAGES}/{family}.md", posixpath.dirname(page))
-        rows.append(f"| [{family}]({target}) | {' '.join(links)} |")
-    return "\n".join(["| family | operators |", "|---|---|", *rows])
+        lines += ["", f"## [{family}]({target})", "", "| operator | purpose |", "|---|---|"]
+        lines += [f"| [`{op.mode}`][{op.body.__module__}.{op.mode}] | {purpose(op)} |" for op in operators() if op.family == family]
+    return "\n".join(lines)
 
 
 def _coverage(argument: str, page: str) -> str:
     """The features of a family that the backends do not support, as a table."""
     return coverage_table(argument)
+
+
+def _backends(argument: str, page: str) -> str:
+    """The backends of each operator by hardware, as a table."""
+    return backends_table()
+
+
+def _tables(argument: str, page: str) -> str:
+    """Measured times, as tables."""
+    return str(table.made(argument))
+
+
+def _devices(argument: str, page: str) -> str:
+    """The measured GPUs, as a table."""
+    return devices_table()
 
 
 # ``generate(argument, page)``: the text after the colon, and the page's path.
@@ -159,4 +192,7 @@ _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "operators": _operator_table,
     "tags": _tags,
     "coverage": _coverage,
+    "backends": _backends,
+    "tables": _tables,
+    "devices": _devices,
 }

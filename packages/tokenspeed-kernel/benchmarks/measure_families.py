@@ -2,7 +2,7 @@
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json
-python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
+python packages/tokenspeed-kernel/benchmarks/table.py  # prints the report's tables
 
 Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
 ``--site`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first

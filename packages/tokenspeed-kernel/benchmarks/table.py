@@ -1,12 +1,10 @@
-"""Generates the tables of the documentation's page of figures, from the reports beside this file.
+"""Generates the tables of the documentation site from the reports beside this file.
 
-python packages/tokenspeed-kernel/benchmarks/table.py            # prints them
-python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the page
+python packages/tokenspeed-kernel/benchmarks/table.py    # prints them
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -17,8 +15,6 @@ from typing import Any, NamedTuple
 from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "figures.md"
-END = "<!-- end -->"
 
 # Kernels that may be compute-bound; the others are memory-bound.
 COMPUTING = ("triton_mha_prefill", "triton_mha_extend", "triton_mla", "triton_moe_apply", "triton_mm", "triton_bmm")
@@ -184,49 +180,29 @@ def operators(report: dict[str, Any]) -> str:
 
 
 class Section(NamedTuple):
-    """The section after a mark of the page: its report, and the function that makes its table."""
+    """A report, and the function that makes its table."""
 
     report: Path
     make: Callable[[dict[str, Any]], str]
 
 
+# By the name in a page's comment ``<!-- tables: NAME -->``.
 SECTIONS = {
-    "<!-- kernels, measured on an H200 -->": Section(HERE / "h200.json", kernels),
-    "<!-- what a call costs -->": Section(HERE / "dispatch.json", calls),
-    "<!-- operators, measured on an H100 -->": Section(HERE / "h100_families.json", operators),
-    "<!-- families, measured on an H100 -->": Section(HERE / "h100_families.json", families),
-    "<!-- operators, measured on an H200 -->": Section(HERE / "h200_families.json", operators),
-    "<!-- families, measured on an H200 -->": Section(HERE / "h200_families.json", families),
+    "kernels, measured on an H200": Section(HERE / "h200.json", kernels),
+    "what a call costs": Section(HERE / "dispatch.json", calls),
+    "operators, measured on an H100": Section(HERE / "h100_families.json", operators),
+    "families, measured on an H100": Section(HERE / "h100_families.json", families),
+    "operators, measured on an H200": Section(HERE / "h200_families.json", operators),
+    "families, measured on an H200": Section(HERE / "h200_families.json", families),
 }
 
 
-def made(mark: str) -> str:
-    """A section, made from its report; a line that says so if the report does not exist."""
-    section = SECTIONS[mark]
-    if not section.report.is_file():
-        return f"Not measured yet; `{section.report.name}` will hold the report."
+def made(name: str) -> str:
+    """The tables of a section, made from its report."""
+    section = SECTIONS[name]
     return section.make(json.loads(section.report.read_text()))
 
 
-def shown(mark: str) -> str:
-    """A section as it is in the page."""
-    text = PAGE.read_text()
-    begin = text.index(mark) + len(mark)
-    return text[begin : text.index(END, begin)].strip()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    write = parser.parse_args().write
-    for mark in SECTIONS:
-        if not write:
-            print(made(mark), end="\n\n")
-            continue
-        text = PAGE.read_text()
-        begin = text.index(mark) + len(mark)
-        PAGE.write_text(f"{text[:begin]}\n\n{made(mark)}\n\n{text[text.index(END, begin) :]}")
-
-
 if __name__ == "__main__":
-    main()
+    for name in SECTIONS:
+        print(made(name), end="\n\n")

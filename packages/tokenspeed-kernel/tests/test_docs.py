@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -166,19 +166,37 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
 # -- statements of pages about the code --------------------------------------------------------------------------------------------
 
 
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("table", PACKAGE / "benchmarks" / "table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    return table
+def marks(kind: str) -> list[str]:
+    """The generated parts of this kind on all pages: ``<!-- kind: NAME -->``."""
+    return sorted(name for page in PAGES for name in re.findall(rf"<!-- {kind}: (.*?) -->", page.read_text()))
 
 
-def test_the_figures_are_those_of_the_reports() -> None:
-    table = tables()
-    stale = [mark for mark in table.SECTIONS if table.shown(mark) != table.made(mark)]
-    assert stale == [], "run python packages/tokenspeed-kernel/benchmarks/table.py --write"
+def test_the_measured_tables_are_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PACKAGE / "benchmarks"))
+    table = importlib.import_module("table")
+    assert marks("tables") == sorted(table.SECTIONS)
+    for name in table.SECTIONS:
+        assert re.search(r"^\|---.*\n\| ", table.made(name), re.MULTILINE), name
+
+
+def test_the_plots_are_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for folder in (PACKAGE / "benchmarks", DOCS):
+        monkeypatch.syspath_prepend(str(folder))
+    plots = importlib.import_module("figure_plots")
+    assert marks("plot") == sorted(plots.PLOTS)
+    for name, calls in plots._families("h200").compared().items():
+        for case, ratio in calls:
+            ours, fastest = case.bars[0].row.timing.median_us, min(bar.row.timing.median_us for bar in case.bars[1:])
+            assert ratio == fastest / ours, (name, case.case)
+
+
+def test_backends_are_listed_in_the_order_of_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    backends = importlib.import_module("backends_table")
+    op = operator_module.get_operator("rmsnorm")
+    assert backends._backends(op, backends._platform("a100")) == ["Triton"]
+    assert backends._backends(op, backends._platform("cpu")) == ["reference"]
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:

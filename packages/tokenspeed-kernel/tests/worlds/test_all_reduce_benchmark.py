@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PAGE = Path(__file__).parents[4] / "docs" / "figures.md"
+PAGE = Path(__file__).parents[4] / "docs" / "measurements.md"
 
 
 @pytest.fixture

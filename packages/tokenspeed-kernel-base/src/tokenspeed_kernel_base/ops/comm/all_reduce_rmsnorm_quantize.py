@@ -40,8 +40,7 @@ def all_reduce_rmsnorm_quantize(
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of `all_reduce_rmsnorm`: the sum over all ranks, with the residual added, normalised, in the format that
-    ``quantization`` names.
+    """`quantize` of `all_reduce_rmsnorm`: the normalised sum over all ranks, in the format that ``quantization`` names.
 
     The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`,
     and get the same bits. A given scale must have the same values on all ranks.

@@ -81,20 +81,25 @@ def ops(name: str | None, as_json: bool) -> None:
         typer.secho(family, bold=True)
         width = max(len(op.mode) for op in mine)
         for op in mine:
-            print_wrapped(_purpose(op), f"  {op.mode:<{width}}  ", " " * (width + 4))
+            print_wrapped(_plain_purpose(op), f"  {op.mode:<{width}}  ", " " * (width + 4))
     typer.echo(f"\n{len(operators())} operators; tokenspeed-kernel ops NAME shows one in full")
 
 
-def _purpose(op: Operator[Any, Any]) -> str:
-    """Returns the first line of an operator's docstring, without marks of code."""
-    return inspect.cleandoc(op.body.__doc__ or "").partition("\n")[0].replace("`", "")
+def purpose(op: Operator[Any, Any]) -> str:
+    """Returns the first line of an operator's docstring."""
+    return inspect.cleandoc(op.body.__doc__ or "").partition("\n")[0]
+
+
+def _plain_purpose(op: Operator[Any, Any]) -> str:
+    """Returns `purpose` without marks of code."""
+    return purpose(op).replace("`", "")
 
 
 def _summary(op: Operator[Any, Any]) -> dict[str, Any]:
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     return {
         "operator": str(op),
-        "purpose": _purpose(op),
+        "purpose": _plain_purpose(op),
         "parameters": [*op.names],
         "kernels": [spec.name for spec in specs],
         "solutions": sorted({spec.solution for spec in specs}),

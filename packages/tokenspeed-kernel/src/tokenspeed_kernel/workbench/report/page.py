@@ -13,7 +13,7 @@ import jinja2
 from tokenspeed_kernel.workbench.benchmark.results import Row
 from tokenspeed_kernel.workbench.report import plots
 from tokenspeed_kernel.workbench.report.devices import Device, Run, solution_of
-from tokenspeed_kernel.workbench.report.palette import Paint, as_variables, light, stand_in, style
+from tokenspeed_kernel.workbench.report.palette import Paint, as_variables, light, series, stand_in, style
 
 _HERE = Path(__file__).parent
 
@@ -100,9 +100,10 @@ def _roofline(device: Device, paint: Paint, widths: Sequence[int]) -> Iterator[p
 
 
 def _bars(device: Device, paint: Paint) -> Iterator[tuple[str, plots.Drawing]]:
-    solutions = sorted({solution_of(row) for row, _ in device.rows()})
+    # A backend has one colour in all plots of a device.
+    colours = {name: series(number) for number, name in enumerate(sorted({solution_of(row) for row, _ in device.rows()}))}
     for operator, cases in device.bars().items():
-        yield operator, plots.bars_plot(operator, cases, solutions, device.roofline is not None, paint)
+        yield operator, plots.bars_plot(operator, cases, colours, device.roofline is not None, paint)
 
 
 def _history(device: Device, paint: Paint) -> Iterator[tuple[str, plots.Drawing]]:

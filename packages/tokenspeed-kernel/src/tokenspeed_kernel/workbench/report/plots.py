@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,7 +24,7 @@ from tokenspeed_kernel.workbench.benchmark.compare import THRESHOLD
 from tokenspeed_kernel.workbench.benchmark.results import Row
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
 from tokenspeed_kernel.workbench.report.devices import Bar, CaseBars, Change, Point, Run
-from tokenspeed_kernel.workbench.report.palette import Paint, series
+from tokenspeed_kernel.workbench.report.palette import SERIES, Paint, series
 
 NARROW, WIDE = 380, 900
 _SMALL, _PLAIN = 11.0, 12.0
@@ -33,7 +33,7 @@ _MARKERS = "osD^vPX<>"
 _NAMED_CHANGES = 5
 # matplotlib measures in points; at this resolution a pixel is a point.
 _DPI = 72
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": _PLAIN,
     "svg.fonttype": "none",
@@ -76,30 +76,14 @@ class Drawing:
         self.hints[name] = text
         return name
 
-    @matplotlib.rc_context(_STYLE)
+    @matplotlib.rc_context(STYLE)
     def svg(self, prefix: str) -> str:
         """Returns an ``svg`` element for an HTML page, as wide as its container. ``prefix`` makes its ids unique."""
         file = io.StringIO()
         self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        ElementTree.register_namespace("", _SVG)
-        ElementTree.register_namespace("xlink", _XLINK[1:-5])
-        root = ElementTree.fromstring(file.getvalue())
-        for element in root.iter():
-            name = element.get("id")
-            if name in self.hints:
-                hint = ElementTree.Element(f"{{{_SVG}}}title")
-                hint.text = self.hints[name]
-                element.insert(0, hint)
-            _rename(element, prefix)
-        for name in ("width", "height", "version"):
-            root.attrib.pop(name, None)
-        for metadata in root.findall(f"{{{_SVG}}}metadata"):
-            root.remove(metadata)
-        root.set("role", "img")
-        root.set("aria-label", self.title)
-        return ElementTree.tostring(root, encoding="unicode")
+        return for_page(file.getvalue(), self.title, prefix, self.hints)
 
-    @matplotlib.rc_context(_STYLE)
+    @matplotlib.rc_context(STYLE)
     def save(self, *files: Path) -> None:
         """Saves the figure with its title above it, as PNG at twice the size or as SVG, by the file extension."""
         above: dict[str, Any] = {"va": "bottom", "fontsize": 1.15 * _PLAIN, "fontweight": "bold", "color": self.paint("ink")}
@@ -108,6 +92,34 @@ class Drawing:
             metadata = {"Date": None} if file.suffix == ".svg" else {}
             self.figure.savefig(file, dpi=2 * _DPI, metadata=metadata, bbox_inches="tight", pad_inches=10 / _DPI)
         title.remove()
+
+
+def for_page(drawn: str, title: str, prefix: str, hints: Mapping[str, str] | None = None) -> str:
+    """Returns matplotlib's SVG file as an ``svg`` element for an HTML page, as wide as its container.
+
+    Args:
+        drawn: the file's text.
+        title: description of the drawing, for screen readers.
+        prefix: makes the element's ids unique on the page.
+        hints: tooltips of parts, by their ids.
+    """
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK[1:-5])
+    root, hints = ElementTree.fromstring(drawn), hints or {}
+    for element in root.iter():
+        name = element.get("id", "")
+        if name in hints:
+            hint = ElementTree.Element(f"{{{_SVG}}}title")
+            hint.text = hints[name]
+            element.insert(0, hint)
+        _rename(element, prefix)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    for metadata in root.findall(f"{{{_SVG}}}metadata"):
+        root.remove(metadata)
+    root.set("role", "img")
+    root.set("aria-label", title)
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def _rename(element: ElementTree.Element, prefix: str) -> None:
@@ -124,7 +136,7 @@ def _rename(element: ElementTree.Element, prefix: str) -> None:
 # -- roofline -----------------------------------------------------------------------------------------------------------------
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point], paint: Paint, width: int = WIDE) -> Drawing:
     """Plots TFLOP/s over arithmetic intensity on logarithmic scales, with the device's measured roofline.
 
@@ -154,8 +166,8 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
     for point in points:
         number = families.index(_family(point.row))
         axes.plot(
-            [point.intensity], [point.tflops], _MARKERS[number % len(_MARKERS)], markersize=6.5, clip_on=True,
-            color=paint(series(number)), markeredgecolor=paint("paper"), markeredgewidth=0.7,
+            [point.intensity], [point.tflops], **_mark(number, paint), clip_on=True, linestyle="",
+            markeredgecolor=paint("paper"), markeredgewidth=0.7,
             gid=drawing.hint(f"{point.row.operator}, {point.row.case}\n{_rates(point)}"),
         )  # fmt: skip
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
@@ -163,13 +175,18 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("FLOP per byte", fontsize=_SMALL, color=paint("faint"))
-    _name_upright(axes, "TFLOP/s", paint)
+    name_axis(axes, "TFLOP/s", paint)
     for number, family in enumerate(families):
         x = 14 + number % columns * (width - 20) / columns
         y = 12 + (legend - 20) - 20 * (number // columns)
-        marker = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 6.5, "color": paint(series(number))}
-        _place(drawing, x, y, family, **marker)
+        place(drawing, x, y, family, **_mark(number, paint))
     return drawing
+
+
+def _mark(number: int, paint: Paint) -> dict[str, Any]:
+    """The style of a family's points. Colours repeat after one round of them, with other markers."""
+    marker = _MARKERS[(number + number // len(SERIES)) % len(_MARKERS)]
+    return {"marker": marker, "markersize": 6.5, "color": paint(series(number))}
 
 
 def _draw_roofs(drawing: Drawing, axes: Axes, roofline: Roofline) -> None:
@@ -232,14 +249,14 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
 _NAME_LINE, _BAR_LINE, _GAP = 17, 15, 9
 
 
-@matplotlib.rc_context(_STYLE)
-def bars_plot(operator: str, cases: Sequence[CaseBars], solutions: Sequence[str], of_roofline: bool, paint: Paint) -> Drawing:
+@matplotlib.rc_context(STYLE)
+def bars_plot(operator: str, cases: Sequence[CaseBars], colours: Mapping[str, str], of_roofline: bool, paint: Paint) -> Drawing:
     """Plots the backends of an operator's cases: their fraction of the roofline, or of the fastest's speed.
 
     Args:
         operator: the operator.
         cases: at least one.
-        solutions: all backends of the device, which have the same colours in all of its plots.
+        colours: names of the colours by backend.
         of_roofline: whether the bars are fractions of the roofline rather than of the fastest's speed.
         paint: the colours.
     """
@@ -262,7 +279,7 @@ def bars_plot(operator: str, cases: Sequence[CaseBars], solutions: Sequence[str]
         axes.text(0, y + 10, _short(case.case, 54), va="center", fontsize=_PLAIN, color=paint("ink"), gid=drawing.hint(case.case))
         y += _NAME_LINE
         for bar in case.bars:
-            _draw_bar(drawing, axes, bar, y + _BAR_LINE / 2, paint(series(solutions.index(bar.solution))), len(there) > 1)
+            _draw_bar(drawing, axes, bar, y + _BAR_LINE / 2, paint(colours[bar.solution]), len(there) > 1)
             y += _BAR_LINE
         y += _GAP
     return drawing
@@ -287,7 +304,7 @@ def _draw_bar(drawing: Drawing, axes: Axes, bar: Bar, y: float, colour: str, nam
 # -- history ------------------------------------------------------------------------------------------------------------------
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], paint: Paint) -> Drawing:
     """Plots medians over runs relative to the first. The largest changes are named; the thick line is the geometric mean."""
     by_change = sorted(changes, key=lambda change: -abs(math.log(change.last)))
@@ -318,14 +335,14 @@ def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], 
     axes.yaxis.set_minor_formatter(NullFormatter())
     if axes.get_ylim()[1] / axes.get_ylim()[0] < 4:
         axes.set_yticks([tick for tick in (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6) if low <= tick <= high or 0.87 < tick < 1.15])
-    _name_upright(axes, "time, first = 1", paint)
+    name_axis(axes, "time, first = 1", paint)
     last = next(mean for mean in reversed(means) if mean)
-    _place(
+    place(
         drawing, 14, 10 + 17 * (lines - 1), f"{_ratio(last)}  geometric mean of {len(changes)}", color=paint("ink"), linewidth=2.4
     )
     for number, change in enumerate(named):
         text = f"{_ratio(change.last)}  {_short(change.kernel, 22)}, {_short(change.case, 24)}"
-        _place(drawing, 14, 10 + 17 * (lines - 2 - number), text, color=paint(series(number)), linewidth=1.6)
+        place(drawing, 14, 10 + 17 * (lines - 2 - number), text, color=paint(series(number)), linewidth=1.6)
     return drawing
 
 
@@ -337,12 +354,12 @@ def _mean(ratios: Iterable[float | None]) -> float | None:
 # -- small things -------------------------------------------------------------------------------------------------------------
 
 
-def _name_upright(axes: Axes, name: str, paint: Paint) -> None:
+def name_axis(axes: Axes, name: str, paint: Paint) -> None:
     """Places the label of the vertical axis above the axis, where tick labels of any length leave room for it."""
     axes.annotate(name, (0, 1), (-32, 8), "axes fraction", "offset points", fontsize=_SMALL, color=paint("faint"))
 
 
-def _place(drawing: Drawing, x: float, y: float, text: str, **style: Any) -> None:
+def place(drawing: Drawing, x: float, y: float, text: str, **style: Any) -> None:
     """Adds an entry of a legend, at pixels from the lower left corner: a marker or a short line, and its text."""
     across = [x] if "marker" in style else [x - 6, x + 8]
     line = Line2D(
