@@ -440,8 +440,8 @@ def test_inspect_shows_each_generated_function(gather: Any) -> None:
         gather(torch.ones(4), **arguments)
         made.append(gather.caller._comparisons[fast_path.FIRST])
     with_lengths, without = (inspect.getsource(function) for function in reversed(made))
-    assert "(lengths is None)" in without
-    assert "lengths is not None" in with_lengths
+    assert "(lengths is None)\n" in without
+    assert "lengths is not None\n" in with_lengths
     assert "_check(x, lengths, hint, mode, out)" in with_lengths
     assert "_check(x" not in without
     assert inspect.getsource(gather).startswith(f"def {gather.__name__}(x, lengths=_default_lengths")

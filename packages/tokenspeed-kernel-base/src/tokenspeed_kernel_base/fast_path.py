@@ -271,6 +271,7 @@ def {self._name}_read(_arguments, override, solution):
         }
         setup = "\n".join(f"    ({names}) = _{value}" for value, names in unpacked.items() if names)
         check = _value_check(self._parameters, pattern.watched) if pattern.checked else ""
+        terms = "\n                and ".join(self._terms(pattern))
         made = f"{self._name}_like_{len(self._builders)}"
         source = f"""\
 def {made}(_guards, _options, _key, _decision, _otherwise):
@@ -279,7 +280,9 @@ def {made}(_guards, _options, _key, _decision, _otherwise):
 
     def {self._name}({self._names}, override, solution):
         try:
-            _like = {" and ".join(self._terms(pattern))}
+            _like = (
+                {terms}
+            )
         except (AttributeError, TypeError, ValueError):
             _like = False
         if not _like:
