@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base import memory
+from tokenspeed_kernel_base import calling, memory
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import plain_function
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
@@ -214,6 +214,32 @@ def test_parts_of_one_projection_do_not_overlap() -> None:
         q, k, _ = fresh.split([4, 2, 2], dim=1)
         got = qk_rmsnorm(q, k, W, W, q_out=q, k_out=k)
         assert all(map(torch.equal, got, wanted))
+
+
+def test_tensors_are_checked_again_only_at_new_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, checked = qk_rmsnorm.operator, []
+    check = op.check_overlaps
+
+    def counted(arguments: dict[str, Any]) -> None:
+        checked.append(arguments["q"])
+        check(arguments)
+
+    def run(q: Tensor, k: Tensor) -> None:
+        qk_rmsnorm(q, k, W, W, q_out=q, k_out=k)
+
+    monkeypatch.setattr(op, "check_overlaps", counted)
+    monkeypatch.setattr(calling, "_MOST_ADDRESSES", 2)
+    qk_rmsnorm.caller.forget()
+    buffers = [torch.randn(5, 8, 8) for _ in range(4)]
+    for qkv in buffers * 2:
+        run(*qkv.split([4, 2, 2], dim=1)[:2])
+    assert len(checked) == 1, "when the call was decided"
+    for qkv in buffers:
+        run(qkv[:, :4], qkv[:, 6:])
+    assert len(checked) == 2, "the keys are at another distance from the queries"
+    with pytest.raises(ValueError, match="must not overlap"):
+        run(buffers[0][:, :4], buffers[0][:, 3:5])
+    assert len(checked) == 3
 
 
 @pytest.mark.parametrize(

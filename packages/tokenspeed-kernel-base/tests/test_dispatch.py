@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tokenspeed_kernel_base import memo, watch
+from tokenspeed_kernel_base import fast_path, memo, watch
 from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.generated import compile_source
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import kernel_override, set_selection_policy
 
@@ -402,7 +404,7 @@ def test_two_threads_with_their_own_lengths(gather: Any) -> None:
     assert problems == []
 
 
-# -- tracebacks -------------------------------------------------------------------------------------------------------------------
+# -- generated source -------------------------------------------------------------------------------------------------------------
 
 
 def test_tracebacks_show_the_generated_lines(gather: Any) -> None:
@@ -410,4 +412,42 @@ def test_tracebacks_show_the_generated_lines(gather: Any) -> None:
         gather(3)
     lines = "".join(traceback.format_exception(caught.value))
     assert f"in {gather.__name__}" in lines
-    assert "_call = _decide((x, lengths, hint, mode, out,), override, solution)" in lines
+    assert "return _first(x, lengths, hint, mode, out, override, solution)" in lines
+    assert "return _then(_key, (x, lengths, hint, mode, out,), override, solution)" in lines
+
+
+def test_tracebacks_of_a_warm_call_show_how_the_kernel_was_found(gather: Any, log: Log) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no driver")
+
+    register_kernel("testing", gather.__name__, name="fails", solution="x", signatures=None, priority=1)(fails)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            gather(torch.ones(3), override="fails")
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert lines[1:] == [
+        "return _first(x, lengths, hint, mode, out, override, solution)",
+        "return _call(x, lengths, hint, mode, out)",
+        'raise RuntimeError("no driver")',
+    ]
+    assert len(log.decided) == 1
+
+
+def test_inspect_shows_each_generated_function(gather: Any) -> None:
+    """Functions of one operator and role, generated for different patterns of calls, have sources of their own."""
+    made = []
+    for arguments in ({}, {"lengths": torch.tensor([1, 2])}):
+        gather(torch.ones(4), **arguments)
+        made.append(gather.caller._comparisons[fast_path.FIRST])
+    with_lengths, without = (inspect.getsource(function) for function in reversed(made))
+    assert "(lengths is None)\n" in without
+    assert "lengths is not None\n" in with_lengths
+    assert "_check(x, lengths, hint, mode, out)" in with_lengths
+    assert "_check(x" not in without
+    assert inspect.getsource(gather).startswith(f"def {gather.__name__}(x, lengths=_default_lengths")
+
+
+def test_equal_names_of_two_packages_have_their_own_source() -> None:
+    made = [compile_source("made", f"def made():\n    return {value}\n", {}) for value in (1, 2, 1)]
+    assert ["return 1" in inspect.getsource(function) for function in made] == [True, False, True]
+    assert made[0].__code__.co_filename == made[2].__code__.co_filename, "equal source is kept once"

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base import dispatch, memo, recent
+from tokenspeed_kernel_base import fast_path, memo
+from tokenspeed_kernel_base.calling import Caller
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
@@ -29,9 +30,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append(args)
         return decide(args, override, solution)
 
-    written = (*RMSNORM.outs, *RMSNORM.mutates)
-    otherwise = dispatch.build_otherwise("rmsnorm", RMSNORM.parameters, written, CALLER._memo, counted)
-    monkeypatch.setitem(rmsnorm.__globals__, "_otherwise", otherwise)
+    monkeypatch.setattr(CALLER, "decide", counted)
     memo.invalidate()
     return seen
 
@@ -41,7 +40,7 @@ def _arguments() -> tuple[Tensor, Tensor]:
 
 
 def test_this_pytorch_has_usable_guards() -> None:
-    assert recent.tensor_guards() is not None
+    assert fast_path.tensor_guards() is not None
 
 
 def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]]) -> None:
@@ -102,7 +101,7 @@ def test_alternating_descriptions_use_the_quick_lookup(decisions: list[tuple[Any
         lambda: rmsnorm(torch.randn(3, 8), weight, 0.5 / 3),  # a new object each time
         lambda: rmsnorm(torch.randn(3, 8), weight, residual=torch.randn(3, 8)),
     ]
-    assert len(calls) == recent.CHAIN
+    assert len(calls) == fast_path.CHAIN
     for call in calls:
         call()
     CALLER._memo.clear()  # a full description would find them, too
@@ -144,12 +143,12 @@ def test_inference_mode_is_supported(decisions: list[tuple[Any, ...]]) -> None:
 
 def test_invalidation_forgets_it() -> None:
     rmsnorm(*_arguments())
-    assert CALLER._recent
+    assert CALLER._comparisons
     memo.invalidate()
-    assert not CALLER._recent
+    assert not CALLER._comparisons
     with memo.exceptional():
         rmsnorm(*_arguments())
-        assert not CALLER._recent
+        assert not CALLER._comparisons
 
 
 def test_optional_tensors_are_guarded_too() -> None:
@@ -162,23 +161,24 @@ def test_optional_tensors_are_guarded_too() -> None:
         rmsnorm(x, weight, residual=x.double())
 
 
-def test_without_guards_everything_works() -> None:
-    calls = []
+def test_without_guards_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "tensor_guards", lambda: None)
+    caller = Caller(RMSNORM, "without_guards")
+    decided = []
 
     def decide(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
-        calls.append((args, override, solution))
-        key, entry = CALLER._entry(args, override, solution, [], RMSNORM.reference)
-        remembered[key] = entry
-        return RMSNORM.reference
+        decided.append((override, solution))
+        return Caller.decide(CALLER, args, override, solution)
 
-    remembered: dict[Any, Any] = {}
-    written = (*RMSNORM.outs, *RMSNORM.mutates)
-    plain = dispatch.build_public_function("rmsnorm", RMSNORM.parameters, written, remembered, None, decide, RMSNORM.reference)
+    monkeypatch.setattr(caller, "_memo", CALLER._memo)
+    monkeypatch.setattr(caller, "decide", decide)
+    memo.invalidate()
     x, weight = _arguments()
-    assert torch.equal(plain(x, weight), rmsnorm(x, weight))
-    assert torch.equal(plain(x, weight), rmsnorm(x, weight))
-    plain(x[:1], weight, solution="reference")
-    assert [(override, solution) for _, override, solution in calls] == [(None, None), (None, "reference")]
+    wanted = RMSNORM.reference(x, weight, 1e-5, None, None, None)
+    for _ in range(2):
+        assert torch.equal(caller.function(x, weight), wanted)
+    caller.function(x[:1], weight, solution="reference")
+    assert decided == [(None, None), (None, "reference")]
 
 
 def test_guards_that_do_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +197,9 @@ def test_guards_that_do_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) 
 
     for stand_in in (Agreeable, Changed):
         monkeypatch.setattr(guards, "TensorGuards", stand_in)
-        assert recent.tensor_guards.__wrapped__() is None
+        assert fast_path.tensor_guards.__wrapped__() is None
     monkeypatch.delattr(guards, "TensorGuards")
-    assert recent.tensor_guards.__wrapped__() is None
+    assert fast_path.tensor_guards.__wrapped__() is None
 
 
 def test_threads_with_different_shapes_each_get_their_own(decisions: list[tuple[Any, ...]]) -> None:

@@ -2,31 +2,39 @@
 
 An operator may be called through several functions, each made by a `Caller`. The core's function selects among all kernels. The
 function of a wheel that works alone selects among that wheel's kernels. All have the operator's signature, docstring and checks.
+
+A call whose kernel is decided takes the fast path, `tokenspeed_kernel_base.fast_path`. Any other call takes the slow path,
+`Caller.decide`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
+from tokenspeed_kernel_base import fast_path, lowering, memo, watch
 from tokenspeed_kernel_base.alignment import copied_cache
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.composition import Composed
 from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
+from tokenspeed_kernel_base.fast_path import Decision, Limit
 from tokenspeed_kernel_base.hooks import STEPS
+from tokenspeed_kernel_base.memory import span
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-_COMPARISONS = "comparisons"  # key of the last calls' comparison makers, newest first; `dispatch.FIRST` holds the built chain
+_MAKERS = "makers"  # key of the last comparisons' makers, newest first; `fast_path.FIRST` holds the chain that they made
+
+# Sets of addresses that an overlap guard remembers. A new set costs a microsecond.
+_MOST_ADDRESSES = 512
 
 
 class Caller:
@@ -41,10 +49,12 @@ class Caller:
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
         self.op, self.package = op, package
-        self._memo = memo.new_memo()
-        self._recent = memo.new_memo() if recent.tensor_guards() is not None else None
+        self._memo = memo.new_memo()  # the limits and the function of each decision, by description
+        self._comparisons = memo.new_memo() if fast_path.tensor_guards() is not None else None
         self._written = (*op.outs, *op.mutates)
-        self._value_guards: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self._value_guard = functools.cache(functools.partial(fast_path.build_value_guard, op.mode, op.parameters))
+        self._replacing = functools.cache(functools.partial(fast_path.build_replacing, op.mode, op.parameters))
+        self._overlap_guard = functools.cache(functools.partial(fast_path.build_overlap_guard, op.mode, op.parameters))
         outputs = lowering.count_outputs(op.body)
         self.lowering = lowering.define(
             package or lowering.NAMESPACE,
@@ -61,8 +71,8 @@ class Caller:
 
     def _make_function(self) -> Any:
         op = self.op
-        function: Any = dispatch.build_public_function(
-            op.mode, op.parameters, self._written, self._memo, self._recent, self.decide, self.lowering.call
+        function: Any = fast_path.build_public_function(
+            op.mode, op.parameters, self._comparisons, self._look_up, self.lowering.call
         )
         function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
         function.__qualname__ = op.body.__qualname__
@@ -77,16 +87,46 @@ class Caller:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    @functools.cached_property
-    def _entry(self) -> Callable[..., Any]:
-        return dispatch.build_entry_function(self.op.mode, self.op.parameters, self._written)
+    # Compiled on first use: compiling them at import would make the import a tenth slower.
 
     @functools.cached_property
-    def _comparisons(self) -> recent.RecentCalls | None:
-        make_guard = recent.tensor_guards()
-        return recent.RecentCalls(self.op.mode, self.op.parameters, self._written, make_guard) if make_guard is not None else None
+    def _describing(self) -> Callable[..., Any]:
+        return fast_path.build_describing(self.op.mode, self.op.parameters, self._written)
+
+    @functools.cached_property
+    def _describe(self) -> Callable[..., Any]:
+        return self._describing(lambda key, *_: key)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _find(self) -> Callable[..., Any]:
+        return self._describing(self._run)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _comparison(self) -> Callable[..., Callable[..., Any]]:
+        make_guard = fast_path.tensor_guards()
+        assert make_guard is not None
+        return fast_path.Comparisons(self.op.mode, self.op.parameters, self._written, make_guard).comparison
 
     # -- deciding --------------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, *call: Any) -> Any:
+        """Runs a call that no comparison knows. ``call``: all arguments in order, override and solution."""
+        return self._find(*call)
+
+    def _run(self, key: Any, args: tuple[Any, ...], override: str | None, solution: str | None) -> Any:
+        """Runs a call by its memoised decision, or by a new one. ``key``: the call's description; None if it is invalid."""
+        try:
+            limits, run = self._memo[key]
+        except (KeyError, TypeError):  # no decision; or an option is not hashable, so `decide` raises an error
+            run = None
+        else:
+            for position, least, most in limits:
+                bound = args[position]
+                if not (type(bound) is int and least <= bound <= most):
+                    run = None
+        if run is None:
+            run = self.decide(args, override, solution)
+        return run(*args)
 
     def decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         """Checks a call, selects its kernel, and memoises the decision for calls of the same description."""
@@ -101,11 +141,11 @@ class Caller:
             return (lambda *values: self.lowering.call(*values, override, solution)), False
         check = op.check_call(arguments, values=False)  # the guard checks values, now and whenever they change
         request, selected = self._select(arguments, check, override, solution)
-        decided = self._decided(
-            selected, arguments, [limit for name in op.bounds for limit in _limits(name, arguments[name], check, request)]
-        )
-        call = self._with_value_guard(decided)
-        key, entry = self._entry(args, override, solution, decided.limits, call)
+        guarded = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
+        limits = tuple(_limit(name, op, arguments[name], check, request) for name in op.bounds if arguments[name] is not None)
+        decision = self._with_check(guarded, arguments)._replace(limits=limits)
+        call = self._with_value_guard(decision)
+        key = self._describe(*args, override, solution)
         if watch.watching():
             tensors = dict(tensor_arguments(op.parameters, arguments))
             described = key, tuple(tensor.stride() for tensor in tensors.values())
@@ -114,31 +154,29 @@ class Caller:
                 op.family, op.mode, selected.name, request.signature, tensors, described, arguments, request.traits, read_work
             )
             return watch.watched(seen, call), False
-        if not selected.provisional:
-            memo.remember(self._memo, key, entry, started)
-            self._remember_recent(args, override, solution, decided, started)
+        if not selected.provisional and key is not None:
+            memo.remember(self._memo, key, (limits, call), started)
+            self._remember_comparison(args, override, solution, decision, started)
         return call, not selected.provisional
 
-    def _remember_recent(
-        self, args: tuple[Any, ...], override: str | None, solution: str | None, decided: recent.Decided, started: int
+    def _remember_comparison(
+        self, args: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision, started: int
     ) -> None:
-        """Puts a comparison with this call in front of those with the last decided calls."""
-        if self._recent is None or self._comparisons is None:
+        """Puts a comparison with this call in front of those with the last decisions."""
+        if self._comparisons is None:
             return
-        made = (self._comparisons.comparison(args, override, solution, decided), *self._recent.get(_COMPARISONS, ()))[
-            : recent.CHAIN
-        ]
-        first = self.function.__globals__["_otherwise"]
-        for make in reversed(made):
+        makers = (self._comparison(args, override, solution, decision), *self._comparisons.get(_MAKERS, ()))[: fast_path.CHAIN]
+        first = self._find
+        for make in reversed(makers):
             first = make(first)
-        memo.remember(self._recent, _COMPARISONS, made, started)
-        memo.remember(self._recent, dispatch.FIRST, first, started)
+        memo.remember(self._comparisons, _MAKERS, makers, started)
+        memo.remember(self._comparisons, fast_path.FIRST, first, started)
 
     def forget(self) -> None:
         """Clears the memo of calls, so that every call is decided afresh. Selections for requests stay memoised."""
         self._memo.clear()
-        if self._recent is not None:
-            self._recent.clear()
+        if self._comparisons is not None:
+            self._comparisons.clear()
 
     def _select(
         self, arguments: dict[str, Any], check: Checker, override: str | None, solution: str | None
@@ -159,11 +197,6 @@ class Caller:
 
     # -- what precedes the kernel ----------------------------------------------------------------------------------------------
 
-    def _decided(self, selected: SelectedKernel, arguments: dict[str, Any], limits: list[int]) -> recent.Decided:
-        """The kernel, preceded by the overlap check that every call needs; and the check of values in host memory."""
-        call = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
-        return self._with_check(call, arguments)._replace(limits=limits)
-
     def _launcher(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
         """The function that runs calls of this description, without checks."""
         empty = self._skip_if_empty(arguments)
@@ -173,7 +206,7 @@ class Caller:
         if isinstance(impl, Composed):
             impl = impl.decided(_decide_part, tuple(arguments.values()))
         normal = self.op.normal(arguments)
-        return dispatch.build_replacing(self.op.mode, self.op.parameters, normal)(impl, normal) if normal else impl
+        return self._replacing(tuple(normal))(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
         """A callable that launches nothing, for a call whose every output is empty; None for any other."""
@@ -197,32 +230,53 @@ class Caller:
         return empty
 
     def _with_overlap_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-        """``call``, preceded by the check that provided output memory overlaps no other argument, if the call provides any."""
-        pairs = self.op.overlap_pairs(arguments)
-        if not pairs:
-            return call
-        tensors = dict(tensor_arguments(self.op.parameters, arguments))
-        guard = dispatch.build_overlap_guard(self.op.mode, self.op.parameters, pairs, tensors)
-        return guard(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
+        """``call``, preceded by the check that memory which it writes to overlaps no other argument, if it writes to any.
 
-    def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> recent.Decided:
+        Every call compares the tensors' addresses with those that passed. A distance between two addresses that passed the check
+        once always passes, because shapes and strides are part of the description.
+        """
+        op = self.op
+        if not op.written(arguments):
+            return call
+        pairs = op.overlap_pairs(arguments)
+        names = tuple(dict.fromkeys(name for pair in pairs for name in pair[:2]))
+        tensors = {name: tensor for name, tensor in tensor_arguments(op.parameters, arguments) if name in names}
+        spans = {name: span(tensor) for name, tensor in tensors.items()}
+
+        def near(at: Mapping[str, int]) -> set[tuple[str, str, int]]:
+            """The pairs that may overlap, with the distances between their addresses."""
+            distances = ((written, other, at[other] - at[written]) for written, other, _ in pairs)
+            return {each for each in distances if -spans[each[1]] < each[2] < spans[each[0]]}
+
+        passed = near({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        known: set[tuple[int, ...]] = set()
+
+        def check(addresses: tuple[int, ...], args: tuple[Any, ...]) -> None:
+            found = near(dict(zip(names, addresses, strict=True)))
+            if not found <= passed:
+                op.check_overlaps(dict(zip(op.names, args, strict=True)))
+                passed.update(found)
+            if len(known) >= _MOST_ADDRESSES:
+                known.clear()
+            known.add(addresses)
+
+        return self._overlap_guard(names)(call, known, check) if pairs else call
+
+    def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Decision:
         """``call``, with the check of values in host memory, if there are any."""
         op = self.op
-        hints = tuple(p.name for p in op.parameters if p.kind is Kind.HINT)
+        hints = [p.name for p in op.parameters if p.kind is Kind.HINT]
         watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
         if not op.has_hook("check_values") or not (watched or any(arguments[hint] is not None for hint in hints)):
-            return recent.Decided(call)
-        seen = [dispatch.nothing_checked(op.parameters, watched)]
-        return recent.Decided(call, (), watched, hints, self._checked_by(op.check_values), seen)
+            return Decision(call)
+        seen = [fast_path.nothing_checked(op.parameters, watched)]
+        return Decision(call, (), watched, self._checked_by(op.check_values), seen)
 
-    def _with_value_guard(self, decided: recent.Decided) -> Callable[..., Any]:
+    def _with_value_guard(self, decision: Decision) -> Callable[..., Any]:
         """The decision as one function: the check of values in host memory, then the kernel."""
-        if decided.check is None:
-            return decided.call
-        op, watched = self.op, decided.watched
-        if watched not in self._value_guards:
-            self._value_guards[watched] = dispatch.build_value_guard(op.mode, op.parameters, watched, decided.hints)
-        return self._value_guards[watched](decided.check, decided.call, decided.seen)  # type: ignore[no-any-return]
+        if decision.check is None:
+            return decision.call
+        return self._value_guard(decision.watched)(decision.check, decision.call, decision.seen)  # type: ignore[no-any-return]
 
     def _checked_by(self, check: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
         names = self.op.names
@@ -320,13 +374,12 @@ def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., An
     return caller._decide(args, None, None)
 
 
-def _limits(name: str, value: int | None, check: Checker, request: Request) -> tuple[int, int]:
+def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
     """The values of a bound for which a decision holds: all that the check allows or, if the decision depends on sizes, those in
     the same bucket."""
-    if value is None:
-        return 0, 0
+    position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))
     if not sizes_matter(request):
-        return least, most
+        return Limit(position, least, most)
     high = request.buckets[name]
-    return max(least, high // 2 + 1 if high > 1 else high), min(most, high)
+    return Limit(position, max(least, high // 2 + 1 if high > 1 else high), min(most, high))

@@ -8,9 +8,13 @@ from typing import Any
 
 
 def compile_source(name: str, source: str, namespace: dict[str, Any], role: str = "") -> Callable[..., Any]:
-    """The function ``name`` that the source defines. Tracebacks, debuggers and `inspect` show its lines. ``role`` distinguishes its
-    file name from that of another function of the same name."""
-    filename = f"<tokenspeed_kernel {name}{role and ': '}{role}>"
+    """The function ``name`` that the source defines. Tracebacks, debuggers and `inspect` show its lines, under a file name of its
+    own: different sources of equal name and ``role`` are numbered."""
+    label = f"tokenspeed_kernel {name}{role and ': '}{role}"
+    filename, number = f"<{label}>", 1
+    while "".join(linecache.getlines(filename)) not in ("", source):
+        number += 1
+        filename = f"<{label} {number}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), namespace)  # the source is ours: parameter names only
     made: Callable[..., Any] = namespace[name]

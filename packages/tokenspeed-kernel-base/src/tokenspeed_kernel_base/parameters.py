@@ -37,6 +37,9 @@ class Kind(enum.Enum):
     RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; its class and ``key`` enter the memo key
 
 
+HOLD_TENSORS = (Kind.TENSOR, Kind.OBJECT)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter.
@@ -123,7 +126,12 @@ class Parameter:
             if isinstance(value, float) and not math.isfinite(value):
                 return None  # the operator decides whether infinities and NaN have a meaning
             return None if -_FLOAT32_MAX <= value <= _FLOAT32_MAX else f"a float within ±{_FLOAT32_MAX:.3g}"
-        given = value if tuple in self.types and value is not None else (value,)
+        if isinstance(value, int):
+            given: tuple[Any, ...] = (value,)
+        elif isinstance(value, tuple) and tuple in self.types:
+            given = value
+        else:
+            return None
         fits = all(_INT64.min <= number <= _INT64.max for number in given if isinstance(number, int))
         return None if fits else "within the range of int64"
 
@@ -262,7 +270,7 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]
-        if value is None:
+        if value is None or parameter.kind not in HOLD_TENSORS:
             continue
         for tensor in parameter.tensors():
             inner = value if tensor is parameter else tensor.read(value)

@@ -130,7 +130,7 @@ class CapabilityRequirement:
         if self.vendors is not None and platform.vendor not in self.vendors:
             return f"needs {_device_of(self.vendors)}, this is {'a CPU' if platform.is_cpu else platform.arch}"
         low, high = self.min_arch_version, self.max_arch_version
-        if platform.is_cpu and (low is not None or high is not None):
+        if (low is not None or high is not None) and platform.is_cpu:
             wanted = " and ".join([f"{low} or later"] * (low is not None) + [f"{high} or earlier"] * (high is not None))
             return f"needs architecture {wanted}, a CPU has none"
         if low is not None and platform.arch_version < low:
@@ -161,6 +161,7 @@ class CapabilityRequirement:
         return not (lows and highs and max(lows) > min(highs))
 
 
+@functools.cache
 def _device_of(vendors: frozenset[str]) -> str:
     """``"an AMD or NVIDIA device"``."""
     if vendors == {"cpu"}:

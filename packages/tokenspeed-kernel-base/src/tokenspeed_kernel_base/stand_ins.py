@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base.checks import unusual_storage
-from tokenspeed_kernel_base.parameters import Parameter
+from tokenspeed_kernel_base.parameters import HOLD_TENSORS, Parameter
 
 
 def readable(tensor: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> 
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]
-        for tensor in parameter.tensors():
+        for tensor in parameter.tensors() if parameter.kind in HOLD_TENSORS else ():
             inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
             if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
                 found.append(inner)
