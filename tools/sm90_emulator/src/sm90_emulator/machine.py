@@ -96,7 +96,7 @@ def run(
     program: Program,
     geometry: Geometry,
     parameters: bytes,
-    ranges: Sequence[tuple[int, int]] = (),
+    ranges: Sequence[tuple[int, int]] | None = None,
     settings: Settings | None = None,
 ) -> LaunchReport:
     """Runs a kernel to its end.
@@ -105,7 +105,7 @@ def run(
         program: the kernel.
         geometry: the launch's geometry.
         parameters: the bytes of all parameters, in the kernel's layout.
-        ranges: accessible global memory, as (begin, end); without ranges nothing is checked.
+        ranges: accessible global memory, as (begin, end); None for all memory.
         settings: the launch settings.
 
     Raises:
@@ -119,8 +119,8 @@ def run(
             raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
     if not 0 < threads <= 1024:
         raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
-    lowest, highest = merged(ranges)
-    limits = np.stack([lowest, highest], 1).reshape(-1).astype(np.uint64) if len(lowest) else np.zeros(2, np.uint64)
+    # The machine checks nothing if there is no range; an empty range stands for no memory at all.
+    limits = np.array([] if ranges is None else merged(ranges) or [(0, 0)], np.uint64).reshape(-1)
     place = np.zeros(len(parameters) + 128, np.uint8)
     start = -place.ctypes.data % 64
     place[start : start + len(parameters)] = np.frombuffer(parameters, np.uint8)
@@ -135,7 +135,7 @@ def run(
         resident=settings.resident, together=settings.together, seed=settings.seed,
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],
-        ranges_count=len(lowest), multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
+        ranges_count=len(limits) // 2, multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
         shared_byte=settings.shared_byte, early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
         parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
     )  # fmt: skip
@@ -148,17 +148,15 @@ def run(
     )
 
 
-def merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Begins and ends of the ranges, sorted, with adjacent and overlapping ranges merged."""
-    begins: list[int] = []
-    ends: list[int] = []
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges sorted, with adjacent and overlapping ranges merged."""
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if begins and begin <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
         elif end > begin:
-            begins.append(begin)
-            ends.append(end)
-    return begins, ends
+            found.append((begin, end))
+    return found
 
 
 def _error(program: Program, launch: _Launch) -> EmulationError:
