@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sm90_emulator import EmulationError, emulated_sm90, emulator
+from sm90_emulator import EmulationError, emulated_sm90
+from sm90_emulator.emulator import BLOCK
 from sm90_emulator.launching import pack
 from sm90_emulator.machine import Geometry
 from sm90_emulator.program import load
@@ -19,8 +20,8 @@ STORE = "mad.wide.u32 %d50, %r0, 4, %d0; st.global.b32 [%d50], %r0;"
 
 def stores(address: int, count: int) -> None:
     """A launch that stores integers at an address."""
-    program = load(kernel(STORE, 1), "snippet")
-    emulator.active().run(program, Geometry((1, 1, 1), (count, 1, 1)), pack(program.kernel, [address]))
+    text = kernel(STORE, 1)
+    BLOCK.active().run(text, "snippet", Geometry((1, 1, 1), (count, 1, 1)), pack(load(text, "snippet").kernel, [address]))
 
 
 def test_memory_whose_address_was_taken() -> None:
@@ -59,7 +60,7 @@ def test_it_is_undone() -> None:
         assert not set(state()) & set(before[:-1])
     assert state() == before
     with pytest.raises(EmulationError, match="outside `emulated_sm90"):
-        emulator.active()
+        BLOCK.active()
 
 
 def test_wrong_settings() -> None:

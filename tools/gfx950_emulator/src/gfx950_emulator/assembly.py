@@ -42,6 +42,11 @@ class Instruction:
     def __hash__(self) -> int:
         return hash((self.index, self.text))
 
+    @property
+    def where(self) -> str:
+        """For errors: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
+        return (f", at {self.location}" if self.location else "") + f" (assembly line {self.line}): {self.text}"
+
 
 @dataclass(frozen=True)
 class Argument:

@@ -15,9 +15,9 @@ import numpy as np
 
 from gfx950_emulator.access import Access
 from gfx950_emulator.assembly import Assembly, Instruction
-from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.group import Group
 from gfx950_emulator.operands import Operand, parse_operand
+from kernel_emulation.errors import UnknownInstruction
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import numpy as np
 
 from gfx950_emulator.assembly import Instruction
 from gfx950_emulator.constants import FP16_OVFL, MODE_DEFAULT, WAVE
-from gfx950_emulator.errors import EmulationError, SanitizerError
 from gfx950_emulator.group import Group
 from gfx950_emulator.local_memory import LocalMemory
 from gfx950_emulator.memory import Fault, GlobalMemory
 from gfx950_emulator.program import Block, Program
+from kernel_emulation.errors import EmulationError, SanitizerError
 
 XCCS = 8
 # Target number of lanes per batch: large enough that numpy's overhead per call is small compared with its cost per lane.
@@ -124,7 +124,7 @@ def execute(launch: Launch, workgroups: range | None = None) -> Tally:
     """Runs all or some of the launch's workgroups; tensors are written in place.
 
     Raises:
-        SanitizerError, UnknownInstruction, EmulationError: see `gfx950_emulator.errors`.
+        SanitizerError, UnknownInstruction, EmulationError: see `kernel_emulation.errors`.
     """
     total = int(np.prod(launch.grid))
     todo = workgroups if workgroups is not None else range(total)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
+
+from kernel_emulation.emulator import Allocation
 
 
 def signed64(value: int | np.ndarray) -> int | np.ndarray:
@@ -26,19 +27,6 @@ class Fault(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """``[start, end)`` in bytes, a name for messages, and the start of the containing memory block (0: the allocation itself)."""
-
-    start: int
-    end: int
-    name: str
-    block: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.end - self.start} bytes at {self.start:#x}"
 
 
 def _without_overlap(allocations: list[Allocation]) -> list[Allocation]:

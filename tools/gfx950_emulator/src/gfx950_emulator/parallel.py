@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from gfx950_emulator import machine
-from gfx950_emulator.errors import EmulationError
 from gfx950_emulator.memory import GlobalMemory
+from kernel_emulation.errors import EmulationError
 
 
 class RecordedMemory(GlobalMemory):

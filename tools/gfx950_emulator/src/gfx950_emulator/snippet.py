@@ -18,9 +18,10 @@ from gfx950_emulator.assembly import parse
 from gfx950_emulator.constants import EXEC, M0, VCC
 from gfx950_emulator.counters import Counters
 from gfx950_emulator.machine import Batch, Launch
-from gfx950_emulator.memory import Allocation, GlobalMemory
+from gfx950_emulator.memory import GlobalMemory
 from gfx950_emulator.program import Program
 from gfx950_emulator.trace import InstructionTrace
+from kernel_emulation.emulator import Allocation
 
 _FRAME = """snippet:
 {body}

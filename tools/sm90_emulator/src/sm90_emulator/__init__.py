@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sm90_emulator.errors import EmulationError, UnknownInstruction
+from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
 if TYPE_CHECKING:
     from sm90_emulator.driver import emulated_sm90
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["EmulationError", "Emulator", "LaunchReport", "UnknownInstruction", "__version__", "emulated_sm90"]
+__all__ = ["EmulationError", "Emulator", "LaunchReport", "SanitizerError", "UnknownInstruction", "__version__", "emulated_sm90"]
 
 
 _MODULES = {"Emulator": "emulator", "LaunchReport": "machine", "emulated_sm90": "driver"}

@@ -13,21 +13,23 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_storages: dict[tuple[int, int], StorageWeakRef] = {}
+from kernel_emulation.emulator import Allocation, Bounds, allocation_of
+
+# Keys are the memory of views. An entry whose storage was freed is removed before it is read.
+_taken: dict[Allocation, tuple[StorageWeakRef, Allocation]] = {}
 
 
 def add(tensor: torch.Tensor) -> None:
-    """Makes the memory of a CPU tensor accessible as long as it exists: all of its storage."""
-    storage = tensor.untyped_storage()
-    begin = storage.data_ptr()
-    _storages[begin, begin + storage.nbytes()] = StorageWeakRef(storage)
+    """Makes the memory of a CPU tensor accessible as long as it exists."""
+    view, storage = (allocation_of(tensor, "tensor", bounds) for bounds in ("view", "storage"))
+    _taken[view] = StorageWeakRef(tensor.untyped_storage()), storage  # type: ignore[no-untyped-call]
 
 
-def accessible() -> list[tuple[int, int]]:
-    """The accessible memory, as (begin, end)."""
-    for freed in [key for key, storage in _storages.items() if storage.expired()]:
-        del _storages[freed]
-    return list(_storages)
+def accessible(bounds: Bounds) -> list[Allocation]:
+    """The accessible memory."""
+    for freed in [view for view, (storage, _) in _taken.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+        del _taken[freed]
+    return [view if bounds == "view" else storage for view, (_, storage) in _taken.items()]
 
 
 @contextlib.contextmanager

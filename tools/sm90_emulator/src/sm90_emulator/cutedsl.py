@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from sm90_emulator import addresses, emulator
+from kernel_emulation.errors import EmulationError
+from sm90_emulator import addresses
 from sm90_emulator.build import cache_directory, compiled
-from sm90_emulator.errors import EmulationError
+from sm90_emulator.emulator import BLOCK
 from sm90_emulator.machine import Geometry
-from sm90_emulator.program import Program, load
+from sm90_emulator.program import load
 
 _LAUNCH_FAILED = 719
 _FATBIN, _ELF = 0xBA55ED50, b"\x7fELF"
@@ -82,7 +83,7 @@ def _guarded(function: Callable[..., int]) -> Callable[..., int]:
         try:
             return function(*arguments)
         except BaseException as error:
-            running = emulator.current()
+            running = BLOCK.current
             if running is not None and running.error is None:
                 running.error = error
             return _LAUNCH_FAILED
@@ -108,25 +109,26 @@ def _find_kernel(library: int, name: bytes, kernel: Any) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(digest: str, name: str) -> Program:
+def _text(digest: str, name: str) -> str:
     file = ptx_directory() / f"{digest}.ptx"
     if not file.exists():
         raise EmulationError(f"there is no PTX of {name}: compile it inside `emulated_sm90()`, or use `sm90_emulator.cutedsl.keep`")
-    return load(file.read_text(), name)
+    return file.read_text()
 
 
 @_guarded
 def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any) -> int:
     library, name = _kernels[kernel]
-    program = _program(_libraries[library], name)
+    text = _text(_libraries[library], name)
     sizes = tuple(int(numbers[at]) for at in range(9))
     geometry = Geometry(sizes[:3], sizes[3:6], sizes[6:], shared_bytes, bool(numbers[9]))  # type: ignore[arg-type]
     if min(geometry.grid) < 1:
         raise EmulationError(f"a grid of {geometry.grid}", kernel=name)
-    packed = bytearray(program.kernel.parameter_bytes)
-    for index, parameter in enumerate(program.kernel.parameters.values()):
+    kernel_of_text = load(text, name).kernel
+    packed = bytearray(kernel_of_text.parameter_bytes)
+    for index, parameter in enumerate(kernel_of_text.parameters.values()):
         packed[parameter.offset : parameter.offset + parameter.size] = ctypes.string_at(arguments[index], parameter.size)
-    emulator.active().run(program, geometry, bytes(packed))
+    BLOCK.active().run(text, name, geometry, bytes(packed))
     return 0
 
 
@@ -189,7 +191,7 @@ def launching(program: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a compiled program: it takes CPU tensors, and raises the emulator's errors."""
 
     def launch(*arguments: Any) -> Any:
-        running = emulator.active()
+        running = BLOCK.active()
         running.error = None
         try:
             return program(*map(on_device, arguments))

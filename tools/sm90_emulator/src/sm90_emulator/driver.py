@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch
 
-from sm90_emulator import addresses, cutedsl, emulator
-from sm90_emulator.emulator import Emulator
+from kernel_emulation.emulator import Bounds, Edit, platform
+from sm90_emulator import addresses, cutedsl
+from sm90_emulator.emulator import BLOCK, Emulator
 from sm90_emulator.machine import Settings
 
 DEVICE_NAME = "NVIDIA H200"
@@ -29,7 +30,10 @@ def emulated_sm90(
     resident: int = 132,
     together: int | None = None,
     multiprocessors: int = 132,
-    check_overlap: bool = True,
+    sanitize: bool = True,
+    counters: bool = False,
+    bounds: Bounds = "storage",
+    edit: Edit | None = None,
     triton: bool = False,
 ) -> Iterator[Emulator]:
     """Inside the block, CuteDSL programs for sm_90a, and optionally Triton kernels, are executed on CPU tensors.
@@ -47,30 +51,34 @@ def emulated_sm90(
         resident: the most CTAs that are resident at once. Another CTA starts when no running CTA can proceed.
         together: CTAs that start at once; None means 1 with seed 0, otherwise 4.
         multiprocessors: the number of SMs that the device reports.
-        check_overlap: in a PDL launch, accesses of memory written by the preceding kernel are errors before `griddepcontrol.wait`.
+        sanitize: in a PDL launch, accesses of memory written by the preceding kernel are errors before `griddepcontrol.wait`.
+            Other errors are found with or without it.
+        counters: count how often each instruction is executed, for `LaunchReport.counts`.
+        bounds: the bytes of a tensor that a kernel may access: ``"view"``, from its first to its last element, or ``"storage"``,
+            all of the underlying memory, as on a GPU.
+        edit: ``edit(kernel_name, text)`` returns the PTX to execute instead.
         triton: whether Triton compiles for the emulator too. Triton must be installed.
 
     Raises:
         RuntimeError: inside another such block, or in a process that uses a GPU, because CuteDSL programs that are loaded later
             would use the emulator instead of CuteDSL's runtime.
-        ValueError: ``copies`` is invalid.
+        ValueError: ``copies`` or ``bounds`` is invalid.
     """
-    if emulator.current() is not None:
-        raise RuntimeError("emulated_sm90() inside emulated_sm90()")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("emulated_sm90() in a process that uses a GPU: its programs would find the emulator's runtime")
     when = copies or ("random" if seed else "early")
     if when not in ("early", "late", "random"):
         raise ValueError(f'copies must be "early", "late" or "random", got {copies!r}')
     first = together if together is not None else 4 if seed else 1
-    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors, check_overlap)
-    running = Emulator(settings)
-    cutedsl.replace_runtime(multiprocessors)
+    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors)
+    running = Emulator(sanitize=sanitize, counters=counters, bounds=bounds, edit=edit, machine=settings)
+    features = frozenset({"triton"} if triton else ())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(BLOCK.entered(running))
+        cutedsl.replace_runtime(multiprocessors)
         stack.enter_context(_device(multiprocessors))
         stack.enter_context(addresses.recorded())
-        if importlib.util.find_spec("tokenspeed_kernel_base") is not None:
-            stack.enter_context(_platform(multiprocessors, triton))
+        stack.enter_context(platform("nvidia", (9, 0), DEVICE_NAME, "sm_90", _MEMORY, multiprocessors, features))
         if importlib.util.find_spec("tokenspeed_kernel_nvidia") is not None:
             from sm90_emulator.programs import EMULATOR
             from tokenspeed_kernel_nvidia.program_backend import use_backend
@@ -79,8 +87,7 @@ def emulated_sm90(
         if triton:
             from sm90_emulator import triton_driver
 
-            stack.enter_context(triton_driver.installed(running.run))
-        stack.enter_context(emulator.activated(running))
+            stack.enter_context(triton_driver.installed(multiprocessors))
         yield running
 
 
@@ -102,11 +109,3 @@ def _device(multiprocessors: int) -> Iterator[None]:
     queries = mock.patch.multiple(torch.cuda, get_device_properties=properties, get_device_capability=capability)
     with queries, mock.patch.object(torch._C, "_cuda_getCurrentRawStream", stream, create=True):
         yield
-
-
-def _platform(multiprocessors: int, triton: bool) -> contextlib.AbstractContextManager[Any]:
-    from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo, use_platform
-
-    features = frozenset({"triton"} if triton else ())
-    platform = PlatformInfo("nvidia", ArchVersion(9, 0), DEVICE_NAME, "sm_90", 1, _MEMORY, multiprocessors, features, emulated=True)
-    return use_platform(platform)
