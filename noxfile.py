@@ -121,7 +121,7 @@ def vllm(session: nox.Session, release: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, ruff format, the words of prose, and mypy (strict on the core, the NVIDIA wheel and the emulator of sm_90)."""
+    """ruff, ruff format, the words of prose, and mypy (strict on the core, the NVIDIA wheel and the emulators)."""
     _install(session, "lint", runtime=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

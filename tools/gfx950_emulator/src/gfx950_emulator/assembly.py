@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
+from typing import Any
 
 from gfx950_emulator.constants import MASK32, code_address
 
@@ -33,7 +34,7 @@ class Instruction:
     index: int
     mnemonic: str
     operands: tuple[str, ...]
-    modifiers: dict[str, object]
+    modifiers: dict[str, Any]
     line: int
     text: str
     source: tuple[str, int] | None = None

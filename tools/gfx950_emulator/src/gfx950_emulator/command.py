@@ -70,7 +70,8 @@ class _Printer:
 
     def __init__(self, console: Console, as_float: bool) -> None:
         self._console, self._as_float = console, as_float
-        self._location, self._program = "", None
+        self._location = ""
+        self._program: Program | None = None
 
     def __call__(self, program: Program, index: int, on: int, written: list[Written]) -> None:
         instruction = program.assembly.instructions[index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -52,8 +53,8 @@ class GlobalMemory:
             size = (max(a.end for a in self.allocations) - self.base + 31) & ~15
         else:
             self.base, size = 16, 16
-        self._anchor = (ctypes.c_uint8 * size).from_address(self.base)
-        self.bytes = np.frombuffer(self._anchor, np.uint8)
+        memory: Any = (ctypes.c_uint8 * size).from_address(self.base)
+        self.bytes = np.frombuffer(memory, np.uint8)
         self.dwords = self.bytes.view(np.uint32)
         self._start_array = np.array(self._starts, np.int64)
         self._end_array = np.array([a.end for a in self.allocations], np.int64)

@@ -12,6 +12,7 @@ import os
 import pickle
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def execute(launch: machine.Launch, jobs: int) -> machine.Tally:
     if failures:
         raise failures[0]
     memory = RecordedMemory(launch.memory)
-    done: dict[int, list] = {}
+    done: dict[int, list[Any]] = {}
     for job, (_, stores) in enumerate(results):
         for i, batch in enumerate(stores):
             done[job + i * jobs] = batch
