@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent
 BASE = "packages/tokenspeed-kernel-base"
 CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
+EMULATION = "tools/kernel_emulation"
 EMULATOR = "tools/gfx950_emulator"
 HOPPER = "tools/sm90_emulator"
 AMD = "packages/tokenspeed-kernel-amd"
@@ -60,7 +61,7 @@ def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
     # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`.
-    others = [part for path in (EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN) for part in ("--ignore", path)]
+    others = [part for path in (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN) for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
@@ -81,8 +82,8 @@ def interpret(session: nox.Session) -> None:
 def emulate(session: nox.Session) -> None:
     """The emulator's own tests, the AMD wheel's kernels executed on it, and the runtime on them: no GPU. Arguments go to pytest."""
     _install(session, "test", "build")
-    session.install(TRITONS[-1], "-e", f"{EMULATOR}[cli]", "-e", AMD)
-    tests = (f"{EMULATOR}/tests", f"{AMD}/tests", f"{RUNTIME}/tests/test_gfx950.py")
+    session.install(TRITONS[-1], "-e", EMULATION, "-e", f"{EMULATOR}[cli]", "-e", AMD)
+    tests = (f"{EMULATION}/tests", f"{EMULATOR}/tests", f"{AMD}/tests", f"{RUNTIME}/tests/test_gfx950.py")
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", *tests]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
 
@@ -94,7 +95,7 @@ def cutedsl(session: nox.Session) -> None:
     Then one configuration of each kernel is compiled. Arguments go to pytest.
     """
     _install(session, "test", "build", runtime=False)
-    session.install(CUTEDSL, TRITONS[-1], "-e", NVIDIA, "-e", HOPPER)
+    session.install(CUTEDSL, TRITONS[-1], "-e", NVIDIA, "-e", EMULATION, "-e", f"{HOPPER}[cli]")
     if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
         session.install(ZIG)
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests", f"{HOPPER}/tests"]
@@ -111,7 +112,7 @@ def vllm(session: nox.Session, release: str) -> None:
     vLLM's Python files are what is wanted of it; its compiled operators, for a GPU, are not run.
     """
     _install(session, "test", "vllm", "build", runtime=False)
-    session.install(TRITONS[-1], "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
+    session.install(TRITONS[-1], "-e", EMULATION, "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
     session.install("--no-deps", release)
     arguments = session.posargs or ["-n", "auto", f"{VLLM_PLUGIN}/tests"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -120,7 +121,7 @@ def vllm(session: nox.Session, release: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, ruff format, the words of prose, and mypy (strict on the core and the NVIDIA wheel)."""
+    """ruff, ruff format, the words of prose, and mypy (strict on the core, the NVIDIA wheel and the emulators)."""
     _install(session, "lint", runtime=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -184,7 +185,7 @@ def tests_amd(session: nox.Session) -> None:
     """All cases of all kernels that an AMD GPU runs, the large ones too. The emulator looks at what the compiler made of them."""
     _on_this_machine(session, "rocm-smi", "AMD")
     session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
-    session.install("--no-deps", "-e", AMD, "-e", EMULATOR)  # PyTorch for ROCm has its own Triton
+    session.install("--no-deps", "-e", AMD, "-e", EMULATION, "-e", EMULATOR)  # PyTorch for ROCm has its own Triton
     session.run("python", "-m", "pytest", "-m", "amd", *session.posargs)
 
 

@@ -22,7 +22,7 @@ import torch
 from tokenspeed_kernel_amd import _machine
 
 PACKAGES = Path(__file__).parents[2]
-OF_THIS_PROJECT = ("tokenspeed", "gpt_oss", "gfx950_emulator")
+OF_THIS_PROJECT = ("tokenspeed", "gpt_oss", "gfx950_emulator", "kernel_emulation")
 
 INPUTS = """
 import json, sys
@@ -99,7 +99,7 @@ print(json.dumps({{
 
 
 class Environment:
-    """A virtual environment with links to PyTorch, Triton, their requirements, and the emulator."""
+    """A virtual environment with links to PyTorch, Triton, their requirements, and the emulator with what it shares with others."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -109,7 +109,8 @@ class Environment:
         self.site_packages = Path(self.run(purelib).strip())
         for module in ("torch", "triton", "numpy"):
             self._link_all_beside(Path(_folder(module)).parent)
-        self._link(Path(_folder("gfx950_emulator")))
+        for module in ("gfx950_emulator", "kernel_emulation"):
+            self._link(Path(_folder(module)))
 
     def _link_all_beside(self, folder: Path) -> None:
         for entry in folder.iterdir():

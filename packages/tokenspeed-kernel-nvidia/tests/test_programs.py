@@ -21,6 +21,7 @@ import torch
 
 from tokenspeed_kernel_base import storage
 from tokenspeed_kernel_nvidia import _machine, _programs
+from tokenspeed_kernel_nvidia.program_backend import Backend, use_backend
 
 HERE = Path(_programs.__file__).parents[1]
 needs_dsl = pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machine.dsl_gap()))
@@ -266,6 +267,38 @@ def test_off_keeps_nothing(scaling: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert works(fresh(scaling)(scaling.Config(2)))
     assert not (tmp_path / "cache").exists()
     assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+def test_a_backend_stands_in_for_the_gpu(scaling: Any, tmp_path: Path) -> None:
+    """It has its own cache and its own programs; the GPU's are the same before and after."""
+    config, built = scaling.Config(2), []
+
+    class Emulator(Backend):
+        def directory(self) -> Path:
+            return tmp_path / "emulator"
+
+        def compile(self, build: Any) -> Any:
+            built.append(build(f"--keep-ptx --dump-dir {tmp_path}"))
+            return built[-1]
+
+        def launcher(self, launch: Any) -> Any:
+            return "emulated", launch
+
+    program, backend = fresh(scaling), Emulator()
+    launch = program(config)
+    with use_backend(backend):
+        assert not program.is_kept(config)
+        kind, inner = program(config)
+        assert kind == "emulated"
+        assert works(inner)
+        assert ".entry" in str(built[0].__ptx__)
+        assert program.is_kept(config)
+    assert program(config) is launch
+    with use_backend(backend):
+        assert program(config)[1] is inner
+    assert len(built) == 1
+    assert compiled(tmp_path) == 2
 
 
 def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:

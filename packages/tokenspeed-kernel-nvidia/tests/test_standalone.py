@@ -21,7 +21,7 @@ import pytest
 from tokenspeed_kernel_nvidia import _machine
 
 PACKAGES = Path(__file__).parents[2]
-OF_THIS_PROJECT = ("tokenspeed", "gpt_oss", "gfx950_emulator", "sm90_emulator")
+OF_THIS_PROJECT = ("tokenspeed", "gpt_oss", "gfx950_emulator", "sm90_emulator", "kernel_emulation")
 
 INPUTS = """
 import json, sys

@@ -3,8 +3,8 @@
 For every mutant of ``mutants/*.toml`` the package is copied to a temporary folder, one passage of the copy is replaced, and the
 tests that the mutant names run against the copy. Verdicts:
 
-- killed: a test failed by an assertion, or by an error that the emulator reports (`gfx950_emulator.errors`), and passes without the
-  mutant.
+- killed: a test failed by an assertion, or by an error that the emulator reports (`kernel_emulation.errors`), and passes without
+  the mutant.
 - survived: the tests passed.
 - error: anything else, which is inconclusive: the copy cannot be imported, a test cannot be collected, a test
   crashes in Python (NameError, IndexError, ...), or the run takes too long.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import SanitizerError
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import SanitizerError
 
 from .isa import WAVE
 

@@ -14,10 +14,10 @@ from gfx950_emulator.assembly import Argument, parse
 from gfx950_emulator.binding import split_encoding
 from gfx950_emulator.constants import CODE_STEP, EXEC, M0, VCC
 from gfx950_emulator.decode import decode
-from gfx950_emulator.errors import UnknownInstruction, describe
 from gfx950_emulator.operands import SCALAR_BASE, Operand, parse_operand
 from gfx950_emulator.program import Program
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import UnknownInstruction, describe
 
 from .isa import MASK32
 

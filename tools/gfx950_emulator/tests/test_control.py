@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import EmulationError, UnknownInstruction
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import EmulationError, UnknownInstruction
 
 from .isa import MASK32, MASK64, WAVE, implemented, random_lanes, random_words
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from gfx950_emulator.assembly import parse
-from gfx950_emulator.errors import SanitizerError
 from gfx950_emulator.local_memory import LIMIT
 from gfx950_emulator.machine import Launch, execute
-from gfx950_emulator.memory import Allocation, GlobalMemory
+from gfx950_emulator.memory import GlobalMemory
 from gfx950_emulator.mfma import bind_mfma
 from gfx950_emulator.program import Program
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.emulator import Allocation
+from kernel_emulation.errors import SanitizerError
 
 from .oracles import F32, FORMATS, NAN, Binary, fma, read_lanes, same, words
 

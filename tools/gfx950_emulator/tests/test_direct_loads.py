@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import SanitizerError
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import SanitizerError
 
 from .isa import MASK32, WAVE, implemented
 from .walk import EXECS, Case

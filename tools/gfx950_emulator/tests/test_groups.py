@@ -8,10 +8,10 @@ import pytest
 from gfx950_emulator.access import Access
 from gfx950_emulator.binding import Bound
 from gfx950_emulator.constants import EXEC, VCC
-from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.group import Group, HighHalf, LaneMask
 from gfx950_emulator.outstanding import Deferred, Outstanding, Stored, entries
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import UnknownInstruction
 
 from .isa import MASK32, MASK64, WAVE, bits_of, random_lanes, random_words
 

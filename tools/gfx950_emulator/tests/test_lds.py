@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import EmulationError, SanitizerError, UnknownInstruction
 from gfx950_emulator.local_memory import LIMIT, LocalMemory
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
 from .isa import MASK32, MASK64, WAVE, atomics, bits_of, implemented, random_lanes, random_words
 from .walk import EXECS, Load, Store, loaded, span

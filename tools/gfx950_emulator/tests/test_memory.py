@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import EmulationError, SanitizerError, UnknownInstruction
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
 from .isa import MASK32, MASK64, WAVE, atomics, implemented, random_lanes, random_words
 from .walk import EXECS, Case, Load, Store, span, stored

@@ -11,8 +11,8 @@ import re
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import EmulationError, SanitizerError
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import EmulationError, SanitizerError
 
 from .isa import MASK32, MASK64, WAVE, bits_of
 from .sanitizing import FULL, LANES, reported, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import SanitizerError
+from kernel_emulation.errors import SanitizerError
 
 from .isa import WAVE
 from .sanitizing import FULL, LANES, reported, run

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import SanitizerError, UnknownInstruction
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import SanitizerError, UnknownInstruction
 
 from .isa import MASK32, MASK64, SPECIAL32, SPECIAL64, WAVE, bits_of, implemented, random_words, signed
 

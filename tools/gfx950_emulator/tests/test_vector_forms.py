@@ -20,8 +20,8 @@ import pytest
 from gfx950_emulator.assembly import parse
 from gfx950_emulator.binding import BINDERS, split_encoding
 from gfx950_emulator.decode import decode
-from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import UnknownInstruction
 
 from . import (
     test_vector_compare,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.snippet import Snippet
+from kernel_emulation.errors import UnknownInstruction
 
 from .oracles import F16, F32, NAN, Binary, add, fma, lane_bits, multiply, operands, read_lanes, same, signed, words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sm90_emulator import EmulationError
+from sm90_emulator import SanitizerError
 from sm90_emulator.memory import Memory
 
 from .snippets import LANES, run
@@ -39,8 +39,9 @@ def give_back(load: str, between: str = "", to: int = 1, by: int = 1) -> None:
 
 @pytest.mark.parametrize("load", [MATRIX, VECTOR], ids=["matrix", "vector"])
 def test_a_load_that_nobody_waits_for(load: str) -> None:
-    with pytest.raises(EmulationError, match="overwritten: a copy of CTA 1 of the cluster") as raised:
+    with pytest.raises(SanitizerError, match="overwritten: a copy of CTA 1 of the cluster") as raised:
         give_back(load)
+    assert raised.value.kind == "overwritten"
     assert load.split()[0] in str(raised.value)  # the faulty instruction
 
 

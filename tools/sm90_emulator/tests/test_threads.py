@@ -79,7 +79,7 @@ def test_a_barrier_that_is_missing_shows() -> None:
     with pytest.raises(EmulationError, match="nobody has written byte 0") as caught:
         exchanged("", uninitialised=True)
     assert caught.value.kind == "uninitialised"
-    assert caught.value.instruction.startswith("ld.shared")
+    assert caught.value.instruction.name.startswith("ld.shared")
 
 
 def test_a_barrier_that_some_do_not_reach() -> None:

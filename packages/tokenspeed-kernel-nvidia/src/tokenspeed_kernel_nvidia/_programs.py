@@ -40,12 +40,13 @@ from typing import Any, Generic, TypeVar
 
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.storage import locked, part_of, replace_file, set_aside, warn_once
+from tokenspeed_kernel_nvidia.program_backend import Backend, current
+from tokenspeed_kernel_nvidia.program_backend import Launch as Launch
 
 VARIABLE = "TOKENSPEED_KERNEL_PROGRAMS"
 DSL = "nvidia-cutlass-dsl"
 
 ConfigT = TypeVar("ConfigT", bound=Hashable)
-Launch = Callable[..., Any]
 Declaration = Callable[[ConfigT], tuple[Any, Sequence[Any]]]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -104,7 +105,7 @@ class Program(Generic[ConfigT]):
         self.usual = usual or configs
         self.__doc__ = declaration.__doc__
         self._declaration = declaration
-        self._loaded: dict[ConfigT, Launch] = {}
+        self._loaded: dict[tuple[Backend, ConfigT], Launch] = {}
         self._loading = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,7 +122,7 @@ class Program(Generic[ConfigT]):
             TypeError or ValueError if a dtype, a shape, an alignment or a device differs from what it was compiled for.
         """
         try:
-            return self._loaded[config]
+            return self._loaded[current(), config]
         except KeyError:
             return self._load(config)
 
@@ -142,9 +143,12 @@ class Program(Generic[ConfigT]):
             raise RuntimeError(f"{self.name} is not compiled yet, which needs {DSL}: pip install {DSL}")
         from cutlass import cute
 
-        with _compiler:
+        def build(more: str) -> Any:
             function, arguments = self._declaration(config)
-            return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {self.arch} {options}")
+            return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {self.arch} {options} {more}")
+
+        with _compiler:
+            return current().compile(build)
 
     def file(self, config: ConfigT) -> Path | None:
         """The cache file, whether it exists or not, without its suffix; None if the cache is off."""
@@ -169,10 +173,11 @@ class Program(Generic[ConfigT]):
         return file is not None and any(whole for _, whole in _kept(file))
 
     def _load(self, config: ConfigT) -> Launch:
+        backend = current()
         with self._loading:
-            if config not in self._loaded:
-                self._loaded[config] = self._cached(config)
-            return self._loaded[config]
+            if (backend, config) not in self._loaded:
+                self._loaded[backend, config] = backend.launcher(self._cached(config))
+            return self._loaded[backend, config]
 
     def _cached(self, config: ConfigT) -> Launch:
         file = self.file(config)
@@ -202,9 +207,9 @@ def _declared(module: str, name: str) -> Any:
 
 def cache_directory() -> Path | None:
     """The cache directory: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache directory; None if
-    the variable is ``off``, or there is no home directory.
+    the variable is ``off``, or there is no home directory. An emulator has its own.
     """
-    return settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
+    return current().directory() or settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
 
 
 def source_digest(module: str) -> str:

@@ -6,7 +6,7 @@ it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from gfx950_emulator.errors import EmulationError, SanitizerError, UnknownInstruction
+from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
 if TYPE_CHECKING:
     from gfx950_emulator.driver import Emulator, LaunchReport, emulated_gfx950

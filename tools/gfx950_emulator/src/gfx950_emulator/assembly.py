@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
+from typing import Any
 
 from gfx950_emulator.constants import MASK32, code_address
 
@@ -33,7 +34,7 @@ class Instruction:
     index: int
     mnemonic: str
     operands: tuple[str, ...]
-    modifiers: dict[str, object]
+    modifiers: dict[str, Any]
     line: int
     text: str
     source: tuple[str, int] | None = None
@@ -41,6 +42,11 @@ class Instruction:
 
     def __hash__(self) -> int:
         return hash((self.index, self.text))
+
+    @property
+    def where(self) -> str:
+        """For errors: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
+        return (f", at {self.location}" if self.location else "") + f" (assembly line {self.line}): {self.text}"
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from gfx950_emulator.access import Access
 from gfx950_emulator.assembly import Assembly, Instruction
-from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.group import Group
 from gfx950_emulator.operands import Operand, parse_operand
+from kernel_emulation.errors import UnknownInstruction
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Bound:
     reads: tuple[int, ...] = ()
     unit: str = "valu"
     target: int | None = None
-    condition: Callable[[Group], object] | None = None
-    jump: Callable[[Group], object] | None = None
+    condition: Callable[[Group], Any] | None = None
+    jump: Callable[[Group], Any] | None = None
     demands: tuple[int, ...] = ()
     moves: bool = False
     memory: Access | None = None
-    extra: dict = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Site:
     def unknown(self, reason: str) -> UnknownInstruction:
         return UnknownInstruction(reason, self.assembly.name, self.instruction)
 
-    def take(self, name: str, default: object = None) -> object:
+    def take(self, name: str, default: Any = None) -> Any:
         """Reads a modifier and marks it as understood."""
         return self.modifiers.pop(name, default)
 

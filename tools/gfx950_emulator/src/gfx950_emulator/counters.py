@@ -227,7 +227,8 @@ class _CacheLines:
     """
 
     def __init__(self, memory: GlobalMemory) -> None:
-        first, count = {}, 0
+        first: dict[int, int] = {}
+        count = 0
         self._starts = np.array([a.start for a in memory.allocations], np.int64)
         self._blocks = np.array([a.block or a.start for a in memory.allocations], np.int64)
         for allocation, block in zip(memory.allocations, self._blocks.tolist(), strict=True):

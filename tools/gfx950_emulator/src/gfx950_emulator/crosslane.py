@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class DppPlan:
         return bool(self.valid.all() and self.enabled.all())
 
 
-def dpp_lanes(control: str, argument: object) -> tuple[np.ndarray, np.ndarray]:
+def dpp_lanes(control: str, argument: Any) -> tuple[np.ndarray, np.ndarray]:
     """The source lane of every lane, and whether it exists, for ``quad_perm``, ``row_shl``, ``row_bcast`` and so on."""
     everywhere = np.ones(WAVE, bool)
     if control == "quad_perm":

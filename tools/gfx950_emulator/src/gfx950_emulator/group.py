@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Group:
         "shadow", "slot", "wave", "waves",
     )  # fmt: skip
 
-    def __init__(self, registers: np.ndarray, slot: np.ndarray, wave: np.ndarray, machine) -> None:
+    def __init__(self, registers: np.ndarray, slot: np.ndarray, wave: np.ndarray, machine: Any) -> None:
         self.waves = len(slot)
         self.lanes = self.waves * WAVE
         self.slot = slot
@@ -113,7 +114,7 @@ class Group:
         self.U = list(registers)
         self.F = list(registers.view(np.float32))
         self.I = list(registers.view(np.int32))
-        self.s: list = [0] * SCALARS
+        self.s: list[Any] = [0] * SCALARS
         self.mask = all_lanes(self.lanes)
         self.full = True
         self.scc: bool | np.ndarray = False
@@ -122,7 +123,7 @@ class Group:
         self._columns: np.ndarray | None = None
         self.lds: np.ndarray | None = None
         self.queue = Outstanding()
-        self.shadow = None
+        self.shadow: Any = None
 
     @property
     def saturate(self) -> bool:
@@ -158,6 +159,8 @@ class Group:
         self.s[index] = value
 
     def set_s64(self, index: int, value: int | np.ndarray) -> None:
+        low: int | np.ndarray
+        high: int | np.ndarray
         if type(value) is int:
             low, high = value & MASK32, value >> 32
         else:
@@ -308,7 +311,7 @@ def _side_by_side(values: list[int | np.ndarray], waves: list[int]) -> int | np.
     return np.concatenate([np.broadcast_to(value, count).astype(np.int64) for value, count in zip(values, waves, strict=True)])
 
 
-def _map_masks(scalars: list, function: Callable[[LaneMask], LaneMask]) -> list:
+def _map_masks(scalars: list[Any], function: Callable[[LaneMask], LaneMask]) -> list[Any]:
     """The registers with every lane mask replaced, halves kept together."""
     replaced: dict[int, LaneMask] = {}
 

@@ -7,6 +7,8 @@ by an address beyond the allocation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gfx950_emulator.group import Group
@@ -33,7 +35,7 @@ class LocalMemory:
         self.stride = (size + 31) & ~15  # padding past the end, never read by a kernel
         self.bytes = np.zeros(slots * self.stride, np.uint8)
         self.dwords = self.bytes.view(np.uint32)
-        self.shadow = None
+        self.shadow: Any = None
 
     def bases(self, group: Group) -> np.ndarray:
         """int64 [L], the start of each lane's LDS block."""

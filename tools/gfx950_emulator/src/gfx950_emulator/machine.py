@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import length_hint
+from typing import Any
 
 import numpy as np
 
 from gfx950_emulator.assembly import Instruction
 from gfx950_emulator.constants import FP16_OVFL, MODE_DEFAULT, WAVE
-from gfx950_emulator.errors import EmulationError, SanitizerError
 from gfx950_emulator.group import Group
 from gfx950_emulator.local_memory import LocalMemory
 from gfx950_emulator.memory import Fault, GlobalMemory
 from gfx950_emulator.program import Block, Program
+from kernel_emulation.errors import EmulationError, SanitizerError
 
 XCCS = 8
 # Target number of lanes per batch: large enough that numpy's overhead per call is small compared with its cost per lane.
@@ -76,9 +77,9 @@ class Launch:
     kernarg: np.ndarray
     memory: GlobalMemory
     sanitize: bool = True
-    counters: object | None = None
+    counters: Any = None
     batch_lanes: int = BATCH_LANES
-    tracer: object | None = None
+    tracer: Any = None
 
     @property
     def batch_size(self) -> int:
@@ -95,7 +96,7 @@ class Machine:
     local: LocalMemory
     waves_per_group: int
     workgroups: np.ndarray  # linear workgroup id of each slot
-    counters: object | None
+    counters: Any
     mode: int = MODE_DEFAULT  # initial MODE of waves
     progress: int = 0  # raised by every store
     executed: int = 0  # instructions, each counted once for all waves of its group
@@ -124,7 +125,7 @@ def execute(launch: Launch, workgroups: range | None = None) -> Tally:
     """Runs all or some of the launch's workgroups; tensors are written in place.
 
     Raises:
-        SanitizerError, UnknownInstruction, EmulationError: see `gfx950_emulator.errors`.
+        SanitizerError, UnknownInstruction, EmulationError: see `kernel_emulation.errors`.
     """
     total = int(np.prod(launch.grid))
     todo = workgroups if workgroups is not None else range(total)
@@ -302,6 +303,7 @@ class Batch:
                 continue
             unit = close.unit
             if unit == "branch":
+                target: Any = close.target  # None for a jump through a register
                 if close.jump is not None:
                     to = close.jump(group)
                     if isinstance(to, np.ndarray):
@@ -309,7 +311,7 @@ class Batch:
                         return
                     group.pc = self._entered(to, block.end - 1)
                 elif close.condition is None:
-                    group.pc = close.target
+                    group.pc = target
                 else:
                     if sanitize:
                         self._demand(group, block.end - 1)
@@ -318,9 +320,9 @@ class Batch:
                         if taken.all() or not taken.any():
                             taken = bool(taken[0])
                         else:
-                            self._split(group, taken, close.target, block.next)
+                            self._split(group, taken, target, block.next)
                             return
-                    group.pc = close.target if taken else block.next
+                    group.pc = target if taken else block.next
                 if group.pc <= start:
                     back += 1
                     if back % _SPIN_CHECK == 0:
@@ -414,7 +416,7 @@ class Batch:
         except Fault as fault:
             raise self._error(fault, index) from None
 
-    def _run_traced(self, group: Group, block: Block, tracer) -> None:
+    def _run_traced(self, group: Group, block: Block, tracer: Any) -> None:
         """Runs a block, and passes each executed instruction to the tracer."""
         shadow, index = group.shadow, block.start
         try:
@@ -448,8 +450,8 @@ class Batch:
         return SanitizerError(kind, message, self.program.assembly.name, instruction)
 
 
-def _scalars(group: Group) -> tuple:
-    values = []
+def _scalars(group: Group) -> tuple[object, ...]:
+    values: list[object] = []
     for index, value in enumerate(group.s):
         if type(value) is int:
             values.append(value)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from kernel_emulation.emulator import Allocation
 
 
 def signed64(value: int | np.ndarray) -> int | np.ndarray:
@@ -26,19 +28,6 @@ class Fault(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """``[start, end)`` in bytes, a name for messages, and the start of the containing memory block (0: the allocation itself)."""
-
-    start: int
-    end: int
-    name: str
-    block: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.end - self.start} bytes at {self.start:#x}"
 
 
 def _without_overlap(allocations: list[Allocation]) -> list[Allocation]:
@@ -64,8 +53,8 @@ class GlobalMemory:
             size = (max(a.end for a in self.allocations) - self.base + 31) & ~15
         else:
             self.base, size = 16, 16
-        self._anchor = (ctypes.c_uint8 * size).from_address(self.base)
-        self.bytes = np.frombuffer(self._anchor, np.uint8)
+        memory: Any = (ctypes.c_uint8 * size).from_address(self.base)
+        self.bytes = np.frombuffer(memory, np.uint8)
         self.dwords = self.bytes.view(np.uint32)
         self._start_array = np.array(self._starts, np.int64)
         self._end_array = np.array([a.end for a in self.allocations], np.int64)

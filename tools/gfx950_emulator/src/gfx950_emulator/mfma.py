@@ -61,6 +61,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -144,7 +145,9 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
         raise ValueError(f"{mnemonic}: gfx950 has no such instruction")
 
     given = {name: value for name, value in modifiers.items() if (any(value) if isinstance(value, tuple | list) else value)}
-    scale_bytes = None
+    scale_bytes: tuple[int, int] | None = None
+    form_a: Format | None = None
+    form_b: Format | None = None
     if kind == "f8f6f4":
         form_a = _format(mnemonic, "cbsz", given.pop("cbsz", 0))
         form_b = _format(mnemonic, "blgp", given.pop("blgp", 0))
@@ -154,8 +157,6 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
             scale_bytes = _scale_bytes(mnemonic, given.pop("op_sel", ()), given.pop("op_sel_hi", ()))
     elif kind == "8-bit":
         form_a, form_b = (_NAMED[name] for name in types.split("_"))
-    else:
-        form_a = form_b = None
     if given:
         listed = ", ".join(f"{name}:{value}" for name, value in given.items())
         raise ValueError(f"{mnemonic}: modifiers {listed} are not implemented for it")
@@ -178,14 +179,14 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
     return MatrixOp(mnemonic, size, size, k, 1, a_registers, b_registers, c_registers, flops, passes, checked)
 
 
-def _format(mnemonic: str, modifier: str, value: object) -> Format:
+def _format(mnemonic: str, modifier: str, value: Any) -> Format:
     form = _F8F6F4.get(value)
     if form is None:
         raise ValueError(f"{mnemonic}: {modifier}:{value} is no format; 0 to 4 are fp8, bf8, fp6, bf6, fp4")
     return form
 
 
-def _scale_bytes(mnemonic: str, op_sel: object, op_sel_hi: object) -> tuple[int, int]:
+def _scale_bytes(mnemonic: str, op_sel: Any, op_sel_hi: Any) -> tuple[int, int]:
     """The selected byte of the scale registers, for A and for B."""
     low, high = ([*given, 0, 0, 0][:3] for given in (op_sel, op_sel_hi))
     if not {*low, *high} <= {0, 1} or low[2] or high[2]:
@@ -201,7 +202,7 @@ def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], s
     def checked(
         a: np.ndarray,
         b: np.ndarray,
-        c: np.ndarray | float,
+        c: Any,
         scale_a: np.ndarray | None = None,
         scale_b: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -213,7 +214,7 @@ def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], s
         constant = type(c) is not np.ndarray
         if not constant and c.shape != (c_registers, lanes):
             raise ValueError(f"{mnemonic}: c: expected shape [{c_registers}, {lanes}], got {list(c.shape)}")
-        scales = (scale_a, scale_b) if scaled else ()
+        scales: tuple[Any, ...] = (scale_a, scale_b) if scaled else ()
         if not scaled and (scale_a is not None or scale_b is not None):
             raise ValueError(f"{mnemonic} takes no scales")
         for name, scale in zip("ab", scales):  # noqa: B905 (there may be none)
@@ -257,7 +258,7 @@ def _gather(registers: int, waves: int, size: int, chunks: int) -> np.ndarray:
 @lru_cache(maxsize=8)
 def _by_byte(form: Format) -> np.ndarray:
     """float64 values by byte for 8-bit formats; for fp4, pairs of values, low nibble first, stored as complex128."""
-    values = form.values.astype(np.float64)
+    values: np.ndarray = form.values.astype(np.float64)
     if form.bits == 4:
         byte = np.arange(256)
         values = np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.complex128).reshape(-1)
@@ -288,7 +289,7 @@ def _wide_unpacker(types: str, size: int) -> Unpack:
     dtype, per_word = {"bf16": (np.uint16, 2), "f16": (np.float16, 2), "i8": (np.int8, 4)}[types]
 
     def unpack(raw: np.ndarray) -> np.ndarray:
-        elements = raw.view(dtype).reshape(len(raw), -1, WAVE, per_word).transpose(1, 3, 0, 2)
+        elements: np.ndarray = raw.view(dtype).reshape(len(raw), -1, WAVE, per_word).transpose(1, 3, 0, 2)
         if types == "bf16":
             upper = np.zeros((*elements.shape, 2), np.uint16)
             upper[..., 1] = elements
@@ -309,7 +310,8 @@ class _Recent:
     KEPT = 32
 
     def __init__(self, unpack: Unpack, size: int, byte: int | None) -> None:
-        self._unpack, self._size, self._byte = unpack, size, byte
+        self._unpack, self._size = unpack, size
+        self._byte: Any = byte
         self._known: dict[tuple[int, ...], tuple[bytes, bytes, np.ndarray]] = {}
 
     def __call__(self, raw: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
@@ -374,7 +376,7 @@ def _canonical(result: np.ndarray) -> np.ndarray:
 def _product(size: int, unpack_a: Callable[..., np.ndarray], unpack_b: Callable[..., np.ndarray]) -> Compute:
     registers = size * size // WAVE
 
-    def compute(a, b, c, *scales):
+    def compute(a: np.ndarray, b: np.ndarray, c: Any, *scales: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
             left = unpack_a(a, *scales[:1])
             right = unpack_b(b, *scales[1:])
@@ -392,7 +394,7 @@ def _product(size: int, unpack_a: Callable[..., np.ndarray], unpack_b: Callable[
 def _product_i8(size: int, unpack_a: Unpack, unpack_b: Unpack) -> Compute:
     registers = size * size // WAVE
 
-    def compute(a, b, c):
+    def compute(a: np.ndarray, b: np.ndarray, c: Any) -> np.ndarray:
         # A sum of at most 64 products below 2**15 is exact in float64.
         matrix = _in_registers(np.matmul(unpack_a(a), unpack_b(b).transpose(0, 2, 1)), size)
         result = matrix.astype(np.int32, order="C").reshape(registers, -1).view(np.uint32)
@@ -410,7 +412,7 @@ def _product_i8(size: int, unpack_a: Unpack, unpack_b: Unpack) -> Compute:
 def _chain_f32(size: int, k: int) -> Compute:
     groups, registers = WAVE // size, size * size // WAVE
 
-    def compute(a, b, c):
+    def compute(a: np.ndarray, b: np.ndarray, c: Any) -> np.ndarray:
         waves = a.shape[1] // WAVE
         # [k, waves, row or column]: one element per lane, k is the lane group.
         left, right = (x.view(np.float32).reshape(waves, groups, size).transpose(1, 0, 2) for x in (a, b))
@@ -438,7 +440,7 @@ def _chain_f64(k: int) -> Compute:
         """float64 [registers / 2, lanes] of pairs of registers."""
         return np.ascontiguousarray(raw.reshape(-1, 2, raw.shape[1]).transpose(0, 2, 1)).view(np.float64)[..., 0]
 
-    def compute(a, b, c):
+    def compute(a: np.ndarray, b: np.ndarray, c: Any) -> np.ndarray:
         waves = a.shape[1] // WAVE
         left, right = (doubles(x).reshape(waves, k, 16) for x in (a, b))
         rows = left.reshape(waves, k, 4, 4).transpose(1, 2, 0, 3)[..., None]  # k, row // 4, wave, row % 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def parse_operand(text: str, vgprs: int) -> Operand:
         absolute, text = True, text[1:-1]
     elif text.startswith("abs(") and text.endswith(")"):
         absolute, text = True, text[4:-1]
-    modifiers = {"negate": negate, "absolute": absolute, "sign_extend": sign_extend, "text": whole}
+    modifiers: dict[str, Any] = {"negate": negate, "absolute": absolute, "sign_extend": sign_extend, "text": whole}
     if match := _REGISTER.match(text):
         if match[1]:
             file, first, last = match[1], int(match[2]), int(match[2])

@@ -171,7 +171,7 @@ class Outstanding:
 def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
     """All entries of the operations, in order."""
     for operation in operations:
-        if type(operation) is tuple:
+        if isinstance(operation, tuple):
             yield from operation
         else:
             yield operation

@@ -12,12 +12,13 @@ import os
 import pickle
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
 from gfx950_emulator import machine
-from gfx950_emulator.errors import EmulationError
 from gfx950_emulator.memory import GlobalMemory
+from kernel_emulation.errors import EmulationError
 
 
 class RecordedMemory(GlobalMemory):
@@ -81,7 +82,7 @@ def execute(launch: machine.Launch, jobs: int) -> machine.Tally:
     if failures:
         raise failures[0]
     memory = RecordedMemory(launch.memory)
-    done: dict[int, list] = {}
+    done: dict[int, list[Any]] = {}
     for job, (_, stores) in enumerate(results):
         for i, batch in enumerate(stores):
             done[job + i * jobs] = batch

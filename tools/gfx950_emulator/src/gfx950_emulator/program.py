@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from gfx950_emulator.assembly import Assembly, Instruction, parse
 from gfx950_emulator.binding import Bound
@@ -25,8 +26,8 @@ class Block:
 
     start: int
     end: int
-    body: tuple
-    checked: tuple
+    body: tuple[Any, ...]
+    checked: tuple[Any, ...]
     close: Bound | None
     next: int
 

@@ -24,24 +24,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kernel_emulation import testing
+
 if TYPE_CHECKING:
     from gfx950_emulator.driver import Emulator
 
-_MARKER = "emulated(**settings): run the test's kernels on the gfx950 emulator; settings are those of `emulated_gfx950`"
+_NAME = "emulated"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", _MARKER)
+    testing.declare(config, _NAME, "gfx950", "emulated_gfx950")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Adds the fixture to marked tests that do not name it, before their other fixtures, which may launch kernels too."""
-    for item in items:
-        names = getattr(item, "fixturenames", None)
-        if names is not None and item.get_closest_marker("emulated") is not None:
-            if "emulated" in names:
-                names.remove("emulated")
-            names.insert(0, "emulated")
+    testing.put_first(items, _NAME)
 
 
 @pytest.fixture
@@ -49,8 +45,4 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[Emulator]:
     """The emulator that the test's kernels run on."""
     from gfx950_emulator.driver import emulated_gfx950
 
-    marker = request.node.get_closest_marker("emulated")
-    if marker is not None and marker.args:
-        raise pytest.UsageError(f"{request.node.nodeid}: the marker emulated takes keyword arguments only, got {marker.args}")
-    with emulated_gfx950(**(marker.kwargs if marker is not None else {})) as emulator:
-        yield emulator
+    yield from testing.emulated(request, _NAME, emulated_gfx950)

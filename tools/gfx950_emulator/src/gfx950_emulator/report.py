@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -12,19 +12,7 @@ from gfx950_emulator import timing
 from gfx950_emulator.counters import Counters, Line
 from gfx950_emulator.driver import LaunchReport
 from gfx950_emulator.hardware import CLOCK_HZ, COMPUTE_UNITS
-
-
-def number(value: float) -> str:
-    """A count in readable form: ``950``, ``12.3k``, ``4.56M``."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def headline(report: LaunchReport) -> str:
-    grid = " x ".join(str(size) for size in report.grid)
-    return f"[bold]{escape(report.kernel)}[/]  grid {grid}, {report.waves} waves a workgroup, {report.lds} bytes of LDS"
+from kernel_emulation.report import headline, new_table, number
 
 
 def stats(report: LaunchReport, top: int) -> RenderableType:
@@ -47,16 +35,8 @@ def stats(report: LaunchReport, top: int) -> RenderableType:
     return Group(*parts)
 
 
-def _table(title: str, *columns: str, left: tuple[int, ...] = (0,)) -> Table:
-    """A table; without a header row if all column titles are empty."""
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="dim", show_header=any(columns))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in left else "right", overflow="fold", no_wrap=i not in left)
-    return table
-
-
 def _totals(report: LaunchReport, counters: Counters) -> Table:
-    table = _table("", "", "", left=(0, 1))
+    table = new_table("", "", "", left=(0, 1))
     bytes_ = {direction: counters.total("bytes", direction) for direction in ("load", "store", "atomic")}
     lines = {direction: counters.total("lines", direction) * 128 for direction in ("load", "store", "atomic")}
     flops, instructions = counters.mfma_flops, counters.instructions
@@ -74,7 +54,7 @@ def _totals(report: LaunchReport, counters: Counters) -> Table:
 
 def _occupancy(prediction: timing.Prediction) -> Table:
     fits = prediction.occupancy
-    table = _table("", "", "", left=(0, 1))
+    table = new_table("", "", "", left=(0, 1))
     registers = f"{fits.vgprs} VGPRs + {fits.agprs} AGPRs ({fits.allocated_vgprs} allocated), {fits.sgprs} SGPRs"
     table.add_row("registers", registers)
     limits = ", ".join(f"{name} {count}" for name, count in fits.limits.items())
@@ -85,7 +65,7 @@ def _occupancy(prediction: timing.Prediction) -> Table:
 
 
 def _histogram(counters: Counters) -> Table:
-    table = _table("Instructions by unit", "unit", "executed", "share", "most frequent", left=(0, 3))
+    table = new_table("Instructions by unit", "unit", "executed", "share", "most frequent", left=(0, 3))
     units, total = counters.by_unit(), counters.instructions
     frequent: dict[str, Counter[str]] = {}
     for line in counters.lines():
@@ -98,7 +78,7 @@ def _histogram(counters: Counters) -> Table:
 
 def _time(prediction: timing.Prediction) -> RenderableType:
     full, alone = prediction.full, prediction.alone
-    what = _table(f"Modelled time: bound by {prediction.bound_by}", "", "", left=(0, 1))
+    what = new_table(f"Modelled time: bound by {prediction.bound_by}", "", "", left=(0, 1))
     what.add_row("workgroup alone", f"{number(alone.cycles)} cycles")
     if full.workgroups > 1:
         what.add_row(f"{full.workgroups} on a compute unit", f"{number(full.cycles)} cycles")
@@ -110,7 +90,7 @@ def _time(prediction: timing.Prediction) -> RenderableType:
     if full.simulated < 1:
         what.add_row("simulated", f"{full.simulated:.0%} of the trace, the rest extrapolated")
     lifetime = sum(full.spent.values())
-    spent = _table("", "waves spent time on", "share", "unit", "busy", left=(0, 2))
+    spent = new_table("", "waves spent time on", "share", "unit", "busy", left=(0, 2))
     causes = sorted((cause for cause in full.spent if full.spent[cause]), key=lambda cause: -full.spent[cause])
     units = list(full.busy)
     for i in range(max(len(causes), len(units))):
@@ -134,7 +114,7 @@ def _hot_lines(counters: Counters, top: int) -> Table:
         for i, value in enumerate((line.executions, line.flops, line.lines, line.lds_conflicts)):
             entry[i] += value
     all_ = counters.instructions
-    table = _table("Source lines", "source", "executed", "share", "matrix FLOP", "cache lines", "LDS conflicts")
+    table = new_table("Source lines", "source", "executed", "share", "matrix FLOP", "cache lines", "LDS conflicts")
     for where, (executed, *rest) in sorted(totals.items(), key=lambda item: -item[1][0])[:top]:
         table.add_row(where, number(executed), f"{executed / all_:.1%}", *(number(value) if value else "" for value in rest))
     return table
@@ -142,7 +122,8 @@ def _hot_lines(counters: Counters, top: int) -> Table:
 
 def _global(lines: list[Line], top: int) -> Table:
     """Instructions that access global memory, those with most cache lines first."""
-    table = _table("Global memory", "instruction", "source", "executed", "bytes each", "cache lines each", "at best", left=(0, 1))
+    columns = ("instruction", "source", "executed", "bytes each", "cache lines each", "at best")
+    table = new_table("Global memory", *columns, left=(0, 1))
     for line in sorted((line for line in lines if line.accesses), key=lambda line: -line.lines)[:top]:
         each = line.lines / line.accesses
         best = line.ideal_lines / line.accesses
@@ -159,7 +140,8 @@ def _global(lines: list[Line], top: int) -> Table:
 
 def _local(lines: list[Line], top: int) -> Table:
     """Instructions that access LDS, those with the most conflict cycles first."""
-    table = _table("LDS", "instruction", "source", "executed", "bytes each", "bank cycles each", "of them conflicts", left=(0, 1))
+    columns = ("instruction", "source", "executed", "bytes each", "bank cycles each", "of them conflicts")
+    table = new_table("LDS", *columns, left=(0, 1))
     chosen = sorted((line for line in lines if line.lds_accesses), key=lambda line: (-line.lds_conflicts, -line.lds_cycles))
     for line in chosen[:top]:
         conflicts = line.lds_conflicts / line.executions
@@ -172,7 +154,3 @@ def _local(lines: list[Line], top: int) -> Table:
             f"[red]{conflicts:.3g}[/]" if conflicts else "0",
         )
     return table
-
-
-def console(stderr: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)

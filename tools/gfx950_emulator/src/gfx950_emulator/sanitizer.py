@@ -14,7 +14,7 @@ the ``s_waitcnt`` that covers the load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,7 +83,7 @@ class RegisterShadow:
 
     # Checks around an instruction
 
-    def around(self, group: Group, bound: Bound, run) -> None:
+    def around(self, group: Group, bound: Bound, run: Callable[[Group], None]) -> None:
         """Checks an instruction, runs it, and updates the shadow state. Raises `Fault`."""
         if bound.unit == "wait":
             run(group)

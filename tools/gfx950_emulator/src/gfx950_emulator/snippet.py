@@ -18,9 +18,10 @@ from gfx950_emulator.assembly import parse
 from gfx950_emulator.constants import EXEC, M0, VCC
 from gfx950_emulator.counters import Counters
 from gfx950_emulator.machine import Batch, Launch
-from gfx950_emulator.memory import Allocation, GlobalMemory
+from gfx950_emulator.memory import GlobalMemory
 from gfx950_emulator.program import Program
 from gfx950_emulator.trace import InstructionTrace
+from kernel_emulation.emulator import Allocation
 
 _FRAME = """snippet:
 {body}
@@ -33,6 +34,11 @@ _FRAME = """snippet:
 \t.end_amdhsa_kernel
 """
 _NAMES = {"vcc": VCC, "m0": M0, "exec": EXEC}
+
+
+def _number(register: int | str) -> int:
+    """The number of a scalar register that is given by name or number."""
+    return _NAMES[register] if isinstance(register, str) else register
 
 
 class Snippet:
@@ -92,7 +98,7 @@ class Snippet:
                 if shadow is not None:
                     shadow._set(base + index, None)
         for key, value in (s or {}).items():
-            self._set_scalar(_NAMES.get(key, key), value, wide=key in ("vcc", "exec"))
+            self._set_scalar(_number(key), value, wide=key in ("vcc", "exec"))
         group.scc = scc
 
     def _set_scalar(self, index: int, value: Any, wide: bool) -> None:
@@ -127,14 +133,14 @@ class Snippet:
 
     def s(self, index: int | str) -> int | np.ndarray:
         """A scalar register: an int, or a value per wave."""
-        return self.group.s32(_NAMES.get(index, index))
+        return self.group.s32(_number(index))
 
     def s64(self, index: int | str) -> int | np.ndarray:
-        return self.group.s64(_NAMES.get(index, index))
+        return self.group.s64(_number(index))
 
     def lanes(self, index: int | str) -> np.ndarray:
         """A pair of scalar registers as one bool per lane."""
-        return self.group.lane_mask(_NAMES.get(index, index))
+        return self.group.lane_mask(_number(index))
 
     @property
     def scc(self) -> bool | np.ndarray:

@@ -58,7 +58,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gfx950_emulator import hardware as hw
 from gfx950_emulator.binding import Bound
@@ -273,10 +273,11 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
         return Cost(kind="wait", wait=(bound.extra.get("vmcnt"), bound.extra.get("lgkmcnt")))
     if unit == "nop":
         return Cost(turns=_idle_turns(mnemonic, instruction.operands))
-    common = {"category": _CATEGORY[unit], "cause": _UNIT_CAUSE.get(unit, "scalar"), "reads": bound.reads, "writes": bound.writes}
+    cause = _UNIT_CAUSE.get(unit, "scalar")
+    common: dict[str, Any] = {"category": _CATEGORY[unit], "cause": cause, "reads": bound.reads, "writes": bound.writes}
     if unit in ("valu", "trans"):
-        cycles = _vector_cycles(mnemonic, unit)
-        return Cost(**common, valu=cycles, latency=cycles if cycles > hw.SLOT else 0)
+        busy = _vector_cycles(mnemonic, unit)
+        return Cost(**common, valu=busy, latency=busy if busy > hw.SLOT else 0)
     if unit == "mfma":
         operation = bound.extra["mfma"]
         first = operation.a_registers + operation.b_registers
@@ -298,7 +299,8 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
     lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
     if memory.direction == "store":
         # A store sends the bytes that it writes, and a request for each line.
-        delay, cycles = hw.L2_LATENCY, max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
+        delay: float = hw.L2_LATENCY
+        cycles: float = max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
     else:
         fresh = found["fresh_lines"] / lines if lines else 0.0
         delay = hw.L2_LATENCY + fresh * (hw.HBM_LATENCY - hw.L2_LATENCY)

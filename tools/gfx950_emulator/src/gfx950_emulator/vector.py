@@ -247,7 +247,7 @@ def source(site: Site, form: Form, type_: Type, operand: Operand, *, select: str
     if (operand.absolute or operand.negate) and not type_.floating:
         raise site.unknown(f"{operand.text} has a modifier of floating point, which {site.mnemonic} does not take there")
     if operand.file == "literal":
-        value = operand.bits(type_.dtype)
+        value: Any = operand.bits(type_.dtype)
         value = abs(value) if operand.absolute else value
         return form.add(-value if operand.negate else value)
     text = _register(site, form, type_, operand, select, high, moved)
@@ -346,7 +346,8 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
         sources.append(Operand("v", destination.index, destination.count, text=destination.text))
     if len(sources) != len(op.sources):
         raise site.unknown(f"{site.mnemonic} takes {len(op.sources)} sources, not {len(sources)}")
-    form, lines = Form(fn=op.function), []
+    form = Form(fn=op.function)
+    lines: list[str] = []
     moved = moved_source(site, form, lines, sources[0], op.sources[0]) if site.encoding.endswith("dpp") else ""
     op_sel = tuple(site.take("op_sel", ()))
     high_result = len(op_sel) > len(sources) and bool(op_sel[len(sources)])

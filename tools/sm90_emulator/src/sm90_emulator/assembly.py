@@ -54,6 +54,7 @@ class Statement:
         guard: the guard predicate, and whether it is negated.
         scope: the scope of its names.
         text: the instruction as written.
+        source: ``(file, line)`` of the kernel's source, or None.
     """
 
     name: str
@@ -61,6 +62,12 @@ class Statement:
     guard: tuple[str, bool] | None
     scope: Scope
     text: str
+    source: tuple[str, int] | None = None
+
+    @property
+    def where(self) -> str:
+        """For errors: ``: add.u32 %r1, %r2, %r3``."""
+        return f": {self.text}"
 
 
 @dataclass(eq=False)

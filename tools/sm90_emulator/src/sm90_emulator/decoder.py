@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kernel_emulation.errors import UnknownInstruction
 from sm90_emulator.assembly import Kernel, Statement, bits_of
 from sm90_emulator.build import operations
-from sm90_emulator.errors import UnknownInstruction
 from sm90_emulator.registers import NONE, SINK, Registers, room_of
 
 Binder = Callable[["Decoder", Statement, list[str]], None]
@@ -43,7 +43,7 @@ class Decoder:
         statement = self.statement
         number = operations().get(op)
         if number is None:
-            raise UnknownInstruction(f"{statement.text}: there is no operation {op}", kernel=self.kernel.name)
+            raise self.unknown(f"there is no operation {op}")
         row = {"op": number, "guard": -1, "d": SINK, "a": NONE, "b": NONE, "c": NONE, "e": NONE, "target": -1, **fields}
         if statement.guard is not None:
             row["guard"] = self.registers.read(statement.guard[0], "pred", statement.scope)
@@ -57,10 +57,9 @@ class Decoder:
         assert self.now is not None
         return self.now
 
-    def unknown(self, why: str = "") -> UnknownInstruction:
+    def unknown(self, why: str = "unknown form of an instruction") -> UnknownInstruction:
         """An error about the current statement."""
-        reason = f": {why}" if why else ""
-        return UnknownInstruction(f"{self.statement.text}{reason}", kernel=self.kernel.name, instruction=self.statement.text)
+        return UnknownInstruction(why, self.kernel.name, self.statement)
 
     def read(self, operand: str, kind: str) -> int:
         """The offset of an operand. A symbol's address is loaded into a register first. So is the lower half of a 64-bit register

@@ -6,9 +6,9 @@ import re
 import struct
 from collections.abc import Sequence
 
+from kernel_emulation.errors import EmulationError
 from sm90_emulator import machine
 from sm90_emulator.assembly import Kernel
-from sm90_emulator.errors import EmulationError
 from sm90_emulator.machine import Geometry, LaunchReport, Settings
 from sm90_emulator.memory import Memory
 from sm90_emulator.program import load

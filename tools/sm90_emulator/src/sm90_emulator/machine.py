@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from kernel_emulation import emulator
+from kernel_emulation.errors import EmulationError, SanitizerError
 from sm90_emulator.build import library
-from sm90_emulator.errors import EmulationError
 from sm90_emulator.program import Program
+from sm90_emulator.registers import LANES
 
-_KINDS = ("out-of-bounds", "uninitialised", "misaligned", "overlap", "deadlock", "no progress")
+_KINDS = ("out-of-bounds", "uninitialised", "misaligned", "overlap", "overwritten", "deadlock")
 _PATIENCE = 3_000_000
 _LATENESS = {"early": 0, "random": 1, "late": 2}
 
@@ -37,6 +41,7 @@ class _Launch(ctypes.Structure):
         ("instructions", ctypes.c_uint64), ("thread_instructions", ctypes.c_uint64), ("wgmmas", ctypes.c_uint64),
         ("copies", ctypes.c_uint64), ("copied_bytes", ctypes.c_uint64), ("rounds", ctypes.c_uint64), ("error_at", ctypes.c_int32),
         ("error_warp", ctypes.c_uint32), ("error_lane", ctypes.c_uint32), ("error_cta", ctypes.c_uint32 * 3),
+        ("counts", ctypes.c_void_p),
         ("error", ctypes.c_char * 4096),
     ]  # fmt: skip
 
@@ -57,7 +62,7 @@ class Geometry:
 
 @dataclass
 class Settings:
-    """How launches are run. See `emulated_sm90`."""
+    """How the machine runs a launch. See `emulated_sm90`."""
 
     seed: int = 0
     copies: str = "early"
@@ -68,35 +73,42 @@ class Settings:
     multiprocessors: int = 132
     check_overlap: bool = True
     shared_byte: int = 0xFF
+    counters: bool = False
 
 
-@dataclass
-class LaunchReport:
+@dataclass(kw_only=True)
+class LaunchReport(emulator.LaunchReport):
     """A launch that was run.
 
     Attributes:
-        kernel: the kernel's name.
         geometry: grid, block, cluster and shared memory.
         instructions: warp instructions; an instruction that only some lanes of a warp execute counts once.
         thread_instructions: thread instructions.
         products: wgmma instructions, counted once per warp.
         copied_bytes: bytes that bulk copies wrote to shared memory.
+        counts: how many warps executed each instruction of ``program``, and how many threads, if requested.
     """
 
-    kernel: str
     geometry: Geometry
-    instructions: int = 0
-    thread_instructions: int = 0
-    products: int = 0
-    copied_bytes: int = 0
-    program: Program | None = field(default=None, repr=False)
+    thread_instructions: int
+    products: int
+    copied_bytes: int
+    program: Program = field(repr=False)
+    counts: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+
+    @property
+    def resources(self) -> str:
+        warps = -(-math.prod(self.geometry.block) // LANES)
+        cluster = math.prod(self.geometry.cluster)
+        shared = self.program.kernel.static_bytes + self.geometry.shared_bytes
+        return f"{warps} warps a CTA, {shared} bytes of shared memory" + (f", clusters of {cluster}" if cluster > 1 else "")
 
 
 def run(
     program: Program,
     geometry: Geometry,
     parameters: bytes,
-    ranges: Sequence[tuple[int, int]] = (),
+    ranges: Sequence[tuple[int, int]] | None = None,
     settings: Settings | None = None,
 ) -> LaunchReport:
     """Runs a kernel to its end.
@@ -105,11 +117,11 @@ def run(
         program: the kernel.
         geometry: the launch's geometry.
         parameters: the bytes of all parameters, in the kernel's layout.
-        ranges: accessible global memory, as (begin, end); without ranges nothing is checked.
+        ranges: accessible global memory, as (begin, end); None for all memory.
         settings: the launch settings.
 
     Raises:
-        EmulationError: the kernel violated a rule of the hardware, or waits forever.
+        SanitizerError: the kernel violated a rule of the hardware, or waits forever.
     """
     settings = settings or Settings()
     kernel = program.kernel
@@ -119,11 +131,12 @@ def run(
             raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
     if not 0 < threads <= 1024:
         raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
-    lowest, highest = merged(ranges)
-    limits = np.stack([lowest, highest], 1).reshape(-1).astype(np.uint64) if len(lowest) else np.zeros(2, np.uint64)
+    # The machine checks nothing if there is no range. An empty range, above all memory, stands for no memory at all.
+    limits = np.array([] if ranges is None else merged(ranges) or [(2**64 - 1, 2**64 - 1)], np.uint64).reshape(-1)
     place = np.zeros(len(parameters) + 128, np.uint8)
     start = -place.ctypes.data % 64
     place[start : start + len(parameters)] = np.frombuffer(parameters, np.uint8)
+    counts = np.zeros((len(program.code), 2), np.uint64) if settings.counters else None
     registers = program.registers
     bound = _Program(
         program.code.ctypes.data, program.pool.ctypes.data, program.constants.ctypes.data, len(program.code), registers.size,
@@ -135,45 +148,39 @@ def run(
         resident=settings.resident, together=settings.together, seed=settings.seed,
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],
-        ranges_count=len(lowest), multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
+        ranges_count=len(limits) // 2, multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
         shared_byte=settings.shared_byte, early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
         parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
+        counts=None if counts is None else counts.ctypes.data,
     )  # fmt: skip
     if library().size_of(2) != ctypes.sizeof(_Launch) or library().size_of(0) != program.code.dtype.itemsize:
         raise RuntimeError("the compiled machine and this module disagree about structures")
     if library().run_launch(ctypes.byref(bound), ctypes.byref(launch)):
         raise _error(program, launch)
     return LaunchReport(
-        kernel.name, geometry, launch.instructions, launch.thread_instructions, launch.wgmmas, launch.copied_bytes, program
-    )
+        kernel=kernel.name, grid=geometry.grid, geometry=geometry, instructions=launch.instructions,
+        thread_instructions=launch.thread_instructions, products=launch.wgmmas, copied_bytes=launch.copied_bytes, program=program,
+        counts=counts,
+    )  # fmt: skip
 
 
-def merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Begins and ends of the ranges, sorted, with adjacent and overlapping ranges merged."""
-    begins: list[int] = []
-    ends: list[int] = []
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges sorted, with adjacent and overlapping ranges merged."""
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if begins and begin <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
         elif end > begin:
-            begins.append(begin)
-            ends.append(end)
-    return begins, ends
+            found.append((begin, end))
+    return found
 
 
-def _error(program: Program, launch: _Launch) -> EmulationError:
+def _error(program: Program, launch: _Launch) -> SanitizerError:
     text = launch.error.decode(errors="replace")
-    kind = next((kind for kind in _KINDS if text.startswith(kind)), "error")
-    instruction = ""
-
-    def named(found: re.Match[str]) -> str:
-        return f"{program.origins[int(found[1])].text!r}"
-
-    text = re.sub(r"@(\d+)", named, text)
+    kind = next((kind for kind in _KINDS if text.startswith(kind)), "deadlock" if text.startswith("no progress") else "error")
+    message = re.sub(r"@(\d+)", lambda found: repr(program.origins[int(found[1])].text), text).removeprefix(f"{kind}: ")
+    instruction = None
     if launch.error_at >= 0:
-        instruction = program.origins[launch.error_at].text
-        cta = ", ".join(map(str, launch.error_cta))
-        text = f"{text}\n  at {instruction!r}, CTA ({cta}), warp {launch.error_warp}"
-    name = program.kernel.name
-    short = name if len(name) < 120 else f"{name[:60]}...{name[-40:]}"
-    return EmulationError(f"{text}\n  in kernel {short}", kind.replace("no progress", "deadlock"), name, instruction)
+        instruction = program.origins[launch.error_at]
+        message += f"\n  in CTA ({', '.join(map(str, launch.error_cta))}), warp {launch.error_warp}"
+    return SanitizerError(kind, message, program.kernel.name, instruction)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kernel_emulation.errors import UnknownInstruction
 from sm90_emulator.assembly import Kernel, Scope, bits_of
-from sm90_emulator.errors import UnknownInstruction
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,7 +129,7 @@ class Registers:
             return self.constant(LANES, room_of(kind))
         value = immediate(operand, kind)
         if value is None:
-            raise UnknownInstruction(f"operand {operand} of {text or 'an instruction'}")
+            raise UnknownInstruction(f"operand {operand} of {text or 'an instruction'}", self.kernel.name)
         return self.constant(value, room_of(kind))
 
     def write(self, operand: str, scope: Scope, text: str = "") -> int:
@@ -138,7 +138,7 @@ class Registers:
             return SINK
         found = scope.register(operand)
         if found is None:
-            raise UnknownInstruction(f"{operand} of {text or 'an instruction'} is no register")
+            raise UnknownInstruction(f"{operand} of {text or 'an instruction'} is no register", self.kernel.name)
         return self.place(found.name, found.kind)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from sm90_emulator.errors import EmulationError
+from kernel_emulation.errors import EmulationError
 
 # Bytes of an element, by the number of its type in CUDA's driver API.
 _BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 4, 2, 4, 4)

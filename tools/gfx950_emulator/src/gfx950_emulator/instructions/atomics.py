@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def _signed(function: Callable[[int, int], int], bits: int) -> Callable[[int, in
     return lambda old, new: function((old ^ half) - half, (new ^ half) - half) & mask
 
 
-def _floating(dtype: type, unsigned: type, function: Callable) -> Callable[[int, int], int]:
+def _floating(dtype: type, unsigned: type, function: Callable[[Any, Any], Any]) -> Callable[[int, int], int]:
     def apply(old: int, new: int) -> int:
         a, b = (np.array([x], unsigned).view(dtype)[0] for x in (old, new))
         with np.errstate(all="ignore"):
@@ -39,7 +40,7 @@ def _floating(dtype: type, unsigned: type, function: Callable) -> Callable[[int,
     return apply
 
 
-def _packed(dtype_of: Callable[[int], np.float32], bits_of: Callable[[np.float32], int]) -> Callable[[int, int], int]:
+def _packed(dtype_of: Callable[[int], Any], bits_of: Callable[[Any], int]) -> Callable[[int, int], int]:
     def apply(old: int, new: int) -> int:
         low, high = (bits_of(dtype_of(old >> s & 0xFFFF) + dtype_of(new >> s & 0xFFFF)) for s in (0, 16))
         return low | high << 16
@@ -71,7 +72,7 @@ def operations(bits: int) -> dict[str, Callable[[int, int], int]]:
     """Functions from an atomic's old value and operand, both as bits, to the stored value. If either is a NaN, floating-point
     minimum and maximum keep the old value (the ISA document's ``src < tmp ? src : tmp``)."""
     dtype, unsigned = (np.float32, np.uint32) if bits == 32 else (np.float64, np.uint64)
-    table = {
+    table: dict[str, Callable[[int, int], int]] = {
         "swap": lambda old, new: new,
         "add": _wrap(lambda a, b: a + b, bits),
         "sub": _wrap(lambda a, b: a - b, bits),
@@ -118,7 +119,7 @@ def apply_in_order(
         The old values, in the operand's type, and whether memory changed: a wave that polls with an atomic changes nothing.
     """
     size = operand.dtype.itemsize
-    apply = operations(8 * size).get(kind)
+    apply: Any = operations(8 * size).get(kind)  # None if the operand is compared instead
     before, changed = np.zeros_like(operand), False
     for i, place in enumerate(places.tolist()):
         if inside is not None and not inside[i]:

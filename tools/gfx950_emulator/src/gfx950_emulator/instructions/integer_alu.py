@@ -409,7 +409,8 @@ for _count, _bits in ((2, 16), (4, 8), (8, 4)):
 
 def _two_sources(site: Site, first: Operand, second: Operand) -> Callable[[Group], tuple[Array, Array]]:
     """Reads two sources in any encoding that writes the whole register in all active lanes."""
-    form, lines, moved = Form(), [], ""
+    form, moved = Form(), ""
+    lines: list[str] = []
     if site.encoding.endswith("dpp"):
         moved = moved_source(site, form, lines, first, U32)
         plan = form.values["plan"]

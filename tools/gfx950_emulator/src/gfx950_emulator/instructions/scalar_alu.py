@@ -6,6 +6,7 @@ Definitions: CDNA3 ISA document, chapters SOP2, SOPK, SOP1 and SOPC, which CDNA4
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -277,6 +278,7 @@ def _compare(site: Site) -> Bound:
     kind, relation, type_ = site.mnemonic.split("_")[1:]
     compare = _COMPARES[relation]
     a, second = read32(site.operands[0]), site.operands[1]
+    b: Callable[[Group], Any]
     if kind == "cmpk":  # the immediate is sign- or zero-extended, depending on the type
         value = int(second.literal) & 0xFFFF
         constant = value if type_ == "u32" else ((value ^ 0x8000) - 0x8000) & MASK32
@@ -329,7 +331,8 @@ def _cselect32(site: Site) -> Bound:
     def run(g: Group) -> None:
         scc = g.scc
         if isinstance(scc, np.ndarray):
-            g.set_s32(to, np.where(scc, a(g), b(g)))
+            chosen: Any = np.where(scc, a(g), b(g))
+            g.set_s32(to, chosen)
         else:
             g.set_s32(to, a(g) if scc else b(g))
 

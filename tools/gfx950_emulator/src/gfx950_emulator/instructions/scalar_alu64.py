@@ -67,7 +67,7 @@ def _logic64(site: Site) -> Bound:
             g.set_s64(to, value)
             g.scc = value != 0
 
-    decisive = _DECISIVE.get(site.mnemonic[2:-4], (None, None))
+    decisive: tuple[bool | None, bool | None] = _DECISIVE.get(site.mnemonic[2:-4], (None, None))
     logic = Logic(lanes_a, lanes_b, tuple(first.ids), tuple(second.ids), *decisive, tuple(destination.ids))
     return replace(scalar_bound(site, run, writes_scc=True), extra={"logic": logic})
 
@@ -135,7 +135,7 @@ def _change_exec(site: Site) -> Bound:
 
     exec_ids, to_ids = (SCALAR_BASE + EXEC, SCALAR_BASE + EXEC + 1), tuple(destination.ids)
     result_ids, saved_ids = (exec_ids, to_ids) if saves else ((*exec_ids, *to_ids), ())
-    decisive = _DECISIVE.get(name, (None, None))
+    decisive: tuple[bool | None, bool | None] = _DECISIVE.get(name, (None, None))
     logic = Logic(lanes, lambda g: g.mask, tuple(first.ids), exec_ids, *decisive, result_ids, saved_ids)
     return replace(implicit(scalar_bound(site, run, writes_scc=True), exec_ids, exec_ids), extra={"logic": logic})
 

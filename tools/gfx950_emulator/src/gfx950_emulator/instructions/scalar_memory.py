@@ -86,10 +86,10 @@ def _buffer_load(site: Site) -> Bound:
             return
         start, limit, at = (np.broadcast_to(np.asarray(x).astype(np.int64), g.waves) for x in (start, limit, at))
         for i in range(count):
-            inside = (at >= 0) & (at + 4 * i + 4 <= limit)
+            within = (at >= 0) & (at + 4 * i + 4 <= limit)
             value = np.zeros(g.waves, np.int64)
-            if inside.any():
-                value[inside] = g.machine.memory.load((start + at & ~3)[inside] + 4 * i, 1)[0]
+            if within.any():
+                value[within] = g.machine.memory.load((start + at & ~3)[within] + 4 * i, 1)[0]
             g.s[to + i] = agree(value)
 
     return _bound(site, load, count)

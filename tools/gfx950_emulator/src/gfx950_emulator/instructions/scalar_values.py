@@ -138,6 +138,6 @@ def any_lane(g: Group, lanes: np.ndarray) -> bool | np.ndarray:
     """Whether any lane of a wave is set: a bool, or one per wave."""
     if g.waves == 1:
         return bool(lanes.any())
-    found = lanes.reshape(g.waves, 64).any(axis=1)
+    found: Any = lanes.reshape(g.waves, 64).any(axis=1)
     count = int(found.sum())
     return count > 0 if count in (0, g.waves) else found

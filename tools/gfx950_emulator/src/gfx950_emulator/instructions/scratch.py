@@ -51,8 +51,8 @@ def _bytes(words: np.ndarray) -> np.ndarray:
 @binder(*(f"scratch_load_{name}" for name in LOADS))
 def _load(site: Site) -> Bound:
     shape = LOADS[site.mnemonic.split("_load_")[1]]
-    data, *addressing = site.operands
-    row, place = data.index, _place(site, *addressing, shape.size)
+    data, vaddr, saddr = site.operands
+    row, place = data.index, _place(site, vaddr, saddr, shape.size)
 
     def run(g: Group) -> None:
         g.queue.issue_vector(g, bound)
@@ -67,7 +67,7 @@ def _load(site: Site) -> Bound:
             words = padded.view(np.uint32).T
         write_loaded(g, row, words[0] if shape.size < 4 else words, lanes, shape)
 
-    writes, reads = tuple(range(row, row + shape.dwords)), site.ids(addressing)
+    writes, reads = tuple(range(row, row + shape.dwords)), site.ids([vaddr, saddr])
     access = Access("scratch", "load", shape.size, "vmcnt")
     bound = Bound(run, writes, (*reads, *writes) if shape.keeps else reads, "vmem", demands=reads, memory=access)
     return bound

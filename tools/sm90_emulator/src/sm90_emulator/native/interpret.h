@@ -152,6 +152,7 @@ select:
             continue;
         }
         threads += (u64)__builtin_popcount(active);
+        if (M->launch->counts) M->launch->counts[pc][0]++, M->launch->counts[pc][1] += (u64)__builtin_popcount(active);
         if (warp->loads_count) use_results(warp, ins, pool);
         if (ins->op < ELEMENTWISE_COUNT) {
             ELEMENTWISE[ins->op](regs, constants, ins, active);
@@ -170,6 +171,7 @@ select:
             if (group >> lane & 1) warp->pc[lane] = pc;
         warp->stuck |= group;
         done--, threads -= (u64)__builtin_popcount(active);
+        if (M->launch->counts) M->launch->counts[pc][0]--, M->launch->counts[pc][1] -= (u64)__builtin_popcount(active);
         goto select;
     }
 

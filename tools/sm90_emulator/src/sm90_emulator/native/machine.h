@@ -93,6 +93,7 @@ typedef struct {
     u64 instructions, thread_instructions, wgmmas, copies, copied_bytes, rounds;
     s32 error_at;
     u32 error_warp, error_lane, error_cta[3];
+    u64 (*counts)[2];  // for each instruction, the warps and the threads that executed it; NULL: not counted
     char error[4096];
 } Launch;
 

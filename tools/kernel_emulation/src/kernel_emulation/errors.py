@@ -3,32 +3,40 @@ kernel's source."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from gfx950_emulator.assembly import Instruction
+_LONGEST_NAME = 120
 
 
-def describe(kernel: str, instruction: Instruction | None) -> str:
+class Located(Protocol):
+    """An instruction of a kernel's text."""
+
+    @property
+    def source(self) -> tuple[str, int] | None:
+        """``(file, line)`` of the kernel's source, or None."""
+
+    @property
+    def where(self) -> str:
+        """Its line, if it is known, and the instruction as written, as the end of a sentence."""
+
+
+def describe(kernel: str, instruction: Located | None) -> str:
     """``in kernel attend, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
-    where = f"in kernel {kernel}"
-    if instruction is None:
-        return where
-    source = f", at {instruction.location}" if instruction.location else ""
-    return f"{where}{source} (assembly line {instruction.line}): {instruction.text}"
+    short = kernel if len(kernel) < _LONGEST_NAME else f"{kernel[:60]}...{kernel[-40:]}"
+    return f"in kernel {short}" + ("" if instruction is None else instruction.where)
 
 
 class EmulationError(RuntimeError):
     """The emulator cannot continue: an unknown instruction or form of one, or a state that hardware would not accept.
 
     Attributes:
-        kernel: the kernel's name.
+        kernel: the kernel's name; empty if the error is not about a kernel.
         instruction: the instruction at fault, or None.
         source: ``(file, line)`` of the kernel's source, or None.
     """
 
-    def __init__(self, message: str, kernel: str, instruction: Instruction | None = None) -> None:
-        super().__init__(f"{message}\n  {describe(kernel, instruction)}")
+    def __init__(self, message: str, kernel: str = "", instruction: Located | None = None) -> None:
+        super().__init__(f"{message}\n  {describe(kernel, instruction)}" if kernel else message)
         self.message = message
         self.kernel = kernel
         self.instruction = instruction
@@ -43,14 +51,13 @@ class UnknownInstruction(EmulationError):
 
 
 class SanitizerError(EmulationError):
-    """The kernel has an actual or potential error that hardware would not report.
+    """The kernel has an actual or potential error, which hardware may not report.
 
     Attributes:
-        kind: ``"out-of-bounds"``, ``"uninitialised"``, ``"race"``, ``"wait"``, ``"misaligned"``, ``"barrier-divergence"`` or
-            ``"deadlock"``.
+        kind: what the error is: ``"out-of-bounds"``, ``"race"``, ``"deadlock"``, and others that the emulator's README lists.
     """
 
-    def __init__(self, kind: str, message: str, kernel: str, instruction: Instruction | None = None) -> None:
+    def __init__(self, kind: str, message: str, kernel: str = "", instruction: Located | None = None) -> None:
         super().__init__(f"{kind}: {message}", kernel, instruction)
         self.kind = kind
 

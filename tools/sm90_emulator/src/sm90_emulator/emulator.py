@@ -1,0 +1,38 @@
+"""The emulator of the enclosing block, which runs launches and keeps their reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kernel_emulation import emulator
+from kernel_emulation.emulator import Block
+from sm90_emulator import addresses, machine
+from sm90_emulator.machine import Geometry, LaunchReport, Settings
+from sm90_emulator.program import load
+
+
+@dataclass(kw_only=True)
+class Emulator(emulator.Emulator[LaunchReport]):
+    """The result of `emulated_sm90`: settings that may be changed between launches, and the list of launches.
+
+    Attributes:
+        machine: how the machine runs launches.
+        error: the exception of a launch whose caller is C code.
+    """
+
+    machine: Settings
+    error: BaseException | None = None
+
+    def run(self, text: str, kernel: str, geometry: Geometry, parameters: bytes) -> None:
+        """Runs a kernel of a PTX text and stores the report.
+
+        Raises:
+            EmulationError: the kernel failed.
+        """
+        program = load(self.edited(kernel, text), kernel)
+        memory = [(each.start, each.end) for each in (*self.extra, *addresses.accessible(self.bounds))]
+        settings = replace(self.machine, check_overlap=self.sanitize, counters=self.counters)
+        self.launches.append(machine.run(program, geometry, parameters, memory, settings))
+
+
+BLOCK = Block[Emulator]("emulated_sm90")
