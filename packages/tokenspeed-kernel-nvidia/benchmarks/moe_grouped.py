@@ -28,9 +28,9 @@ from torch import Tensor
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880

@@ -14,15 +14,15 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.convert_device import CONVERTERS, Converters
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.mma_device import Consumers, Mmas, Output
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Sequences, Shared
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 

@@ -18,13 +18,13 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, ballot, warp_prefix_sum
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import REACH, WARPGROUPS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.window.mma_device import Consumers, Output
 from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Shared
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, ballot, warp_prefix_sum
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 

@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import make_tma, tma_load
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector

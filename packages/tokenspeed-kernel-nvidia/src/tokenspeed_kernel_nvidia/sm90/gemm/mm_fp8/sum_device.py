@@ -15,8 +15,8 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load_floats, pack, stmatrix
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, pack, stmatrix
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector

@@ -9,12 +9,13 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, copy_piece
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, opt_barrier
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 CHUNK_BYTES = 16  # bytes of a lane's cp.async
 AT_ONCE = 4  # columns that a warp copies per instruction, eight lanes each

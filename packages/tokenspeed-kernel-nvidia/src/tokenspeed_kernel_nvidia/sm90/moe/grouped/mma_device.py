@@ -14,24 +14,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
-    load_floats,
-    load_int,
-    opt_barrier,
-    pack,
-    store_floats,
-    store_words,
-)
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK,
     BLOCK_BYTES,
     CODE_BYTES,
@@ -41,6 +26,21 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
     PANEL_STRIPS,
     STRIP,
 )
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
+    load_floats,
+    load_int,
+    opt_barrier,
+    pack,
+    store_floats,
+    store_words,
+)
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOG2_E, exp2
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
 WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
 STORE = 1  # named barriers, one for each warpgroup: its result buffer is written

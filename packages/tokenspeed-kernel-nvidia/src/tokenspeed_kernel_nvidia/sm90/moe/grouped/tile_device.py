@@ -12,12 +12,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import RECORD, Gemm
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
 @dataclass(frozen=True)
