@@ -32,11 +32,9 @@ class Loader(Shapes):
         lane = cute.arch.lane_idx()
         slot = storage.weights.data_ptr().toint() + lane * c.slot_bytes
         blocks, panel_bytes = call.blocks, call.panel_bytes
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         at = first_to_fill()
-        while index < items:
+        while items.has(index):
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
             panels = cutlass.min(call.panels - panel, c.panels_of_rows)
@@ -57,7 +55,7 @@ class Loader(Shapes):
                 head = Int32(0)
                 left -= c.tile.blocks
                 at = advance(at, c.weight_stages)
-            index += grid
+            index = items.next(index)
 
     @cute.jit
     def load_columns(self, call: Call, storage: Any, warp: Int32):
@@ -80,11 +78,9 @@ class Loader(Shapes):
         offsets = cute.make_rmem_tensor((turns,), Int32)
         numbers = CHUNK_BYTES * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
         stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         at = first_to_fill()
-        while index < items:
+        while items.has(index):
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
             source = call.rows + chunk16 * CHUNK_BYTES
@@ -104,7 +100,7 @@ class Loader(Shapes):
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
                 at = advance(at, c.column_stages)
-            index += grid
+            index = items.next(index)
 
     @cute.jit
     def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):

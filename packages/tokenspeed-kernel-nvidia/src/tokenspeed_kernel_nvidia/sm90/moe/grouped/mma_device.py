@@ -66,9 +66,7 @@ class Consumers(WarpMainloop, PanelMainloop):
     @cute.jit
     def consume(self, call: Call, storage: Any):
         """Computes all items of the CTA; each warpgroup has 64 rows, or several panels of 64 rows, of each item."""
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
         if const_expr(self.config.several_panels):
@@ -79,14 +77,14 @@ class Consumers(WarpMainloop, PanelMainloop):
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
             for registers in left:
                 cute.recast_tensor(registers, Uint32).fill(0)
-        if index < items:
+        if items.has(index):
             item = self.read_item(call, index)
             working = Boolean(True)
             while working:
                 # Read the next item early, so that nothing waits for it.
-                index += grid
+                index = items.next(index)
                 following = item
-                working = index < items
+                working = items.has(index)
                 if working:
                     following = self.read_item(call, index)
                 least = 0
