@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_amd.gfx950.attention.call import CACHES
+from tokenspeed_kernel_amd.gluon.call import CACHES
 from tokenspeed_kernel_base.alignment import CacheCopyWarning, _warn_of_copies
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator

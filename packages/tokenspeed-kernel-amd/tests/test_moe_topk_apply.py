@@ -11,9 +11,9 @@ from torch import Tensor
 from tokenspeed_kernel import moe_topk_apply as operator
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
-from tokenspeed_kernel_amd.gfx950.moe.choose import choose
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
 from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply as launcher_of_moe_topk_apply
+from tokenspeed_kernel_amd.gluon.choose import choose
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk

@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import weights as mxfp4_weights
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import weights as mxfp4_weights
 
 GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tokenspeed_kernel_base import alignment
 from tokenspeed_kernel_nvidia import _programs
+from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched
 from tokenspeed_kernel_nvidia.sm90.attention.decode import config as decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import config as prefill_config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.attention.window import launch as window
-from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 from .launched import as_operator

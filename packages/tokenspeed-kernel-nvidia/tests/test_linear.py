@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_e2m1, decode_mxfp4, decode_nvfp4
 from tokenspeed_kernel_base.platform import named_platform
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import CODE_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.linear import launch as linear
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     GROUPS,
@@ -24,7 +25,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     every_config,
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import NVFP4_FACTOR, prepare_weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import CODE_BYTES
 
 from .launched import emulated
 

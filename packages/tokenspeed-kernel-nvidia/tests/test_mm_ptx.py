@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
-from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import CLUSTER, GROUP, QUAD_BYTES, Config, config_of, layout_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import kinds_of, mm_program, split_program
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import CLUSTER as SPLIT

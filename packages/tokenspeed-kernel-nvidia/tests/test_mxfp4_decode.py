@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import decode_device as device
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import OCTAVES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import decode_device as device
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import OCTAVES
 
 from .snippets import HALVES, execute, halves
 from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_mxfp4
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout as layout
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as layout
 
 SIGN_OF = {0: 7, 1: 0, 2: 15, 3: 8}
 MAGNITUDE_OF = {0: 1, 1: 4, 2: 9, 3: 12}

@@ -15,9 +15,9 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import OCTAVES, RoundedWeights, exact_experts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout as mxfp4_layout
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import OCTAVES, RoundedWeights, exact_experts
 
 from .experts import GPT_OSS, RandomLayer
 

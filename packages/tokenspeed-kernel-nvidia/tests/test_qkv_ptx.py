@@ -17,9 +17,9 @@ pytest.importorskip("sm90_emulator")
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
+from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, launch_parameters_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope_program
-from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 
 BF16 = torch.bfloat16
 PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32

@@ -16,9 +16,9 @@ from tokenspeed_kernel_base.ops.moe import moe_apply as declared
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.workspace import Keeper, Workspace, keeper
 from tokenspeed_kernel_nvidia._programs import Program
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     BUFFERS,

@@ -17,8 +17,8 @@ pytest.importorskip("sm90_emulator")
 
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import COUNTERS, THREADS, Config, config_of, entries_of
 

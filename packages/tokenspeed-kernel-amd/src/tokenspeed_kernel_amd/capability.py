@@ -1,6 +1,6 @@
 """Requirements of this package's kernels, as data: a range of GPU architectures and the software that must be installed.
 
-A new architecture needs one more function here and a folder for its kernels.
+A new architecture needs one more function here and a folder for its kernels: ARCHITECTURE.md lists what it holds.
 """
 
 from __future__ import annotations

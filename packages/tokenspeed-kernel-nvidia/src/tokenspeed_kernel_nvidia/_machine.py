@@ -1,17 +1,15 @@
-"""Whether this machine compiles and runs the kernels: the CuteDSL version and the device. Imports no CuteDSL."""
+"""What launchers ask of the machine: the CuteDSL version, SMs and clusters of a device. Imports no CuteDSL."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import re
-import sys
 from importlib import metadata
 from typing import Any
 
 import torch
 
-ARCH = (9, 0)
 DSL = "nvidia-cutlass-dsl"
 NEEDED_DSL = (4, 8)
 _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
@@ -33,13 +31,6 @@ def dsl_gap() -> str | None:
     except metadata.PackageNotFoundError:
         return "needs apache-tvm-ffi, there is none"
     return None
-
-
-@functools.cache
-def capability_of(device: int) -> tuple[int, int]:
-    """Compute capability of a device, by PyTorch's index."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major, minor
 
 
 @functools.cache
@@ -89,28 +80,3 @@ def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> 
     error, found = driver.cuOccupancyMaxActiveClusters(function, config)
     driver.cuModuleUnload(module)
     return 0 if error else int(found)
-
-
-def require_sm90(function: str, device: torch.device) -> None:
-    """Raises RuntimeError unless kernels can be launched on a device.
-
-    Args:
-        function: what was called, for the message.
-        device: where its arguments lie.
-    """
-    reason = dsl_gap()
-    if reason is None:
-        if device.type == "cuda" and torch.version.cuda and capability_of(device.index) == ARCH:
-            return
-        reason = f"runs on sm_90 (NVIDIA H100, H200), {_describe(device)}"
-    raise RuntimeError(f"{function} of tokenspeed_kernel_nvidia {reason}")
-
-
-def _describe(device: torch.device) -> str:
-    if not torch.cuda.is_available():
-        return f"this is a machine without a GPU that PyTorch can use ({sys.platform})"
-    if device.type != "cuda":
-        return f"these tensors are on {device}"
-    properties = torch.cuda.get_device_properties(device)
-    label = f"sm_{properties.major}{properties.minor}" if torch.version.cuda else str(properties.gcnArchName)
-    return f"this is {properties.name} [{label}]"

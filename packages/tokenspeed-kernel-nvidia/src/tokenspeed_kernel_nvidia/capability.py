@@ -1,6 +1,6 @@
 """The platforms that the kernels of this package run on, as data: a range of architectures, and a probe of required packages.
 
-A new architecture needs one more function here, and a folder for its kernels.
+A new architecture needs one more function here, and a folder for its kernels: ARCHITECTURE.md lists what it holds.
 """
 
 from __future__ import annotations

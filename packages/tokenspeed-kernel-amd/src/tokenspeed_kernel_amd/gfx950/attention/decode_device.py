@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 from triton.language.extra.hip import libdevice
 
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend, store_output
-from tokenspeed_kernel_amd.gfx950.common.layouts_device import everywhere_layout
-from tokenspeed_kernel_amd.gfx950.common.softmax_device import LN_2, LOG2_E, LOWEST, add, larger, normalise
-from tokenspeed_kernel_amd.gfx950.common.tiles_device import QueryTile, new_tokens, store_rows
+from tokenspeed_kernel_amd.gluon.layouts_device import everywhere_layout
+from tokenspeed_kernel_amd.gluon.softmax_device import LN_2, LOG2_E, LOWEST, add, larger, normalise
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, store_rows
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def decode_kernel(
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
+        operands, shape, strides, variant, tile_shape: see `gluon.call`.
         partial, plan: see `gfx950.attention.decode`.
     """
     block_n: gl.constexpr = tile_shape.block_n
@@ -208,7 +208,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         # A row with a visible key has a sum of at least 1, the weight of its largest score.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
-        cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)
+        isa.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)
         if merge.lse:
             log_sum = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN_2, float("-inf"))
             gl.store(lse + token * merge.heads + head, log_sum)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend, store_output
-from tokenspeed_kernel_amd.gfx950.common.layouts_device import everywhere_layout
-from tokenspeed_kernel_amd.gfx950.common.tiles_device import QueryTile, new_tokens
+from tokenspeed_kernel_amd.gluon.layouts_device import everywhere_layout
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def extend_kernel(
     A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
+        operands, shape, strides, variant, tile_shape: see `gluon.call`.
         slots: see `gfx950.attention.extend`.
     """
     m: gl.constexpr = tile_shape.m

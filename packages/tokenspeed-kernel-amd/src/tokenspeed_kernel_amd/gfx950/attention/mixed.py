@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv, tile_of_rows
 from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, slots_of, split_kv_pays, tile_of_stretches
+from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 

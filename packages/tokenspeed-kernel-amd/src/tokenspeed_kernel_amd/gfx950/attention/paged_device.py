@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import attention_layouts
-from tokenspeed_kernel_amd.gfx950.common.mask_device import hide_unseen
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values, pv_mma, qk_mma
 from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     PagedCache,
     PagedRows,
@@ -27,23 +26,21 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     list_pages,
     page_span,
 )
-from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
+from tokenspeed_kernel_amd.gluon.softmax_device import (
     LN_2,
     LOG2_E,
     Scaling,
     SoftmaxState,
     cap_scores,
     initial_state,
-    load_keys,
-    load_values,
     normalise,
     nothing_seen,
-    pv_mma,
-    qk_mma,
     softmax_step,
     summed,
 )
-from tokenspeed_kernel_amd.gfx950.common.tiles_device import load_queries, rows_of, store_rows, visible_positions
+from tokenspeed_kernel_amd.gluon.tiles_device import load_queries, rows_of, store_rows, visible_positions
 
 
 @gluon.jit
@@ -81,7 +78,7 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
+        operands, shape, strides, variant, tile_shape: see `gluon.call`.
         tile: the rows, see `QueryTile`.
         begin: a multiple of the smaller of page size and block size.
         ends_differ: whether the last visible position differs between rows; otherwise all rows see everything before ``end``.
@@ -136,11 +133,11 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
-            async_copy.wait_group(2 * (stages - stage) - 1)
+            copies.wait_group(2 * (stages - stage) - 1)
             scores = cap_scores(qk_mma(q, load_keys(q, cache.keys.shared.index(buffer))), scaling)
             scores = hide_unseen(scores, visible, start, stop, visible.ends_differ, True)
             weights, state = softmax_step(scores, state, scaling)
-            async_copy.wait_group(2 * (stages - stage) - 2)
+            copies.wait_group(2 * (stages - stage) - 2)
             acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
             state = SoftmaxState(acc, state.row_max, state.row_sum)
     return summed(state)
@@ -159,12 +156,12 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
     ahead = start + tile_shape.stages * tile_shape.block_n
     buffer = block % tile_shape.stages
     page = find_pages(cache, first, ahead, cache.keys)
-    async_copy.wait_group(2 * tile_shape.stages - 1)
+    copies.wait_group(2 * tile_shape.stages - 1)
     scores = qk_mma(q, load_keys(q, cache.keys.shared.index(buffer)))
     copy_block(cache, cache.keys, buffer, page, ahead, False)
     scores = hide_unseen(cap_scores(scores, scaling), visible, start, end, ENDS, False)
     weights, state = softmax_step(scores, state, scaling)
-    async_copy.wait_group(2 * tile_shape.stages - 1)
+    copies.wait_group(2 * tile_shape.stages - 1)
     acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
     if cache.keys.copy != cache.values.copy:
         page = find_pages(cache, first, ahead, cache.values)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd._rows import deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
+from tokenspeed_kernel_amd.gluon.call import score_scaling
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel

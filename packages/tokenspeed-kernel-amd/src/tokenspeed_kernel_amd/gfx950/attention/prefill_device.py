@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
-from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
-from tokenspeed_kernel_amd.gfx950.common.layouts_device import attention_layouts, everywhere_layout
-from tokenspeed_kernel_amd.gfx950.common.mask_device import hide_outside_band
-from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import attention_layouts
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values, pv_mma, qk_mma
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.layouts_device import everywhere_layout
+from tokenspeed_kernel_amd.gluon.mask_device import hide_outside_band
+from tokenspeed_kernel_amd.gluon.softmax_device import (
     LN_2,
     LOG2_E,
     Scaling,
@@ -19,11 +21,7 @@ from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
     first_step,
     in_some_row,
     largest_sum,
-    load_keys,
-    load_values,
     normalise,
-    pv_mma,
-    qk_mma,
     softmax_step,
     summed,
     weigh,
@@ -138,9 +136,9 @@ def allocate_rows(dtype: gl.constexpr, shape: gl.constexpr, storage: gl.constexp
 @gluon.jit
 def copy_block(keys, values, side, block):
     """Starts the copy of a block of keys and values to one side of the LDS double buffer."""
-    async_copy.buffer_load_to_shared(keys.shared.index(side), block.keys, keys.offsets)
-    async_copy.buffer_load_to_shared(values.shared.index(side), block.values, values.offsets)
-    async_copy.commit_group()
+    copies.buffer_load_to_shared(keys.shared.index(side), block.keys, keys.offsets)
+    copies.buffer_load_to_shared(values.shared.index(side), block.values, values.offsets)
+    copies.commit_group()
 
 
 @gluon.jit
@@ -201,11 +199,11 @@ def attend_before_diagonal(
     """
     block_n: gl.constexpr = keys.shared.shape[1]
     for first in range(begin, end, 2 * block_n):
-        async_copy.wait_group(0)
+        copies.wait_group(0)
         block = block_after(block, keys, values)
         copy_block(keys, values, 1, block)
         state = attend_block(q, keys, values, 0, first, state, band, scaling, False, WINDOWED, MAXIMUM)
-        async_copy.wait_group(0)
+        copies.wait_group(0)
         block = block_after(block, keys, values)
         if first + 2 * block_n < last:
             copy_block(keys, values, 0, block)
@@ -221,7 +219,7 @@ def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, 
     q_token = strides.q_token * VECTOR
     base = q + (location.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
     offsets = gl.minimum(row, location.length - 1 - first_row) * q_token
-    return cdna4.buffer_load(base, offsets[:, None] + column[None, :])
+    return isa.buffer_load(base, offsets[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -290,13 +288,13 @@ def attend_tiles(
         # of scalar registers, and spill them.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
-        async_copy.wait_group(0)
+        copies.wait_group(0)
         if left > block_n:
             copy_block(within(keys, left - block_n), within(values, left - block_n), 1, block_after(block, keys, values))
         state = attend_block(q, keys, values, 0, first_row, None, band, scaling, True, variant.narrow, "first")
         block = block_at(sequence, keys, values, begin)
         if left > block_n:
-            async_copy.wait_group(0)
+            copies.wait_group(0)
         if begin < first_row:
             copy_block(keys, values, 0, block)
         if left > block_n:
@@ -322,11 +320,11 @@ def attend_tiles(
         column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.mfma))
         out = operands.out + first_token * strides.out_token + head * strides.out_head
         offsets = out_row[:, None] * strides.out_token + column[None, :]
-        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < location.length)[:, None])
+        isa.buffer_store(result.to(dtype), out, offsets, mask=(row < location.length)[:, None])
         if variant.lse:
             all_heads: gl.constexpr = shape.xcds * heads
             lse = operands.lse + first_token * all_heads + head
-            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
+            isa.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
 
         location = following
     return too_large
@@ -358,5 +356,5 @@ def mha_prefill_gfx950(
         operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts, "stays"
     )
     if in_some_row(too_large):
-        async_copy.wait_group(0)
+        copies.wait_group(0)
         attend_tiles(operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts, "moves")

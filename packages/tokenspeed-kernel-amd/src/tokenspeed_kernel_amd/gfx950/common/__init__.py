@@ -1,1 +1,1 @@
-"""Device code in Gluon that the gfx950 kernels share: layouts, softmax, masks, paged caches, tiles of query rows."""
+"""What the attention kernels for gfx950 share beyond `gluon`: MFMA and LDS layouts, MFMAs, and paged caches copied to LDS."""

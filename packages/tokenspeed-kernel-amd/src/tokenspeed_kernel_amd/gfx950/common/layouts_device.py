@@ -7,7 +7,9 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
+
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gluon.layouts_device import key_width, log2
 
 
 @dataclass(frozen=True)
@@ -49,31 +51,7 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
 def mfma_layout(mfma_rows, warps):
     """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row, so that most of the
     row max and row sum is computed within a lane."""
-    return gl.amd.AMDMFMALayout(4, [mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
-
-
-@gluon.constexpr_function
-def lanes_of_row(mfma):
-    """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
-    return 64 // mfma.instr_shape[0]
-
-
-@gluon.constexpr_function
-def everywhere_layout(size, warps):
-    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces it without LDS, into scalar
-    registers."""
-    return gl.BlockedLayout([size // 64], [64], [warps], [0])
-
-
-@gluon.constexpr_function
-def log2(power):
-    return power.bit_length() - 1
-
-
-@gluon.constexpr_function
-def key_width(dtype):
-    """Elements of a key per 16 bytes, the width of a lane's LDS read."""
-    return 128 // dtype.primitive_bitwidth
+    return isa.mfma_layout([mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
 @gluon.constexpr_function
@@ -94,9 +72,9 @@ def key_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
-    # Keys are stored row by row, as in memory. cdna4's function returns the layout of the MFMA operand, the transposed keys.
+    # Keys are stored row by row, as in memory. The function returns the layout of the MFMA operand, the transposed keys.
     operand = gl.DotOperandLayout(1, mfma, 8)
-    transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
+    transposed = isa.padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]
     return gl.PaddedSharedLayout(padding, [[n, d] for d, n in transposed.offset_bases], [], [block_n, head_dim])
 
@@ -107,7 +85,7 @@ def value_storage(mfma, block_n, v_head_dim, dtype):
     if dtype.primitive_bitwidth == 8:
         return byte_storage(v_head_dim)
     operand = gl.DotOperandLayout(1, mfma, 4)
-    return cdna4.compute_efficient_padded_shared_layout(operand, [block_n, v_head_dim], dtype, False)
+    return isa.padded_shared_layout(operand, [block_n, v_head_dim], dtype, False)
 
 
 @gluon.constexpr_function

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
-from tokenspeed_kernel_amd.gfx950.common.layouts_device import log2
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.layouts_device import log2
 
 # Page-table entries that are loaded at once, 512 bytes of LDS. The pipeline of copies restarts with every list of pages.
 PAGES_AT_ONCE = gl.constexpr(128)
@@ -109,5 +109,5 @@ def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
             slot = gl.minimum(slot, last_slot)
         offset = (slot * rows.token_stride)[:, None] + column
     pointers = base + (page * rows.page_stride)[:, None] + offset
-    async_copy.global_load_to_shared(shared, pointers)
-    async_copy.commit_group()
+    copies.global_load_to_shared(shared, pointers)
+    copies.commit_group()

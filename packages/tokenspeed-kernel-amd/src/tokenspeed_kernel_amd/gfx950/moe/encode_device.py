@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 from triton.language.extra.hip import libdevice
 
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
@@ -38,7 +38,7 @@ def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr
     """BLOCK elements of each row from ``first`` on, as they are. ``row``: int32 [rows], where rows of x begin; k may be
     int32 [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
     at = places(first, BLOCK, layout)
-    return cdna4.buffer_load(x, row[:, None, None] + at, mask=at < k)
+    return isa.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
 
 @gluon.jit
@@ -200,7 +200,7 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
     if encoding.scales != "block":
         offsets = (row * output.width)[:, None, None] + at
         codes = encode_e4m3(values, step, encoding.scales == "token")
-        cdna4.buffer_store(codes, output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
+        isa.buffer_store(codes, output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
     else:
         planes, exponents = encode_by_block(values, encoding)
         if encoding.planes > 1 and not encoding.exact:
@@ -219,12 +219,12 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
                 half = gl.arange(0, 16, axis_layout(stored, 3, 2))
                 half_at = first // 2 + half_block[None, :, None] * 16 + half[None, None, :]
                 half_exists = (half_row < output.rows) & (half_at < output.width // 2)
-                cdna4.buffer_store(planes[plane], output.codes, half_row * (output.width // 2) + half_at, mask=half_exists)
+                isa.buffer_store(planes[plane], output.codes, half_row * (output.width // 2) + half_at, mask=half_exists)
             else:
                 offsets = (row * output.width)[:, None, None] + at
                 codes = output.codes + plane * output.plane_codes
-                cdna4.buffer_store(planes[plane], codes, offsets, mask=exists[:, None, None] & (at < output.width))
-            cdna4.buffer_store(exponents[plane], output.scale + plane * output.plane_scales, scale_at, mask=scale_exists)
+                isa.buffer_store(planes[plane], codes, offsets, mask=exists[:, None, None] & (at < output.width))
+            isa.buffer_store(exponents[plane], output.scale + plane * output.plane_scales, scale_at, mask=scale_exists)
     return held
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     block_exponents,
     encode_by_block,
@@ -136,7 +136,7 @@ def read_plane(shared, plane):
     scales = scales.load(token_scale_layout(COLUMNS, warps)).permute(0, 2, 1).reshape(COLUMNS, 16)
     return (
         gl.convert_layout(codes.permute(1, 0), operand, assert_trivial=True),
-        gl.convert_layout(scales, cdna4.get_mfma_scale_layout(operand, [COLUMNS, 16]), assert_trivial=True),
+        gl.convert_layout(scales, isa.mfma_scale_layout(operand, [COLUMNS, 16]), assert_trivial=True),
     )
 
 

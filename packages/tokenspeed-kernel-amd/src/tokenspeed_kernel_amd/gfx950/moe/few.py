@@ -13,10 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
-from tokenspeed_kernel_amd.gfx950.moe.choose import Router, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, between, padded, projection, static_scales
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
+from tokenspeed_kernel_amd.gluon.choose import Router, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights

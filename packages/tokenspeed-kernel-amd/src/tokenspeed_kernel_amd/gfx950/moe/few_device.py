@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 
-from tokenspeed_kernel_amd.gfx950.moe.choose_device import choose, store_choice
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     ENOUGH,
     activation_layout,
@@ -31,6 +30,7 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     product_layout,
     strips_at,
 )
+from tokenspeed_kernel_amd.gluon.choose_device import choose, store_choice
 
 # Columns of a matrix instruction. There are fewer rows: they repeat.
 _COLUMNS = gl.constexpr(16)
@@ -206,7 +206,7 @@ def repeated_scale(shared, quad):
     ROWS: gl.constexpr = shared.shape[3]
     layout: gl.constexpr = repeated_scale_layout(ROWS, gl.num_warps())
     operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(gl.num_warps()), 16)
-    scale_layout: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [_COLUMNS, 16])
+    scale_layout: gl.constexpr = isa.mfma_scale_layout(operand, [_COLUMNS, 16])
     once = shared.index(quad).load(layout)
     often, _ = gl.broadcast(once, gl.zeros([1, _COLUMNS // ROWS, ROWS, 4, 4], gl.uint8, layout))
     return gl.convert_layout(often.permute(0, 1, 2, 4, 3).reshape(_COLUMNS, 16), scale_layout, assert_trivial=True)
@@ -262,7 +262,7 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
     block = gl.program_id(0) % blocks
     lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
     expert = gl.load(operands.ids + pair)
-    own = cdna4.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert
+    own = isa.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert
     if (expert >= 0) & (expert < shape.num_experts):
         multiply_first(operands, own, lane, pair, expert, block, strips, k, swiglu, shape)
 
@@ -384,7 +384,7 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
     if encoding.scales == "tensor":
         result *= 1.0 / gl.load(operands.out_static)
     exists = (column < shape.rows) & (column < count)
-    cdna4.buffer_store(
+    isa.buffer_store(
         result.to(operands.out.dtype.element_ty), operands.out,
         (strip * 16 + row % 16)[:, None] + (column_pair * (strips * 16))[None, :], mask=(strip < strips)[:, None] & exists[None, :],
     )  # fmt: skip
@@ -446,4 +446,4 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     total = gl.sum(result.reshape(warps, 16), axis=0)
     feature = gl.arange(0, 16, total.type.layout)
     out = operands.out + gl.program_id(1).to(gl.int64) * operands.out_stride + half * 16
-    cdna4.buffer_store(total.to(operands.out.dtype.element_ty), out, feature)
+    isa.buffer_store(total.to(operands.out.dtype.element_ty), out, feature)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
-from tokenspeed_kernel_amd.gfx950.moe.choose import Router, padded_experts, power_of_two
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding, encoding_of, room_for
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, strips_of
+from tokenspeed_kernel_amd.gluon.choose import Router, padded_experts, power_of_two
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import ENOUGH
 from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
@@ -67,7 +67,7 @@ def load_codes(columns, quad, encoding: gl.constexpr):
     exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
     codes = ()
     for plane in gl.static_range(encoding.planes):
-        codes += (cdna4.buffer_load(columns.codes + plane * columns.plane_codes + quad * size, columns.offsets, mask=exists),)
+        codes += (isa.buffer_load(columns.codes + plane * columns.plane_codes + quad * size, columns.offsets, mask=exists),)
     return codes
 
 
@@ -83,7 +83,7 @@ def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, la
     exists = gl.full(columns.scale_offsets.shape, quad, gl.int32, columns.scale_offsets.type.layout) < columns.quads
     scales = ()
     for plane in gl.static_range(encoding.planes):
-        found = cdna4.buffer_load(columns.scale + plane * columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
+        found = isa.buffer_load(columns.scale + plane * columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
         scales += (gl.convert_layout(found.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),)
     return scales
 
@@ -149,7 +149,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     size: gl.constexpr = 256 if encoding.format == "e2m1" else 512  # bytes of a row's four steps
     copy: gl.constexpr = copy_layout(size, warps)
     scale_copy: gl.constexpr = token_scale_layout(COLUMNS, warps)
-    token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [COLUMNS, 16])
+    token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [COLUMNS, 16])
     tile = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
     expert = gl.load(operands.tiles + tile * 4)
@@ -277,11 +277,11 @@ def store_product(operands, first, second, first_strip, strips, tokens, swiglu, 
         result = activated(first, second, swiglu, shape.limited)
         if shape.encoding.scales == "tensor":
             result *= tokens.out_scale
-        cdna4.buffer_store(result.to(dtype), operands.out, at, mask=stored)
+        isa.buffer_store(result.to(dtype), operands.out, at, mask=stored)
     else:
         at = row[:, None] + (tokens.out_row * strips * 32)[None, :]
-        cdna4.buffer_store(first.to(dtype), operands.out, at, mask=stored)
-        cdna4.buffer_store(second.to(dtype), operands.out, at + 16, mask=stored)
+        isa.buffer_store(first.to(dtype), operands.out, at, mask=stored)
+        isa.buffer_store(second.to(dtype), operands.out, at + 16, mask=stored)
 
 
 @gluon.jit
@@ -298,6 +298,6 @@ def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TO
         present = (expert >= 0) & (expert < num_experts)
         weight = gl.load(weights + token * TOP_K + slot)
         known = feature < gl.where(present, hidden, 0)
-        value = cdna4.buffer_load(slots + (token * TOP_K + slot) * hidden, feature, mask=known, other=0.0)
+        value = isa.buffer_load(slots + (token * TOP_K + slot) * hidden, feature, mask=known, other=0.0)
         total += gl.where(present, weight * value.to(gl.float32), 0.0)
-    cdna4.buffer_store(total.to(out.dtype.element_ty), out + token * out_stride, feature, mask=feature < hidden)
+    isa.buffer_store(total.to(out.dtype.element_ty), out + token * out_stride, feature, mask=feature < hidden)

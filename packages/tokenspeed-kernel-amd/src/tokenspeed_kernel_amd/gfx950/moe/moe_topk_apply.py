@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import rows
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.moe.choose import MAX_EXPERTS, Router, choose, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.encoding import ACCURACY
 from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, few_enough_to_choose, moe_topk_apply_few
 from tokenspeed_kernel_amd.gfx950.moe.grouped import few_enough_to_route, moe_apply_many
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import ROUNDED, WEIGHTS, moe_apply
+from tokenspeed_kernel_amd.gluon.choose import MAX_EXPERTS, Router, choose, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.registry import register_kernel

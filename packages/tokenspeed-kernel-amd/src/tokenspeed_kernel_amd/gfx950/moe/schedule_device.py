@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 
-from tokenspeed_kernel_amd.gfx950.moe.choose_device import choose, store_choice
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import encode_rows
+from tokenspeed_kernel_amd.gluon.choose_device import choose, store_choice
 
 
 @gluon.jit
@@ -31,11 +31,11 @@ def lanes_layout(warps):
 def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS: gl.constexpr, CHUNK: gl.constexpr):
     """Lists an expert's pairs and tiles. Arguments: see `route_kernel`."""
     lane = gl.arange(0, CHUNK, lanes_layout(gl.num_warps()))
-    found = cdna4.buffer_load(ids, lane, mask=lane < pairs, other=-1)
+    found = isa.buffer_load(ids, lane, mask=lane < pairs, other=-1)
     before = ((found >= 0) & (found < expert)).to(gl.int32)
     own = (found == expert).to(gl.int32)
     for first in range(CHUNK, pairs, CHUNK):
-        more = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
+        more = isa.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
         before += ((more >= 0) & (more < expert)).to(gl.int32)
         own += (more == expert).to(gl.int32)
     start = gl.sum(before, 0)
@@ -44,7 +44,7 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
     if count > 0:
         row = list_pairs(found, lane, order, start, expert)
         for first in range(CHUNK, pairs, CHUNK):
-            found = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
+            found = isa.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
             row = list_pairs(found, first + lane, order, row, expert)
 
 
@@ -62,9 +62,9 @@ def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl
         row = (first + lane) * ROWS
         at = (entry + first + lane) * 4
         inside = first + lane < after - entry
-        cdna4.buffer_store(gl.where(row < count, expert, -1), tiles, at, mask=inside)
-        cdna4.buffer_store(start + row, tiles, at + 1, mask=inside)
-        cdna4.buffer_store(gl.minimum(count - row, ROWS), tiles, at + 2, mask=inside)
+        isa.buffer_store(gl.where(row < count, expert, -1), tiles, at, mask=inside)
+        isa.buffer_store(start + row, tiles, at + 1, mask=inside)
+        isa.buffer_store(gl.minimum(count - row, ROWS), tiles, at + 2, mask=inside)
 
 
 @gluon.jit
@@ -72,7 +72,7 @@ def list_pairs(found, pair, order, row, expert):
     """Lists those of the pairs that have the expert, from entry ``row`` on; returns the entry behind them."""
     mine = (found == expert).to(gl.int32)
     until = gl.associative_scan(mine, 0, add)
-    cdna4.buffer_store(pair, order, row + until - 1, mask=mine != 0)
+    isa.buffer_store(pair, order, row + until - 1, mask=mine != 0)
     return row + gl.max(until, 0)
 
 

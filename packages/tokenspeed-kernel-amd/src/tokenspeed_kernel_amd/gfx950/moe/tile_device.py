@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 from triton.language.extra.hip import libdevice
 
-from tokenspeed_kernel_amd.gfx950.common.softmax_device import LOG2_E, larger
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gluon.softmax_device import LOG2_E, larger
 
 
 @gluon.constexpr_function
@@ -25,7 +25,7 @@ def log2(power):
 @gluon.constexpr_function
 def product_layout(warps):
     """Warps are divided along features. A lane holds four neighbouring features of one token."""
-    return gl.amd.AMDMFMALayout(4, [16, 16, 128], False, [warps, 1])
+    return isa.mfma_layout([16, 16, 128], False, [warps, 1])
 
 
 @gluon.constexpr_function
@@ -231,7 +231,7 @@ def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
     count: gl.constexpr = strips.offsets.shape[1]
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     exists = strips.block < strips.blocks - step * (4 * PIECES)
-    codes = cdna4.buffer_load(strips.weight + step * (2048 * PIECES) + HALF * 1024, strips.offsets, mask=exists)
+    codes = isa.buffer_load(strips.weight + step * (2048 * PIECES) + HALF * 1024, strips.offsets, mask=exists)
     return gl.convert_layout(codes.permute(0, 3, 1, 2, 4).reshape(16 * warps, 64 * count), tile, assert_trivial=True)
 
 
@@ -240,14 +240,14 @@ def load_scale(strips, quad, HALF: gl.constexpr):
     """The words of the scales of one half's four steps."""
     WORDS: gl.constexpr = words_of_quad(strips.weight.dtype.element_ty)
     exists = gl.full(strips.scale_offsets.shape, quad * 16, gl.int32, strips.scale_offsets.type.layout) < strips.scale_blocks
-    return cdna4.buffer_load(strips.scale + quad * (2 * WORDS) + HALF * WORDS, strips.scale_offsets, mask=exists)
+    return isa.buffer_load(strips.scale + quad * (2 * WORDS) + HALF * WORDS, strips.scale_offsets, mask=exists)
 
 
 @gluon.jit
 def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constexpr):
     """The scales of two or four steps, from a step on, as MMAs take them: uint8 [16 * warps, 4 * steps]."""
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
-    layout: gl.constexpr = cdna4.get_mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
+    layout: gl.constexpr = isa.mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
     low = gl.join((words >> (8 * FIRST)).to(gl.uint8), (words >> (8 * FIRST + 8)).to(gl.uint8))
     if COUNT == 4:
         high = gl.join((words >> 16).to(gl.uint8), (words >> 24).to(gl.uint8))
@@ -320,9 +320,9 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
         weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
         for plane in gl.static_range(len(codes)):
             if encoding.scales != "block":
-                acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
+                acc = isa.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
             else:
-                acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)
+                acc = isa.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)
     return acc
 
 
@@ -332,7 +332,7 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
     scale."""
     product: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
-    token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [acc.shape[1], 4])
+    token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [acc.shape[1], 4])
     weights = steps_of(weight, 1, gl.DotOperandLayout(0, product, 16))
     factors = factors_of(words, acc.shape[0] // 16, product)
     sums = (gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc))
@@ -341,11 +341,11 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
         added = ()
         if encoding.scales != "block":
             for step in gl.static_range(4):
-                added += (cdna4.mfma_scaled(weights[step], None, "e4m3", tokens[step], None, encoding.format, sums[step]),)
+                added += (isa.mfma_scaled(weights[step], None, "e4m3", tokens[step], None, encoding.format, sums[step]),)
         else:
             by_step = steps_of(scales[plane], 1, token_scale)
             for step in gl.static_range(4):
-                added += (cdna4.mfma_scaled(weights[step], None, "e4m3", tokens[step], by_step[step], encoding.format, sums[step]),)
+                added += (isa.mfma_scaled(weights[step], None, "e4m3", tokens[step], by_step[step], encoding.format, sums[step]),)
         sums = added
     for step in gl.static_range(4):
         acc += sums[step] * factors[step]
@@ -360,7 +360,7 @@ def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
     strip = first_strip + row // 16
     at = strip * 32 + row % 16
     bias += expert.to(gl.int64) * strips * 32
-    return cdna4.buffer_load(bias, at, mask=strip < strips), cdna4.buffer_load(bias, at + 16, mask=strip < strips)
+    return isa.buffer_load(bias, at, mask=strip < strips), isa.buffer_load(bias, at + 16, mask=strip < strips)
 
 
 @gluon.jit

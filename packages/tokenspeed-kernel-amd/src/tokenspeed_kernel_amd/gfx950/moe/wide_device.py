@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at, token_scale_layout
 
@@ -83,8 +83,8 @@ def load_pair(own, first_strip, step, warps: gl.constexpr):
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
     exists = (own.block < own.blocks - step * 4) & (warp < own.strips - first_strip)
     weight = own.weight + (first_strip * own.steps + step) * 2048
-    first = cdna4.buffer_load(weight, own.offsets, mask=exists)
-    second = cdna4.buffer_load(weight + 1024, own.offsets, mask=exists)
+    first = isa.buffer_load(weight, own.offsets, mask=exists)
+    second = isa.buffer_load(weight + 1024, own.offsets, mask=exists)
     return Pair(
         gl.convert_layout(first.permute(0, 3, 1, 2, 4).reshape(16 * warps, 128), tile, assert_trivial=True),
         gl.convert_layout(second.permute(0, 3, 1, 2, 4).reshape(16 * warps, 128), tile, assert_trivial=True),
@@ -98,7 +98,7 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
     exists = gl.zeros(own.scale_offsets.shape, gl.int32, layout) + warp < own.strips - first_strip
     scale = own.scale + (first_strip * own.quads + quad) * 128
     return Words(
-        cdna4.buffer_load(scale, own.scale_offsets, mask=exists), cdna4.buffer_load(scale + 64, own.scale_offsets, mask=exists)
+        isa.buffer_load(scale, own.scale_offsets, mask=exists), isa.buffer_load(scale + 64, own.scale_offsets, mask=exists)
     )
 
 
@@ -180,11 +180,11 @@ def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
     found = ()
     for plane in gl.static_range(shape.encoding.planes):
         codes = columns.codes + plane * columns.plane_codes + (2 * quad + HALF) * size
-        found += (cdna4.buffer_load(codes, columns.offsets, mask=exists),)
+        found += (isa.buffer_load(codes, columns.offsets, mask=exists),)
     if shape.encoding.scales == "block":
         for plane in gl.static_range(shape.encoding.planes):
             scale = columns.scale + plane * columns.plane_scales + quad * 16 + HALF * 2
-            found += (cdna4.buffer_load(scale, columns.scale_offsets),)
+            found += (isa.buffer_load(scale, columns.scale_offsets),)
     return found
 
 
@@ -207,7 +207,7 @@ def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
     codes = shared.codes.index(plane).slice(first, _PART, 0).permute([1, 0]).load(operand)
     scale = codes
     if encoding.scales == "block":
-        layout: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [_PART, 8])
+        layout: gl.constexpr = isa.mfma_scale_layout(operand, [_PART, 8])
         found = shared.scales.index(plane).slice(first, _PART, 0).load(token_scale_layout(_PART, warps, 2))
         scale = gl.convert_layout(found.permute(0, 2, 1).reshape(_PART, 8), layout, assert_trivial=True)
     return codes, scale
@@ -216,11 +216,11 @@ def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
 @gluon.jit
 def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding: gl.constexpr):
     if encoding.scales == "block":
-        first = cdna4.mfma_scaled(pair.first, first_scale, "e2m1", codes, scale, encoding.format, first)
-        second = cdna4.mfma_scaled(pair.second, second_scale, "e2m1", codes, scale, encoding.format, second)
+        first = isa.mfma_scaled(pair.first, first_scale, "e2m1", codes, scale, encoding.format, first)
+        second = isa.mfma_scaled(pair.second, second_scale, "e2m1", codes, scale, encoding.format, second)
     else:
-        first = cdna4.mfma_scaled(pair.first, first_scale, "e2m1", codes, None, encoding.format, first)
-        second = cdna4.mfma_scaled(pair.second, second_scale, "e2m1", codes, None, encoding.format, second)
+        first = isa.mfma_scaled(pair.first, first_scale, "e2m1", codes, None, encoding.format, first)
+        second = isa.mfma_scaled(pair.second, second_scale, "e2m1", codes, None, encoding.format, second)
     return first, second
 
 

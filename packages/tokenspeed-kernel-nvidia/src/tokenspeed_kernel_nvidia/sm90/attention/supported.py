@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 # Head dimensions where keys and values are equally wide. Each has a declaration of its own: traits are constrained independently,
 # so one declaration for both could not demand that head_dim and v_head_dim be equal.

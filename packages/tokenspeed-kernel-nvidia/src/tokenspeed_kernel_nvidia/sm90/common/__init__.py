@@ -1,1 +1,1 @@
-"""Building blocks of the Hopper kernels: pipelines, tiles, softmax, masks, paging, registers, and helpers of launchers."""
+"""What Hopper's kernels share beyond `cutedsl`: wgmma, TMA tiles, bulk copies, clusters, and register budgets of warpgroups."""

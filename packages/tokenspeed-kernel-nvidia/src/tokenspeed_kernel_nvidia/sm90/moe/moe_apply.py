@@ -24,11 +24,11 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import moe_apply_many, moe_apply_rounded
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import LAYOUT
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention import supported
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 # Pairs (head_dim, v_head_dim).
 WIDTHS = (*((head_dim, head_dim) for head_dim in supported.HEAD_DIMS), *supported.OTHER_WIDTHS)

@@ -10,10 +10,10 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import nth_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, load_int
 from tokenspeed_kernel_nvidia.sm90.attention.decode.load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
 
 CHUNK_BYTES = 16  # bytes per cp.async
 UNROLL = 4  # copies of a lane whose addresses are computed together

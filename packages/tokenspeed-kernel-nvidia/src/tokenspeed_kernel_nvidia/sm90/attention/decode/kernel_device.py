@@ -16,15 +16,15 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, prefetch_line
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode.gather_device import CacheRows, Gatherer
 from tokenspeed_kernel_nvidia.sm90.attention.decode.mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import THREADS, Call, PageTable, Rows
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, prefetch_line
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 
 LOAD_WARP = CONSUMERS  # the producer warp

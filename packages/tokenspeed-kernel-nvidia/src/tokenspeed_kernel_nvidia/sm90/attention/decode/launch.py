@@ -28,6 +28,7 @@ from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import (
     CONSUMERS,
     MERGE_BATCH,
@@ -39,7 +40,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.config import (
     every_config,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
-from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 WHOLE = 256  # visible keys of a sequence up to which it is not split
 LITTLE = 2048  # visible keys of all sequences together below which the work is "little"
@@ -73,7 +74,7 @@ def _rows(wanted: int) -> int:
     return next(rows for rows in ROWS if rows >= wanted)
 
 
-@program(arch="sm_90a", configs=every_config, usual=usual_configs)
+@program(arch=ARCH, configs=every_config, usual=usual_configs)
 def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.decode import kernel_device
 

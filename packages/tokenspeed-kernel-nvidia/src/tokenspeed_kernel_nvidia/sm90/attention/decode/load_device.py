@@ -8,6 +8,9 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, first_to_read, nth_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, load_int
+from tokenspeed_kernel_nvidia.cutedsl.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import (
     DONE,
     LEFT,
@@ -20,9 +23,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import (
     Panels,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
 AT_ONCE = 8  # sequence lengths that a lane loads per round

@@ -14,9 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MERGE_BATCH
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     opt_barrier,
     pack,
@@ -24,7 +22,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     store_floats,
     store_words,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2, LOWEST, exp2, raise_to
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2, LOWEST, exp2, raise_to
+from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MERGE_BATCH
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Tiles
 
 MERGERS = 32 * CONSUMERS  # threads that merge
 MERGE = 2  # their named barrier

@@ -7,11 +7,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode.swap_ab_device import SwapAb
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import nth_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     any_lane,
     bits_of,
     factors_of_float16,
@@ -26,7 +23,10 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     widen_fp8,
     widened,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, cap, exp2
+from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode.swap_ab_device import SwapAb
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
 
 
 class Consumers(SwapAb):

@@ -13,9 +13,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Merger, Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import LAZY, Call
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     any_lane,
     column_max,
     column_sum,
@@ -28,7 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     transpose_matrix,
     widen_fp8,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, cap, exp2
+from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Merger, Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import LAZY, Call
 
 
 class SwapAb(Merger):

@@ -8,11 +8,11 @@ from typing import Any, Optional
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config, Row
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 
 THREADS = 32 * (CONSUMERS + 1)
 # Indices into the CTA's plan in shared memory: the current sequence, the tile offset in it, the tiles left (without split-KV: the

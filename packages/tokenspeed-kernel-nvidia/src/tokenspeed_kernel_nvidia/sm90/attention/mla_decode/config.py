@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 LATENT = 512  # columns of the latent, which is also the value
 ROPE = 64  # columns of the rotary part

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, ROPE, Config
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 STEP = 32  # k of an fp8 wgmma
 STEPS = (LATENT + ROPE) // STEP  # MMAs of q @ k of a block, with queries of one e4m3 part

@@ -13,6 +13,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_score_device import Fp8Scorer
@@ -20,8 +22,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_value_device import 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.kernel_device import MlaDecode, slots_first
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, Blocks, Call
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma, tma_load
 
 

@@ -8,15 +8,15 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, last_filled
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import STEP, STEPS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_tile_device import CHUNK_BYTES, FP8, Fp8Tiles
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import Operands, QkMmas, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, LATENT_CHUNKS, PANEL_BYTES, SCORED, Call
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, last_filled
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
 ROPE_STEPS = ROPE // STEP  # MMAs with the rotary part, which are issued first

@@ -19,16 +19,16 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, permute_bytes, store_floats, store_if
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import STEP
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_tile_device import CHUNK_BYTES, FP8, Fp8Tiles
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import CHUNK, Split
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, LATENT_CHUNKS, NOTES, READERS, Call
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import Valuer
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import pack, permute_bytes, store_floats, store_if
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma
 
 OWN = LATENT_CHUNKS // READERS  # chunks of a warpgroup

@@ -16,12 +16,12 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMmas, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import Valuer
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma
 
 LOAD_WARP = 0

@@ -27,6 +27,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES, LOG2_E, launched_on
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import (
     HEADS,
     LATENT,
@@ -40,7 +41,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config, every_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.supported import LATENT_FP8
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
 
 
 @program(arch="sm_90a", configs=every_config)

@@ -8,6 +8,8 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     BEGIN,
@@ -24,8 +26,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     Call,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 

@@ -15,12 +15,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import bits_of, load_floats_if, pack, store_words, widened
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, exp2
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import Storer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import bits_of, load_floats_if, pack, store_words, widened
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 
 WARPS = 8  # of a CTA
 CTAS = 1024  # at most, with many work items: most have nothing to merge, and warps then loop over several tiles

@@ -11,6 +11,10 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import mask_device as masks
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl import softmax_device as softmax
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read, last_filled, skip
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     BEGIN,
@@ -28,10 +32,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     Call,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, last_filled, skip
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 

@@ -13,9 +13,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RECORD_BYTES, ROWS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, PER_GROUP, READERS, VALUES, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     EXPONENT,
     any_lane,
     bits_of,
@@ -28,7 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     store_if,
     store_words,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RECORD_BYTES, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, PER_GROUP, READERS, VALUES, Call, Tiles
 
 RECORD = RECORD_BYTES // 4  # int32 words of a work item's record
 CHUNK = 8  # columns that are stored together in a float32 partial result

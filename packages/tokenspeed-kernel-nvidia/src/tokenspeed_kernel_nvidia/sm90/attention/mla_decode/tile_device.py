@@ -8,10 +8,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int, opt_barrier
+from tokenspeed_kernel_nvidia.cutedsl.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, LEAST_BLOCKS, ROPE, ROWS, STARTING_BLOCKS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
 # First warpgroup of each role: warpgroup 0 loads, 1 computes scores, 2 and 3 compute half of the output's columns each.

@@ -11,6 +11,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read, skip
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import Storer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
@@ -26,8 +28,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     VALUES,
     Call,
 )
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, skip
 
 
 @dataclass(frozen=True)

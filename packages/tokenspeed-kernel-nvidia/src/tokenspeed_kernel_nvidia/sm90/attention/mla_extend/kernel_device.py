@@ -15,6 +15,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl import mask_device as masks
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int
+from tokenspeed_kernel_nvidia.cutedsl.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import fp8_kernel_device as mla_decode_fp8_device
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device as mla_decode_device
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import merge_device as mla_decode_merge_device
@@ -24,10 +28,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.kernel_device import Mla
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.merge_device import WARPS, MlaMerge
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import THREADS, Call, Table, Tiles
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config, Fp8Config
-from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 
 
 def host(config: Config | Fp8Config) -> Any:

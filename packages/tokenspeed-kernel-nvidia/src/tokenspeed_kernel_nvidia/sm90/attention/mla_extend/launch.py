@@ -28,6 +28,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E, launched_on
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, PAGE_SIZES, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import (
     Config,
@@ -37,7 +38,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import (
     ranks_for,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.supported import FP8
-from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E, launched_on
 
 
 @program(arch="sm_90a", configs=every_config)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import config as mla_decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift gives a slot's page
 

@@ -15,6 +15,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMmas, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
@@ -29,8 +31,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.load_device import WARPS, Gatherer
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 
 
 def host(config: Config) -> Any:

@@ -24,14 +24,15 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES, LOG2_E, launched_on
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import config as mla_decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.launch import mla_merge_program
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import PAGE_SIZES, Config, every_config
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mla_sparse_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse import kernel_device
 

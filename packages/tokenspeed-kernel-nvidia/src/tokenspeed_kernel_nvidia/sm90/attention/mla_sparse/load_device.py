@@ -9,6 +9,9 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint16, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
@@ -20,9 +23,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     Call,
     Table,
 )
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
 WARPS = 4  # gathering warps

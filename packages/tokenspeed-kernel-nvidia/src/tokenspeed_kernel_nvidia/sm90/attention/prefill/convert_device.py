@@ -16,10 +16,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     ldmatrix,
     opt_barrier,
     permute_bytes,
@@ -27,6 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     store_floats,
     widen_fp8,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
 
 CONVERTERS = 3  # all warps of the producer warpgroup but the one that loads
 CONVERTED = 9  # named barrier of the converter warps

@@ -13,8 +13,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack_fp8, quad_max
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2, lane_maxima
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, opt_barrier, pack_fp8, quad_max
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2, lane_maxima
 
 LARGEST = 448.0  # the largest e4m3 value
 

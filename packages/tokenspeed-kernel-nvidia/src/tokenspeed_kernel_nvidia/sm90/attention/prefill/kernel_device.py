@@ -1,4 +1,4 @@
-"""The device code of `prefill`: launch, tile scheduler and producer warp. `mma_device` has the consumer warpgroups."""
+"""The device code of `prefill`: launch and producer warp. `mma_device` has the consumer warpgroups."""
 
 # mypy: ignore-errors
 
@@ -10,19 +10,20 @@ from typing import Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
+from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import LongestFirst, Queue, own_indices
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.convert_device import CONVERTERS, Converters
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.mma_device import Consumers, Mmas, Output
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Sequences, Shared
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 
@@ -190,42 +191,22 @@ class Prefill(Converters, Consumers):
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, to_cap, mmas)
 
-    # -- tile scheduler --------------------------------------------------------------------------------------------------------
+    # -- producer warp ---------------------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def read_section(self, first: Int32, batch: Int32, sequences: Sequences, kv_heads: Int32):
-        """Forms the next section: sequences from ``first`` on, one per lane, whose K/V together fit in L2; at least one sequence.
+    def tiles(self) -> LongestFirst:
+        c = self.config
+        return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)
 
-        Returns:
-            this lane's first token, queries and keys (no queries beyond the section); the sequences of the section; the KV heads
-            that run together.
-        """
-        lane = cute.arch.lane_idx()
-        start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
-        at = first + lane
-        if at < batch:
-            start = sequences.cu_seqlens[at]
-            q_len = sequences.cu_seqlens[at + 1] - start
-            kv_len = q_len
-            if const_expr(self.config.paged):
-                kv_len = sequences.cache_seqlens[at]
-            if const_expr(self.config.own_kv):
-                kv_len = sequences.cache_seqlens[at + 1] - sequences.cache_seqlens[at]
-        # The budget counts blocks of 16 keys of one head, so that the prefix sum cannot overflow.
-        budget = (self.config.section_mib << 20) // (16 * 2 * sum(self.config.widths))
-        weight = (kv_len + 15) // 16
-        weight = cutlass.min(weight, budget + 1)
-        total = registers.warp_prefix_sum(weight * kv_heads, lane)
-        fits = (at < batch) & ((total <= budget) | (lane == 0))
-        members = registers.ballot(fits)
-        if not fits:
-            q_len = Int32(0)
-        count = cute.arch.popc(members)
-        heads = kv_heads
-        if count == 1:
-            of_first = cute.arch.shuffle_sync(weight, offset=0)
-            heads = cutlass.min(cutlass.max(budget // cutlass.max(of_first, 1), 1), kv_heads)
-        return start, q_len, kv_len, count, heads
+    def lengths_of(self, sequences: Sequences, at: Int32):
+        """A sequence's first token, its queries and its keys."""
+        start = sequences.cu_seqlens[at]
+        q_len = sequences.cu_seqlens[at + 1] - start
+        kv_len = q_len
+        if const_expr(self.config.paged):
+            kv_len = sequences.cache_seqlens[at]
+        if const_expr(self.config.own_kv):
+            kv_len = sequences.cache_seqlens[at + 1] - sequences.cache_seqlens[at]
+        return start, q_len, kv_len
 
     @cute.jit
     def produce(
@@ -245,87 +226,36 @@ class Prefill(Converters, Consumers):
         c = self.config
         lane = cute.arch.lane_idx()
         batch = sequences.cu_seqlens.shape[0] - 1
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-
-        # Order of tiles: by sections of sequences whose K/V fit in L2; within a section longest first, by descending `level`, the
-        # tile's index in its sequence. `passed` counts the tiles before this level, of this and all earlier sections; `at_level`
-        # counts those of this level. A section is walked for `heads` KV heads at a time, from `first_head` on.
-        section, members, heads, first_head = Int32(0), Int32(0), Int32(1), Int32(0)
-        start, q_len, kv_len, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
-        level, passed = Int32(-1), Int32(0)
-        at_level, head_count = Int32(0), Int32(1)
-        order = block
-
+        index, ctas = own_indices()
+        tiles, queue = self.tiles(), Queue(counter, ctas)
+        search = tiles.begin()
         q_at, k_at, v_at, raw_at = first_to_fill(), first_to_fill(), first_to_fill(), first_to_fill()
 
-        working = Boolean(True)
-        while working:
-            # Find the `order`-th tile. Orders only grow, so the search continues from the previous tile.
-            searching = Boolean(True)
-            while searching:
-                if level < 0:
-                    # Next heads of the section, or next section.
-                    first_head += heads
-                    if first_head >= kv_heads or members == 0:
-                        section += members
-                        first_head = Int32(0)
-                        if section < batch:
-                            start, q_len, kv_len, members, heads = self.read_section(section, batch, sequences, kv_heads)
-                            tiles = (q_len + (c.positions - 1)) // c.positions
-                    if section >= batch:
-                        searching = Boolean(False)
-                        working = Boolean(False)
-                    else:
-                        level = cute.arch.warp_redux_sync(tiles, "max") - 1
-                        head_count = cutlass.min(heads, kv_heads - first_head)
-                        at_level = cute.arch.popc(registers.ballot(tiles > level)) * head_count
-                else:
-                    if order < passed + at_level:
-                        searching = Boolean(False)
-                    else:
-                        passed += at_level
-                        level -= 1
-                        at_level = cute.arch.popc(registers.ballot(tiles > level)) * head_count
-
+        while tiles.has(search):
+            search = tiles.seek(search, index, sequences, batch, kv_heads)
             if const_expr(not c.splits_q):
                 shared.q_pipe.acquire(q_at)
-            if working:
-                rank = order - passed
-                nth = rank // head_count
-                kv_head = first_head + rank - nth * head_count
-                # The lane of the sequence: the `nth`-th lane that has a tile at this level.
-                reach = tiles > level
-                mask = registers.ballot(reach)
-                before = cute.arch.popc(mask & ((1 << lane) - 1))
-                owner = registers.ballot(reach & (before == nth))
-                source = cute.arch.popc((owner & -owner) - 1)
-                t_start = cute.arch.shuffle_sync(start, offset=source)
-                t_q_len = cute.arch.shuffle_sync(q_len, offset=source)
-                t_kv_len = cute.arch.shuffle_sync(kv_len, offset=source)
-                keys = Keys(section + source, self.first_key(sequences, section + source, t_start), t_kv_len, kv_head)
-                position = level * c.positions
-
-                ticket = Int32(0)
-                if lane == 0:
-                    ticket = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+            if tiles.has(search):
+                tile = tiles.item(search, index, lane)
+                keys = Keys(tile.sequence, self.first_key(sequences, tile.sequence, tile.start), tile.kv_len, tile.kv_head)
+                ticket = queue.prefetch(lane)
 
                 if const_expr(c.converts):
                     q_scales, k_scales, v_scales = scales
-                    qk_scale, v_scale = q_scales.of(kv_head) * k_scales.of(kv_head), v_scales.of(kv_head)
+                    qk_scale, v_scale = q_scales.of(tile.kv_head) * k_scales.of(tile.kv_head), v_scales.of(tile.kv_head)
                     of_tile = registers.bits_of(qk_scale), registers.bits_of(v_scale)
                 else:
                     of_tile = ()
                 if const_expr(not c.splits_q):
                     if lane == 0:
-                        shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head, *of_tile)
+                        shared.record(q_at).write(*tile.record, *of_tile)
                     cute.arch.sync_warp()
-                first, end = self.blocks_seen(t_q_len, t_kv_len, position, causal, window_left)
+                first, end = self.blocks_seen(tile.q_len, tile.kv_len, tile.position, causal, window_left)
 
                 if const_expr(not c.splits_q):
                     with cute.arch.elect_one():
                         shared.q_pipe.commit(q_at, c.q_bytes)
-                    self.load_q(shared, q, q_at, t_start + position, kv_head)
+                    self.load_q(shared, q, q_at, tile.start + tile.position, tile.kv_head)
 
                 # Blocks in descending order; values are loaded one block after their keys.
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -338,7 +268,7 @@ class Prefill(Converters, Consumers):
                             k_at = advance(k_at, c.kv_stages)
                     if const_expr(c.splits_q):
                         if i == 0:  # a K stage is free before the Q stage is
-                            self.load_split_q(shared, q, q_at, (t_start, t_q_len, t_kv_len, position, kv_head, *of_tile))
+                            self.load_split_q(shared, q, q_at, (*tile.record, *of_tile))
                     if i > 0:
                         if const_expr(c.converts):
                             raw_at = self.load_raw(shared, v, raw_at, end - i, keys, sequences.page_table)
@@ -347,7 +277,7 @@ class Prefill(Converters, Consumers):
                             self.load_kv(v_boxes, c.v_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
-                order = grid + cute.arch.shuffle_sync(ticket, offset=0)
+                index = queue.next(ticket)
             elif const_expr(c.splits_q):
                 self.end_split_q(shared, q_at)
             else:
@@ -359,12 +289,7 @@ class Prefill(Converters, Consumers):
             q_at = self.next_q(q_at)
 
         cute.arch.griddepcontrol_launch_dependents()
-        # The last CTA to finish resets the counters for the next launch.
-        if lane == 0:
-            done = cute.arch.atomic_add((counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
-            if done == grid - 1:
-                counter[0] = Int32(0)
-                counter[1] = Int32(0)
+        queue.finish(lane)
 
     # -- loads -----------------------------------------------------------------------------------------------------------------
 
@@ -386,7 +311,7 @@ class Prefill(Converters, Consumers):
             numbers: the values of the record.
         """
         c = self.config
-        t_start, _, _, position, kv_head, *_ = numbers
+        start, _, _, position, kv_head, *_ = numbers
         box = ((c.gqa_ratio, c.q_positions), c.panel)
         tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.q_positions, c.warpgroups)
         for wg in cutlass.range_constexpr(c.warpgroups):
@@ -397,7 +322,7 @@ class Prefill(Converters, Consumers):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 shared.q_pipe.commit(at, c.q_bytes)
-            token = t_start + position + wg * c.q_positions
+            token = start + position + wg * c.q_positions
             for panel in cutlass.range_constexpr(self.q_ring.panels):
                 source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
                 tma_load(q.atom, source, box, tiles[None, None, panel, wg, 0], shared.q_pipe.full.of(at))

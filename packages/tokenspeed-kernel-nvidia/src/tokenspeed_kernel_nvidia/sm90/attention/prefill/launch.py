@@ -33,6 +33,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import FP8_CACHE_WIDTHS, FP8_TILES, Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.supported import (
     HEAD_DIMS,
@@ -45,10 +46,10 @@ from tokenspeed_kernel_nvidia.sm90.attention.supported import (
     RAGGED_FP8,
     traits,
 )
-from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
     from tokenspeed_kernel_nvidia.sm90.attention.prefill import kernel_device
 

@@ -11,14 +11,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import mask_device as masks
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl import softmax_device as softmax
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read, nth_to_read
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import fp8_device as fp8
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.queries_device import Queries
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared
-from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, nth_to_read
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
-from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor
 
 WARPS = 5  # named barriers, one per warpgroup, of its four warps
 

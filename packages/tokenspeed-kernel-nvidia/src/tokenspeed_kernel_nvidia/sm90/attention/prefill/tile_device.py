@@ -8,9 +8,9 @@ from typing import Any, Optional
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, float_of
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, float_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
 RECORD = 8  # int32 words of a tile's record

@@ -18,11 +18,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_half, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, pack, store_floats, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, SQUARES, QkvConfig
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, prefetch_bulk, store_half, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, pack, store_floats, store_words, widened
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, HEAD_BYTES, LOAD_BYTES, PIECE_BYTES, QUAD_BYTES, ROWS, STAGES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.formats_device import COMPUTING
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.kernel_device import Mm

@@ -23,6 +23,7 @@ from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
@@ -31,10 +32,10 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     every_config,
     launch_parameters_of,
 )
-from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import kernel_device
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more
 REACH = 128  # keys that are loaded before a tile's first position; a multiple of 8

@@ -1,4 +1,4 @@
-"""The device code of `window`: the launch, the tile scheduler, and the producer warps. `mma_device` has the consumers.
+"""The device code of `window`: the launch, the work items, and the producer warps. `mma_device` has the consumers.
 
 Tried and slower, with 64 sequences of 16 new tokens over 8192, where this takes 15.8 us in graphs of 7 calls with another kernel
 after each: separate warps for keys and values (16.4 us); that plus an L2 prefetch of the first keys before the PDL wait (16.7 us;
@@ -18,13 +18,14 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, warp_prefix_sum
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
+from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import Block, Blocks, own_indices
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import REACH, WARPGROUPS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.window.mma_device import Consumers, Output
 from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Shared
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, ballot, warp_prefix_sum
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 
@@ -67,46 +68,6 @@ class Sequences:
     @property
     def batch(self) -> Int32:
         return self.cu_seqlens.shape[0] - 1
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """A sequence per lane.
-
-    Attributes:
-        token: the row of its first query.
-        first: the position of its first query.
-        length: its keys.
-        blocks: its blocks of positions, which start at a multiple of 8, at or before the first query; 0 after the last sequence.
-        sums: inclusive prefix sum of blocks over all sequences.
-    """
-
-    token: Int32
-    first: Int32
-    length: Int32
-    sums: Int32
-    blocks: Int32
-
-
-@dataclass(frozen=True)
-class Item:
-    """A work item: a block of positions of a sequence, for one KV head.
-
-    Attributes:
-        lane: the lane of the sequence.
-        kv_head: the KV head.
-        position: the first position.
-        tiles: tiles per split of the query heads.
-        token, first, length: see `Lanes`.
-    """
-
-    lane: Int32
-    kv_head: Int32
-    position: Int32
-    tiles: Int32
-    token: Int32
-    first: Int32
-    length: Int32
 
 
 class Window(Consumers):
@@ -215,11 +176,13 @@ class Window(Consumers):
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, heads, sinks), window_left, scale, cap_scale, qk, pv, thread)
 
-    # -- tile scheduler --------------------------------------------------------------------------------------------------------
+    # -- work items ------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def lanes_of(self, sequences: Sequences, group: Int32, before: Int32, block: Int32, lane: Int32) -> Lanes:
-        """Reads the sequences from ``group`` on, one per lane. ``before``: blocks of all sequences before them."""
+    def blocks_of(
+        self, sequences: Sequences, group: Int32, before: Int32, block: Int32, kv_heads: Int32, step: Int32, lane: Int32
+    ) -> Blocks:
+        """Schedules the sequences from ``group`` on, one per lane. ``before``: blocks of all sequences before them."""
         index = group + lane
         token, first, length, blocks = Int32(0), Int32(0), Int32(0), Int32(0)
         if index < sequences.batch:
@@ -229,17 +192,12 @@ class Window(Consumers):
             first = length - queries
             if queries > 0:
                 blocks = (length - first // 8 * 8 + block - 1) // block
-        return Lanes(token, first, length, before + warp_prefix_sum(blocks, lane), blocks)
+        ends = before + warp_prefix_sum(blocks, lane)
+        return Blocks(step, token, first, length, blocks, ends, cute.arch.shuffle_sync(ends, LANES - 1), block, kv_heads)
 
-    @cute.jit
-    def item_of(self, lanes: Lanes, index: Int32, kv_heads: Int32, block: Int32) -> Item:
-        """The ``index``-th item: block ``index // kv_heads``, KV head ``index % kv_heads``."""
-        number, kv_head = index // kv_heads, index % kv_heads
-        lane = cute.arch.popc(ballot(lanes.sums <= number))  # the first lane whose prefix sum exceeds it
-        token, first, length = (cute.arch.shuffle_sync(x, lane) for x in (lanes.token, lanes.first, lanes.length))
-        position = first // 8 * 8 + (number - cute.arch.shuffle_sync(lanes.sums - lanes.blocks, lane)) * block
-        tiles = (cutlass.min(block, length - position) + self.config.positions - 1) // self.config.positions
-        return Item(lane, kv_head, position, tiles, token, first, length)
+    def tiles_of(self, item: Block, block: Int32) -> Int32:
+        """The tiles of a work item per split of the query heads."""
+        return (cutlass.min(block, item.length - item.position) + self.config.positions - 1) // self.config.positions
 
     # -- producer warps --------------------------------------------------------------------------------------------------------
 
@@ -250,21 +208,20 @@ class Window(Consumers):
         """Loads K and V of this CTA's items, and writes each item's record to its stage."""
         c = self.config
         k_boxes, v_boxes = self.k_ring.boxes(shared.storage.k, c.box), self.v_ring.boxes(shared.storage.v, c.box)
-        index = cute.arch.block_idx()[0]
-        grid = cute.arch.grid_dim()[0]
+        index, step = own_indices()
         at = first_to_fill()
         before, group = Int32(0), Int32(0)
         while group < sequences.batch:
-            lanes = self.lanes_of(sequences, group, before, block, lane)
-            last = cute.arch.shuffle_sync(lanes.sums, LANES - 1)
-            while index < last * kv_heads:
-                item = self.item_of(lanes, index, kv_heads, block)
+            blocks = self.blocks_of(sequences, group, before, block, kv_heads, step, lane)
+            while blocks.has(index):
+                item = blocks.item(index)
+                tiles = self.tiles_of(item, block)
                 row = item.position - REACH
                 shift = Int32(0)
                 if const_expr(c.paged):
                     shift = (row // 8) & 1
                     row -= shift * 8
-                wanted = shift * 8 + item.tiles * c.positions + REACH + 8
+                wanted = shift * 8 + tiles * c.positions + REACH + 8
                 first_box = cutlass.max(-row, 0) // c.box
                 after_box = (cutlass.min(cutlass.min(wanted, item.length - row), c.rows) + c.box - 1) // c.box
                 page, token = Int32(0), Int32(0)  # of the box with this lane's index
@@ -276,7 +233,7 @@ class Window(Consumers):
                 shared.kv_empty.wait(at)
                 if lane == 0:
                     shared.record(at).write(
-                        item.tiles * c.splits, item.position, item.token + item.position - item.first, item.first, item.length,
+                        tiles * c.splits, item.position, item.token + item.position - item.first, item.first, item.length,
                         item.kv_head, shift,
                     )  # fmt: skip
                     count = (after_box - first_box) * (c.box * c.head_dim * 2)
@@ -296,8 +253,8 @@ class Window(Consumers):
                                 source = cute.domain_offset((from_token, panel * PANEL, item.kv_head), kv.tensor)[None, None, 0]
                             tma_load(kv.atom, source, (c.box, PANEL), boxes[None, None, box, panel, at.stage], barrier)
                 at = advance(at, c.kv_stages)
-                index += grid
-            before = last
+                index = blocks.next(index)
+            before = blocks.end
             group += LANES
         shared.kv_empty.wait(at)
         if lane == 0:
@@ -310,16 +267,15 @@ class Window(Consumers):
         """Loads the Q tiles of the same items, in order."""
         c = self.config
         boxes = self.q_ring.packed_boxes(shared.storage.q, c.heads, c.positions)
-        index = cute.arch.block_idx()[0]
-        grid = cute.arch.grid_dim()[0]
+        index, step = own_indices()
         at = first_to_fill()
         before, group = Int32(0), Int32(0)
         while group < sequences.batch:
-            lanes = self.lanes_of(sequences, group, before, block, lane)
-            last = cute.arch.shuffle_sync(lanes.sums, LANES - 1)
-            while index < last * kv_heads:
-                item = self.item_of(lanes, index, kv_heads, block)
-                for tile in cutlass.range(item.tiles * c.splits, unroll=1):
+            blocks = self.blocks_of(sequences, group, before, block, kv_heads, step, lane)
+            while blocks.has(index):
+                item = blocks.item(index)
+                tiles = self.tiles_of(item, block)
+                for tile in cutlass.range(tiles * c.splits, unroll=1):
                     token = item.token + item.position - item.first + tile // c.splits * c.positions
                     head = (item.kv_head * c.splits + tile % c.splits) * c.heads
                     shared.q_pipe.acquire(at)
@@ -330,8 +286,8 @@ class Window(Consumers):
                         box = ((c.heads, c.positions), PANEL)
                         tma_load(q.atom, source, box, boxes[None, None, panel, 0, at.stage], shared.q_pipe.full.of(at))
                     at = advance(at, c.q_stages)
-                index += grid
-            before = last
+                index = blocks.next(index)
+            before = blocks.end
             group += LANES
 
     @cute.jit

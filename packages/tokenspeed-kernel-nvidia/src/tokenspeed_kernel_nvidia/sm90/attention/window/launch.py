@@ -28,12 +28,13 @@ from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
 from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import REACH, SHORT, Config, every_config, has_short
-from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     """The kernel of `kernel_device`, compiled for each `Config`."""
     from tokenspeed_kernel_nvidia.sm90.attention.window import kernel_device

@@ -11,14 +11,14 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from tokenspeed_kernel_nvidia.cutedsl import mask_device as masks
+from tokenspeed_kernel_nvidia.cutedsl import softmax_device as softmax
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read, skip
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, pack, quad_max, quad_sum
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import REACH, WARPGROUPS
 from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Record, Shared, Tiles
-from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
-from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
-from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, skip
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, pack, quad_max, quad_sum
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from cutlass import Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import WARPGROUPS, Config
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
 
 # Indices of the fields of a record, see `Record`; RECORD is its size.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_STRIPS
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import LAYOUTS, block_bytes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_STRIPS
 
 CLUSTER = 8  # CTAs that split k; each finishes 8 rows of a panel of 64
 GROUPS = 4  # groups of four MMA warps; each group has its own panels

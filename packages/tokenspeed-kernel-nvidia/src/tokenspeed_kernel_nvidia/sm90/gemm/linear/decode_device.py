@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Numeric, Uint32, cute
 
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import BOTH, multipliers
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import BOTH, multipliers
 
 # Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6, which makes it 2^-126 times the value.
 # Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies bfloat16x2 in

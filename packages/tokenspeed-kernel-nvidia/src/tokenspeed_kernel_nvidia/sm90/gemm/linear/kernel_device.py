@@ -14,16 +14,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import (
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
     Barriers,
     Cursor,
     Pipeline,
     advance,
     first_to_fill,
 )
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, dtype_of, load_floats
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, dtype_of, load_floats
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     CLUSTER,
     FINISH_WARP,
@@ -38,7 +39,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.mma_device import Call, MmaWarps, WorkSlice, arrive_at
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, store_number
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL, PANEL_STRIPS
 
 
 def host(config: Config) -> Any:

@@ -33,7 +33,8 @@ from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import clusters_at_once
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import panels_of
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     CLUSTER,
     MAX_K,
@@ -45,10 +46,10 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     every_config,
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import LAYOUTS, prepare_weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import panels_of
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def linear_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm.linear import kernel_device
 

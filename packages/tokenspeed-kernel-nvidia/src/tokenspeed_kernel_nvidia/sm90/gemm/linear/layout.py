@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK,
     CODE_BYTES,
     PANEL,

@@ -17,14 +17,15 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece, load_words, of_rank
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, ldmatrix, mma_m16n8k16
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, CODE_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, ldmatrix, mma_m16n8k16
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import GROUPS, MMA_WARPS, ROWS, SLAB, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.decode_device import decode, multipliers_of
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import block_bytes
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, CODE_BYTES, PANEL_STRIPS
 
 MMA_BARRIER = 1  # named barrier of the MMA warps
 CORE_BYTES = 128  # 8 elements of k of eight tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 ROWS = 8  # rows of weights in a tile: the MMA's n
 TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's m is 16

@@ -13,14 +13,15 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     mma_m16n8k16,
     permute_bytes,
     store_floats,
     widen_fp8,
 )
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, bulk_load_to_pair
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     Call,

@@ -26,10 +26,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, of_rank, prefetch_bulk, send_word
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, of_rank, prefetch_bulk, send_word
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     BLOCK,
     GROUP,

@@ -39,7 +39,7 @@ from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multipl
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, KINDS
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES, KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     ELEMENTS,
     QUAD_BYTES,
@@ -57,6 +57,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     sharing_of,
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import SplitConfig, every_split_config, is_split, split_numbers_of, split_of
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 E4M3 = torch.float8_e4m3fn
 # Largest n for which this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early
@@ -73,14 +74,14 @@ Launch = Callable[..., Any]
 NO_SCALES = (0,) * 6  # two of `_table`'s results
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm.mm import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_split_config)
+@program(arch=ARCH, configs=every_split_config)
 def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm.mm import split_device
 

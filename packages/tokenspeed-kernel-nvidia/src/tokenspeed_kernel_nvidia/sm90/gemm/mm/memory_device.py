@@ -8,9 +8,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import store_half
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import store_half
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, pack
 
 
 def type_of(name: str) -> type[Numeric]:

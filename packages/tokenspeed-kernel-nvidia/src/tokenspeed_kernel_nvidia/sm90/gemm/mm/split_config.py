@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES, ROWS, TOKENS
 
 CLUSTER = 8  # CTAs that split k of 8 rows of weights

@@ -16,9 +16,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import of_rank, prefetch_bulk, send_word
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank, prefetch_bulk, send_word
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES, QUAD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.formats_device import wait_after
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (

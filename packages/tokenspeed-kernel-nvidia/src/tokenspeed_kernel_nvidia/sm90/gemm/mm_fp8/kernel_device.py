@@ -1,4 +1,4 @@
-"""Device code of `mm_fp8`: the launch, the tile scheduler, and the producer warps. `sum_device` has the MMA warpgroups.
+"""Device code of `mm_fp8`: the launch and the producer warps. `sum_device` has the MMA warpgroups.
 
 The two CTAs of a cluster have tiles of the same columns. Each loads its own rows of activations, and multicasts half of the weights
 to both. One warp loads operands, another one the bias, two more the scales of columns; two warpgroups compute 64 rows each.
@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import make_tma, tma_load
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
@@ -137,9 +137,9 @@ class MmFp8(Consumers):
         a_boxes, b_boxes = self.a_ring.boxes(storage.a, ROWS), self.b_ring.boxes(storage.b, self.box)
         rank = self.rank()
         at = first_to_fill()
-        index, step = self.first_tile()
-        while index < self.tiles(call):
-            row, column = self.corner(call, index)
+        index, tiles = self.tiles(call)
+        while tiles.has(index):
+            row, column = self.corner(tiles.item(index))
             for block in cutlass.range(call.blocks, unroll=1):
                 pipe.acquire(at)
                 with cute.arch.elect_one():
@@ -154,7 +154,7 @@ class MmFp8(Consumers):
                     target = b_boxes[None, None, rank, 0, at.stage]
                 tma_load(call.b.atom, source, (self.box, BLOCK), target, full, BOTH)
                 at = advance(at, c.stages)
-            index += step
+            index = tiles.next(index)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
@@ -164,9 +164,9 @@ class MmFp8(Consumers):
         pipe = self.biases_pipe(storage)
         lane = cute.arch.lane_idx()
         at = first_to_fill()
-        index, step = self.first_tile()
-        while index < self.tiles(call):
-            _, column = self.corner(call, index)
+        index, tiles = self.tiles(call)
+        while tiles.has(index):
+            _, column = self.corner(tiles.item(index))
             pipe.acquire(at)
             for each in cutlass.range_constexpr(c.columns // LANES):
                 own = each * LANES + lane
@@ -174,7 +174,7 @@ class MmFp8(Consumers):
                 store_floats("shared", self.biases(storage) + own * 4, [bias])
             pipe.full.arrive(at)
             at = advance(at, 1)
-            index += step
+            index = tiles.next(index)
 
     @cute.jit
     def load_column_scales(self, call: Call, storage: Any, warp: Int32):
@@ -186,9 +186,9 @@ class MmFp8(Consumers):
         each = c.columns // lanes
         scales = cute.make_rmem_tensor((c.parts, each), Float32)
         at = first_to_fill()
-        index, step = self.first_tile()
-        while index < self.tiles(call):
-            _, column = self.corner(call, index)
+        index, tiles = self.tiles(call)
+        while tiles.has(index):
+            _, column = self.corner(tiles.item(index))
             for block in cutlass.range(call.blocks, unroll=1):
                 for part in cutlass.range_constexpr(c.parts):
                     own = cutlass.min(block * c.parts + part, call.scaled - 1)
@@ -203,4 +203,4 @@ class MmFp8(Consumers):
                         store_floats("shared", smem_at + (part * c.columns + i * lanes) * 4, [scales[part, i]])
                 pipe.full.arrive(at)
                 at = advance(at, c.stages)
-            index += step
+            index = tiles.next(index)

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import (
     BLOCK,
     FEWEST_K,
@@ -34,13 +34,14 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import (
     config_of,
     every_config,
 )
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (BLOCK, 64)  # sizes of scale blocks along k, and of columns of b
 Launch = Callable[..., Any]
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kernel_device
 

@@ -15,8 +15,9 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load_floats, pack, stmatrix
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, pack, stmatrix
+from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import Raster, own_indices
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
@@ -141,29 +142,14 @@ class Consumers:
         """Returns the CTA's rank in its cluster."""
         return cute.arch.block_idx()[0] % PAIR
 
-    def first_tile(self):
-        """Returns the first of this cluster's tiles, and the step to the next."""
-        return cute.arch.block_idx()[0] // PAIR, cute.arch.grid_dim()[0] // PAIR
+    def tiles(self, call: Call):
+        """Returns the first of this cluster's tiles, and their scheduler."""
+        index, step = own_indices(PAIR)
+        return index, Raster(step, call.m, call.n, PAIR * ROWS, self.config.columns, GROUP)
 
-    def tiles(self, call: Call) -> Int32:
-        """Returns the number of cluster tiles."""
-        return self.tiles_down(call) * self.tiles_across(call)
-
-    def tiles_down(self, call: Call) -> Int32:
-        return (call.m + (PAIR * ROWS - 1)) // (PAIR * ROWS)
-
-    def tiles_across(self, call: Call) -> Int32:
-        return (call.n + (self.config.columns - 1)) // self.config.columns
-
-    @cute.jit
-    def corner(self, call: Call, index: Int32):
+    def corner(self, tile: tuple):
         """Returns the first row and column of this CTA's part of a cluster's tile."""
-        across = self.tiles_across(call)
-        before = index // (GROUP * across)
-        inside = index - before * (GROUP * across)
-        rows = cutlass.min(self.tiles_down(call) - before * GROUP, GROUP)
-        column = inside // rows
-        row = before * GROUP + inside - column * rows
+        row, column = tile
         return (row * PAIR + self.rank()) * ROWS, column * self.config.columns
 
     # -- MMAs ----------------------------------------------------------------------------------------------------------------------
@@ -186,9 +172,9 @@ class Consumers:
         # Scales of a thread's two rows and of each half's columns for the blocks along k of this stage, and of the next stage.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
         at, biases_at = first_to_read(), first_to_read()
-        index, step = self.first_tile()
-        while index < self.tiles(call):
-            row, column = self.corner(call, index)
+        index, tiles = self.tiles(call)
+        while tiles.has(index):
+            row, column = self.corner(tiles.item(index))
             for half in cutlass.range_constexpr(c.halves):
                 sums[half].fill(0.0)
             self.load_factors(call, following, row, column, Int32(0))
@@ -214,7 +200,7 @@ class Consumers:
                 at = advance(at, c.stages)
             self.store(call, storage, sums, biases_at, row, column)
             biases_at = advance(biases_at, 1)
-            index += step
+            index = tiles.next(index)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit

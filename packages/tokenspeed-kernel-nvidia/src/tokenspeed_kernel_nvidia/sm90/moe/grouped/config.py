@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 
 COLUMN_WARPS = 3  # warps that gather columns, besides the one that streams weights
 COLUMN_BYTES = 128  # of a column in a panel, which is a row of the 128-byte swizzle

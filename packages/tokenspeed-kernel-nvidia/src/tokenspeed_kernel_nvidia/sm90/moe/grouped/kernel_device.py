@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_WARPS, Gemm
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.mma_device import Consumers

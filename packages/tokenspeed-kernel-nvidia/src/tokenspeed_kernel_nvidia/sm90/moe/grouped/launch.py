@@ -35,7 +35,9 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import Launch, program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import STRIP
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import RoundedWeights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     FITTED,
@@ -61,35 +63,34 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     repair_of,
     sorting_ctas,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import STRIP
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import RoundedWeights
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 _ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of an element; `PLAIN`: where it is `FITTED`
 _ALIGNED = 256  # alignment in bytes of the parts of the allocation
 
 
-@program(arch="sm_90a", configs=every_schedule)
+@program(arch=ARCH, configs=every_schedule)
 def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import schedule_device
 
     return schedule_device.host(config), schedule_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_gemm)
+@program(arch=ARCH, configs=every_gemm)
 def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_combine)
+@program(arch=ARCH, configs=every_combine)
 def combine_program(config: Combine) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import combine_device
 
     return combine_device.host(config), combine_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_rounding)
+@program(arch=ARCH, configs=every_rounding)
 def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import rounding_device
 

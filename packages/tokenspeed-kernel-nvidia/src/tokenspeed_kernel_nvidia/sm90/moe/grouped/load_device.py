@@ -9,12 +9,13 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, copy_piece
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, opt_barrier
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 CHUNK_BYTES = 16  # bytes of a lane's cp.async
 AT_ONCE = 4  # columns that a warp copies per instruction, eight lanes each
@@ -31,11 +32,9 @@ class Loader(Shapes):
         lane = cute.arch.lane_idx()
         slot = storage.weights.data_ptr().toint() + lane * c.slot_bytes
         blocks, panel_bytes = call.blocks, call.panel_bytes
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         at = first_to_fill()
-        while index < items:
+        while items.has(index):
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
             panels = cutlass.min(call.panels - panel, c.panels_of_rows)
@@ -56,7 +55,7 @@ class Loader(Shapes):
                 head = Int32(0)
                 left -= c.tile.blocks
                 at = advance(at, c.weight_stages)
-            index += grid
+            index = items.next(index)
 
     @cute.jit
     def load_columns(self, call: Call, storage: Any, warp: Int32):
@@ -79,11 +78,9 @@ class Loader(Shapes):
         offsets = cute.make_rmem_tensor((turns,), Int32)
         numbers = CHUNK_BYTES * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
         stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         at = first_to_fill()
-        while index < items:
+        while items.has(index):
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
             source = call.rows + chunk16 * CHUNK_BYTES
@@ -103,7 +100,7 @@ class Loader(Shapes):
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
                 at = advance(at, c.column_stages)
-            index += grid
+            index = items.next(index)
 
     @cute.jit
     def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):

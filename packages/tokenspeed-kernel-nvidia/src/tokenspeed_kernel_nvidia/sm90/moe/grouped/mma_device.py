@@ -14,24 +14,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
-    load_floats,
-    load_int,
-    opt_barrier,
-    pack,
-    store_floats,
-    store_words,
-)
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK,
     BLOCK_BYTES,
     CODE_BYTES,
@@ -41,6 +26,21 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
     PANEL_STRIPS,
     STRIP,
 )
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
+    load_floats,
+    load_int,
+    opt_barrier,
+    pack,
+    store_floats,
+    store_words,
+)
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOG2_E, exp2
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
 WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
 STORE = 1  # named barriers, one for each warpgroup: its result buffer is written
@@ -66,9 +66,7 @@ class Consumers(WarpMainloop, PanelMainloop):
     @cute.jit
     def consume(self, call: Call, storage: Any):
         """Computes all items of the CTA; each warpgroup has 64 rows, or several panels of 64 rows, of each item."""
-        grid, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        items = self.count_items(call)
+        index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
         if const_expr(self.config.several_panels):
@@ -79,14 +77,14 @@ class Consumers(WarpMainloop, PanelMainloop):
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
             for registers in left:
                 cute.recast_tensor(registers, Uint32).fill(0)
-        if index < items:
+        if items.has(index):
             item = self.read_item(call, index)
             working = Boolean(True)
             while working:
                 # Read the next item early, so that nothing waits for it.
-                index += grid
+                index = items.next(index)
                 following = item
-                working = index < items
+                working = items.has(index)
                 if working:
                     following = self.read_item(call, index)
                 least = 0

@@ -17,19 +17,15 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, opt_barrier
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, REST
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import (
     E5M2_FACTOR,
     decode,
     decode_e5m2,
     multipliers,
     scales_of,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK,
     BLOCK_BYTES,
     CODE_BYTES,
@@ -39,6 +35,10 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
     PANEL_STRIPS,
     STRIP,
 )
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, REST
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
 HALVES = 2  # of a block, with a scale each
 WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block

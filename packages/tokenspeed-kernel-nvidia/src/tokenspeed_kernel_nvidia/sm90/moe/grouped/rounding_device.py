@@ -14,9 +14,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     dtype_of,
     float_of,
     pack,

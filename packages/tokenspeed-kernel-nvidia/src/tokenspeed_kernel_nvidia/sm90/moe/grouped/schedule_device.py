@@ -16,9 +16,9 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import of_rank, send_word
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int, store_words, warp_prefix_sum
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int, store_words, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank, send_word
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import MAX_EXPERTS, RECORD, Schedule
 
 WARPS = 32

@@ -1,4 +1,4 @@
-"""Shared by all warps of `kernel_device`: the call's arguments, the tile scheduler, and shared memory.
+"""Shared by all warps of `kernel_device`: the call's arguments, the work items, and shared memory.
 
 An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Gemm.rows` rows of that expert's
 weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
@@ -12,12 +12,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import RoundRobin, own_indices
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import RECORD, Gemm
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ class Shapes:
         """Returns the number of tiles along an expert's rows."""
         return (call.strips + (self.config.strips - 1)) // self.config.strips
 
-    @cute.jit
-    def count_items(self, call: Call) -> Int32:
-        """Returns the number of the launch's items. The schedule must have been written."""
-        return load_int(call.tile_count, False) * self.row_tiles(call)
+    def items(self, call: Call):
+        """Returns this CTA's first item, and their scheduler. The schedule must have been written."""
+        index, step = own_indices()
+        return index, RoundRobin(step, load_int(call.tile_count, False) * self.row_tiles(call))
 
     def is_beyond(self, call: Call, row: Int32) -> Int32:
         """Returns a negative value if `PARTS` cannot represent a row: its scale is negative."""

@@ -14,13 +14,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ldmatrix, load_floats, mma_m16n8k16, opt_barrier
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, multipliers
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import decode, multipliers
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK_BYTES,
     CODE_BYTES,
     HEAD_BYTES,
@@ -29,6 +25,10 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
     PANEL_STRIPS,
     STRIP,
 )
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ldmatrix, load_floats, mma_m16n8k16, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
 STEPS = 4  # MMA steps (k = 16) of a block, one word each
 

@@ -14,10 +14,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, widened
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import E5M2_FACTOR, decode_e5m2, scales_of
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, BLOCK_BYTES, CODE_BYTES, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import E5M2_FACTOR, decode_e5m2, scales_of
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, BLOCK_BYTES, CODE_BYTES, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, widened
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import Rows
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, Call, entry_of, index_of, kind_of, panel_of
 

@@ -14,11 +14,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, last_filled, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import take_ticket
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill, last_filled, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     BUFFERS,
     FINISH_WARP,

@@ -28,8 +28,8 @@ from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import panels_of
+from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     COUNTERS,
     MAX_PAIRS,
@@ -40,9 +40,10 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     turns_of,
     wanted_experts,
 )
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.stream import kernel_device
 

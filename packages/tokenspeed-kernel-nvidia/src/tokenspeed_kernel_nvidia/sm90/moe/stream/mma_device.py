@@ -15,13 +15,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, release_add, store_half, wait_for
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill, first_to_read, skip
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, pack, store_floats, store_words
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode_e5m2
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add, store_half, wait_for
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import decode_e5m2
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     BLOCK_BYTES,
     CODE_BYTES,
     HEAD_BYTES,
@@ -29,6 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
     PANEL_HEAD_BYTES,
     PANEL_STRIPS,
 )
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill, first_to_read, skip
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     BUFFERS,
     FINISH_WARP,

@@ -20,8 +20,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import widened
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import widened
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_PAIRS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     ROWS_AT_ONCE,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, lanes_with, load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import exchange_add
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, lanes_with, load_int, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, MAX_EXPERTS, MAX_PAIRS, MMA_WARPS, Config
 
 # Counters in global memory: the next range; finished items of w2; finished CTAs; from READY on, finished items of w13 of each

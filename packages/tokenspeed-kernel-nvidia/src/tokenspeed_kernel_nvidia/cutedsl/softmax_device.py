@@ -14,8 +14,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, quad_max
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, quad_max
 
 LN2 = 0.6931471805599453
 # Initial row max. It is finite, so that a row that has seen no key yet has weights of 0, not NaN.

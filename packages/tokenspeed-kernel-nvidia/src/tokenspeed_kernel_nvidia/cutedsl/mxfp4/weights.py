@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.traits import TraitKind
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout
 
 # Half of a row's largest scale times 2^-15 is 2^-16, the smallest float8_e5m2.
 OCTAVES = 15

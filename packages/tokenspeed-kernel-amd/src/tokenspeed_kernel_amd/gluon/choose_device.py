@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
+from triton.experimental.gluon.language.amd import cdna3
 
-from tokenspeed_kernel_amd.gfx950.common.softmax_device import LOG2_E
+from tokenspeed_kernel_amd.gluon.softmax_device import LOG2_E
 
 _TAKEN = gl.constexpr(-(2**31))  # below the key of every number
 _NAN = gl.constexpr(2**31 - 1)
@@ -73,7 +73,7 @@ def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
     expert = gl.arange(0, routing.experts, gl.SliceLayout(0, layout))[None, :]
     slot = gl.arange(0, routing.slots, gl.SliceLayout(0, layout))[None, :]
     exists = (row < tokens)[:, None] & (expert < num_experts)
-    values = cdna4.buffer_load(logits, (row * stride)[:, None] + expert, mask=exists)
+    values = cdna3.buffer_load(logits, (row * stride)[:, None] + expert, mask=exists)
     keys = gl.where(exists, keys_of(values, expert), _TAKEN)
     ids = gl.zeros([routing.rows, routing.slots], gl.int32, layout)
     found = gl.full([routing.rows, routing.slots], float("-inf"), gl.float32, layout)
@@ -107,8 +107,8 @@ def store_choice(ids, weights, ids_out, weights_out, tokens, routing: gl.constex
     row = gl.arange(0, routing.rows, gl.SliceLayout(1, layout))[:, None]
     slot = gl.arange(0, routing.slots, gl.SliceLayout(0, layout))[None, :]
     real = (row < tokens) & (slot < routing.top_k)
-    cdna4.buffer_store(ids, ids_out, row * routing.top_k + slot, mask=real)
-    cdna4.buffer_store(weights, weights_out, row * routing.top_k + slot, mask=real)
+    cdna3.buffer_store(ids, ids_out, row * routing.top_k + slot, mask=real)
+    cdna3.buffer_store(weights, weights_out, row * routing.top_k + slot, mask=real)
 
 
 @gluon.jit(do_not_specialize=["tokens"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats
 
 
 @dataclass(frozen=True)

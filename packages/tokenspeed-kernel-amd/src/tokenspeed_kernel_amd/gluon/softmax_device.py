@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys, and the QK and PV MFMAs around it.
+"""Online softmax over blocks of keys.
 
 The scores of a row never exist all at once. Three values per row are kept for the blocks so far: the largest score ``row_max``;
 ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the weighted sum of the values. If a block has a larger
@@ -7,9 +7,6 @@ other value near the largest score is as good, as long as no weight overflows: `
 `largest_sum` gives the limit up to which the result is valid.
 
 All scores are multiplied by log2(e), so that an exponential is one instruction (exp2).
-
-Weights stay in their lanes between the two MFMAs. The PV MFMA takes keys in the order in which the QK MFMA leaves them (``k_width``
-4), and the transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import math
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
-from triton.experimental.gluon.language.amd.cdna4 import async_copy
 from triton.language.extra.hip import libdevice
 
-from tokenspeed_kernel_amd.gfx950.common.layouts_device import key_width, lanes_of_row
+from tokenspeed_kernel_amd.gluon.layouts_device import lanes_of_row
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2))
@@ -109,32 +104,6 @@ def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.conste
         gl.full([rows], LOWEST, gl.float32, row),
         gl.zeros([rows], gl.float32, row),
     )
-
-
-@gluon.jit
-def load_keys(q, keys):
-    """Loads keys from LDS, [keys, head_dim], transposed in the layout of `qk_mma`'s right operand."""
-    layout: gl.constexpr = q.type.layout.parent
-    return async_copy.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
-
-
-@gluon.jit
-def load_values(q, values):
-    """Loads values from LDS, [keys, v_head_dim], in the layout of `pv_mma`'s right operand."""
-    return async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, q.type.layout.parent, 4))
-
-
-@gluon.jit
-def qk_mma(q, k):
-    """q @ keys^T, float32. fp8 keys are converted to q's dtype."""
-    return cdna4.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], k.shape[1]], gl.float32, q.type.layout.parent))
-
-
-@gluon.jit
-def pv_mma(weights, v, acc, dtype: gl.constexpr):
-    """acc + weights @ values. Weights are rounded to ``dtype``, and fp8 values are converted to it."""
-    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
-    return cdna4.mfma(p, v.to(dtype), acc)
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna4
+from triton.experimental.gluon.language.amd import cdna3
 
-from tokenspeed_kernel_amd.gfx950.common.mask_device import Visible
+from tokenspeed_kernel_amd.gluon.mask_device import Visible
 
 
 @gluon.aggregate
@@ -68,7 +68,7 @@ def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr)
     first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they are relative to the tile
     q += (tile.first_query + first_token).to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
     offsets = (row // tile.gqa_ratio - first_token) * strides.q_token + row % tile.gqa_ratio * strides.q_head
-    return cdna4.buffer_load(q, offsets[:, None] + at[None, :])
+    return cdna3.buffer_load(q, offsets[:, None] + at[None, :])
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def store_rows(out, rows, tile, first, token_stride, head_stride):
     offsets = (row // tile.gqa_ratio - first_token) * token_stride + row % tile.gqa_ratio * head_stride
     out += gl.to_tensor(first + first_token).to(gl.int64) * token_stride + tile.kv_head * tile.gqa_ratio * head_stride
     if len(rows.shape) == 1:
-        cdna4.buffer_store(rows, out, offsets, mask=inside)
+        cdna3.buffer_store(rows, out, offsets, mask=inside)
     else:
         at = gl.arange(0, rows.shape[1], gl.SliceLayout(0, rows.type.layout))
-        cdna4.buffer_store(rows.to(out.dtype.element_ty), out, offsets[:, None] + at[None, :], mask=inside[:, None])
+        cdna3.buffer_store(rows.to(out.dtype.element_ty), out, offsets[:, None] + at[None, :], mask=inside[:, None])

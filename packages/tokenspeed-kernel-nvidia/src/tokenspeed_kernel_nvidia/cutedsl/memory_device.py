@@ -1,4 +1,4 @@
-"""Flags in global memory that synchronise running CTAs, bulk copies, and other PTX loads and stores.
+"""Flags in global memory that synchronise running CTAs, and other PTX loads, stores and copies.
 
 A flag is an int32 in global memory. A CTA writes its data, then adds to the flag (`release_add`). Another CTA waits until the flag
 has the expected value (`wait_for`), then reads the data. Both order only the calling lane's accesses; `cute.arch.sync_warp` extends
@@ -45,41 +45,6 @@ def wait_for(address: Any, value: Int32) -> None:
         pass
 
 
-def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = True) -> None:
-    """Starts a bulk copy of ``count`` bytes from global to shared memory; completes on ``barrier``.
-
-    ``to`` and ``barrier`` are addresses in shared memory. ``to``, ``source`` and ``count`` are multiples of 16.
-
-    Args:
-        once: hint that L2 evicts these bytes first. They are read once, while other data and instructions are reused.
-    """
-    head, hint, policy = "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; ", ".L2::cache_hint", ", first"
-    if not once:
-        head, hint, policy = "{ ", "", ""
-    cute.arch.inline_ptx(
-        f"{head}cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
-        f" [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}]{policy}; }}",
-        read_only_args=[to, source, count, barrier],
-    )
-
-
-def prefetch_bulk(source: Any, count: Any) -> None:
-    """Starts a prefetch of ``count`` bytes into L2; ``source`` and ``count`` are multiples of 16.
-
-    Later writes by other SMs are still seen, because all SMs share L2.
-    """
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, count])
-
-
-def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
-    """`bulk_load` multicast to both CTAs of a cluster of two, at the same offsets. Each CTA's barrier counts its own bytes."""
-    cute.arch.inline_ptx(
-        "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
-        read_only_args=[to, source, count, barrier],
-    )
-
-
 def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
     """Starts an asynchronous copy (cp.async) of 16 bytes from global memory to shared address ``to + behind``.
 
@@ -108,19 +73,4 @@ def store_half(address: Any, value: Any) -> None:
     """Stores the lower 16 bits of a word to global memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
-    )
-
-
-def of_rank(address: Any, rank: Any) -> Any:
-    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
-    )
-
-
-def send_word(address: Any, value: Any, barrier: Any) -> None:
-    """Stores a word to another CTA's shared memory; its barrier counts the four bytes. Both addresses come from `of_rank`."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
-        read_only_args=[address, value, barrier],
     )

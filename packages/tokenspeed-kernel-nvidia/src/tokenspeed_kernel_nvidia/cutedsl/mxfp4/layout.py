@@ -1,4 +1,4 @@
-"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the kernels of this folder read. It is made when a model is loaded.
+"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the MoE kernels for Hopper read. It is made when a model is loaded.
 
 A projection ``[rows, k]`` is divided into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64
 elements of k. In w13 a strip's rows are the gates of eight features, then the ups of the same features, so that one thread has the

@@ -37,7 +37,7 @@ class TileShape(NamedTuple):
     """The tile of a workgroup: compile-time constants.
 
     Attributes:
-        m: query rows; see `gfx950.common.tiles_device`.
+        m: query rows; see `tiles_device`.
         block_n: keys per loop iteration.
         num_warps: waves per workgroup.
         stages: pipeline stages, that is blocks of keys in flight to LDS.
@@ -129,7 +129,7 @@ class Variant(NamedTuple):
 
 
 def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float]:
-    """The kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `gfx950.common.softmax_device.Scaling`."""
+    """The kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `softmax_device.Scaling`."""
     scale = math.log2(math.e) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
 

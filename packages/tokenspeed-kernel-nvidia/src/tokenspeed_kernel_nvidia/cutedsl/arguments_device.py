@@ -9,7 +9,7 @@ from typing import Any
 from cutlass import Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 
 size = cute.sym_int
 

@@ -1,0 +1,40 @@
+"""The QK and PV MFMAs of attention, and the loads of their operands from LDS.
+
+Weights stay in their lanes between the two MFMAs. The PV MFMA takes keys in the order in which the QK MFMA leaves them (``k_width``
+4), and the transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.layouts_device import key_width
+
+
+@gluon.jit
+def load_keys(q, keys):
+    """Loads keys from LDS, [keys, head_dim], transposed in the layout of `qk_mma`'s right operand."""
+    layout: gl.constexpr = q.type.layout.parent
+    return copies.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
+
+
+@gluon.jit
+def load_values(q, values):
+    """Loads values from LDS, [keys, v_head_dim], in the layout of `pv_mma`'s right operand."""
+    return copies.load_shared_relaxed(values, gl.DotOperandLayout(1, q.type.layout.parent, 4))
+
+
+@gluon.jit
+def qk_mma(q, k):
+    """q @ keys^T, float32. fp8 keys are converted to q's dtype."""
+    return isa.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], k.shape[1]], gl.float32, q.type.layout.parent))
+
+
+@gluon.jit
+def pv_mma(weights, v, acc, dtype: gl.constexpr):
+    """acc + weights @ values. Weights are rounded to ``dtype``, and fp8 values are converted to it."""
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
+    return isa.mfma(p, v.to(dtype), acc)

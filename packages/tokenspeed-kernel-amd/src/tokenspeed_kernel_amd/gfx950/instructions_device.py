@@ -1,0 +1,37 @@
+"""The instructions of CDNA4 (gfx950) that its kernels use, and the register layouts that they require.
+
+Another architecture brings a module with these names. Kernels import no other name of Triton's ``amd`` namespace.
+
+* ``mfma``, ``mfma_scaled``: matrix cores; the latter takes mxfp4, mxfp6 and fp8 operands with e8m0 scales.
+* ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout whose
+  reads as an MFMA operand have no bank conflicts.
+* ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
+* ``copies``: copies to LDS that bypass registers, and reads from LDS that do not wait for all of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+from triton.experimental.gluon.language.amd.cdna4 import async_copy as copies
+
+__all__ = ["copies"]
+
+VERSION = 4  # of the MFMA instructions
+
+mfma, mfma_scaled = cdna4.mfma, cdna4.mfma_scaled
+mfma_scale_layout = cdna4.get_mfma_scale_layout
+padded_shared_layout = cdna4.compute_efficient_padded_shared_layout
+buffer_load, buffer_store = cdna4.buffer_load, cdna4.buffer_store
+
+
+@gluon.constexpr_function
+def mfma_layout(shape, transposed, warps):
+    """The accumulators of MFMAs of ``shape`` (m, n, k).
+
+    Args:
+        transposed: whether a lane holds adjacent columns of a row, not adjacent rows of a column.
+        warps: waves along both axes.
+    """
+    return gl.amd.AMDMFMALayout(VERSION, shape, transposed, warps)

@@ -1,0 +1,3 @@
+"""Building blocks of Gluon kernels for any CDNA architecture: arguments of paged attention, tiles of query rows, masks, softmax,
+and the choice of experts. They use buffer loads and stores, which every CDNA has, and neither MFMA nor copies to LDS.
+"""

@@ -1,0 +1,30 @@
+"""Register layouts of vectors, and sizes that layouts are made of."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def lanes_of_row(mfma):
+    """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
+    return 64 // mfma.instr_shape[0]
+
+
+@gluon.constexpr_function
+def everywhere_layout(size, warps):
+    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces it without LDS, into scalar
+    registers."""
+    return gl.BlockedLayout([size // 64], [64], [warps], [0])
+
+
+@gluon.constexpr_function
+def log2(power):
+    return power.bit_length() - 1
+
+
+@gluon.constexpr_function
+def key_width(dtype):
+    """Elements of a key per 16 bytes, the width of a lane's LDS read."""
+    return 128 // dtype.primitive_bitwidth

@@ -1,0 +1,363 @@
+"""Tile schedulers: which work items a CTA of a persistent kernel computes, and in which order.
+
+Each warp role of a kernel makes the scheduler for itself, so that roles agree without communication::
+
+    index, step = own_indices()
+    tiles = Raster(step, m, n, ...)
+    while tiles.has(index):
+        item = tiles.item(index)
+        ...
+        index = tiles.next(index)
+
+``has`` tells whether an index is a work item of the launch, ``item`` what to compute, and ``next`` the CTA's next index.
+
+* A static scheduler gives each of n CTAs every n-th index.
+* With `Queue`, the next index comes from a counter in global memory. `prefetch` issues the atomic once a CTA has its item, and
+  ``next`` takes its result.
+* `LongestFirst` searches for an item. Indices only grow, so its methods take the state of the search, which `seek` advances.
+
+`split_kv_device` splits the keys of a batch evenly, for decode kernels.
+
+All containers are frozen dataclasses: CuteDSL then carries them through a loop only if the loop assigns them.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, warp_prefix_sum
+
+
+def own_indices(ctas: int = 1):
+    """This CTA's first index, and the step to its next one, if persistent CTAs take the work items round-robin.
+
+    Args:
+        ctas: the size of a cluster, whose CTAs take the same items.
+    """
+    first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return (first, step) if ctas == 1 else (first // ctas, step // ctas)
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """A list of ``count`` work items in the kernel's own order. An item is its index."""
+
+    step: Int32
+    count: Int32
+
+    def has(self, index: Int32) -> Boolean:
+        return index < self.count
+
+    def item(self, index: Int32) -> Int32:
+        return index
+
+    def next(self, index: Int32) -> Int32:
+        return index + self.step
+
+
+@dataclass(frozen=True)
+class Raster:
+    """The tiles of a GEMM's result, in bands of ``band`` rows of tiles; a band goes column by column, so that tiles that run at the
+    same time share operands in L2.
+
+    Attributes:
+        step: see `own_indices`.
+        m, n: the result's rows and columns.
+        rows, columns: of a tile.
+        band: rows of tiles of a band; the last band may have fewer.
+    """
+
+    step: Int32
+    m: Int32
+    n: Int32
+    rows: int
+    columns: int
+    band: int
+
+    @property
+    def _down(self) -> Int32:
+        return (self.m + (self.rows - 1)) // self.rows
+
+    @property
+    def _across(self) -> Int32:
+        return (self.n + (self.columns - 1)) // self.columns
+
+    def has(self, index: Int32) -> Boolean:
+        return index < self._down * self._across
+
+    def item(self, index: Int32):
+        """The row and the column of a tile, counted in tiles."""
+        across = self._across
+        before = index // (self.band * across)
+        inside = index - before * (self.band * across)
+        rows = cutlass.min(self._down - before * self.band, self.band)
+        column = inside // rows
+        return before * self.band + inside - column * rows, column
+
+    def next(self, index: Int32) -> Int32:
+        return index + self.step
+
+
+# -- batches of sequences ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of positions of a sequence, for one KV head.
+
+    Attributes:
+        lane: the lane of the sequence.
+        kv_head: the KV head.
+        position: the first position.
+        token, first, length: see `Blocks`.
+    """
+
+    lane: Int32
+    kv_head: Int32
+    position: Int32
+    token: Int32
+    first: Int32
+    length: Int32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of positions of up to 32 sequences, one sequence per lane: sequence by sequence, all KV heads of a block together.
+
+    Attributes:
+        step: see `own_indices`.
+        token: row of the sequence's first query.
+        first: position of its first query.
+        length: its keys.
+        counts: its blocks. The first one starts at the last multiple of 8 that is not after the first query.
+        ends: inclusive prefix sum of blocks over all sequences of the batch.
+        end: the number of blocks of these and all earlier sequences.
+        size: positions of a block.
+        kv_heads: the number of KV heads.
+    """
+
+    step: Int32
+    token: Int32
+    first: Int32
+    length: Int32
+    counts: Int32
+    ends: Int32
+    end: Int32
+    size: Int32
+    kv_heads: Int32
+
+    def has(self, index: Int32) -> Boolean:
+        return index < self.end * self.kv_heads
+
+    @cute.jit
+    def item(self, index: Int32) -> Block:
+        number, kv_head = index // self.kv_heads, index % self.kv_heads
+        lane = cute.arch.popc(ballot(self.ends <= number))  # the first lane whose prefix sum exceeds it
+        token, first, length = (cute.arch.shuffle_sync(x, lane) for x in (self.token, self.first, self.length))
+        position = first // 8 * 8 + (number - cute.arch.shuffle_sync(self.ends - self.counts, lane)) * self.size
+        return Block(lane, kv_head, position, token, first, length)
+
+    def next(self, index: Int32) -> Int32:
+        return index + self.step
+
+
+# -- longest first, from a counter ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A counter in global memory, from which CTAs draw their next indices. A CTA's first index is its own number.
+
+    Attributes:
+        counter: int32 ``[2]``: indices drawn, and CTAs that have finished. Both are 0 before and after a launch.
+        ctas: the number of CTAs.
+    """
+
+    counter: cute.Tensor
+    ctas: Int32
+
+    @cute.jit
+    def prefetch(self, lane: Int32) -> Int32:
+        """Draws an index. The atomic is in flight until `next` uses the result."""
+        ticket = Int32(0)
+        if lane == 0:
+            ticket = cute.arch.atomic_add(self.counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+        return ticket
+
+    @cute.jit
+    def next(self, ticket: Int32) -> Int32:
+        return self.ctas + cute.arch.shuffle_sync(ticket, offset=0)
+
+    @cute.jit
+    def finish(self, lane: Int32) -> None:
+        """The last CTA to finish resets the counters for the next launch."""
+        if lane == 0:
+            done = cute.arch.atomic_add((self.counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
+            if done == self.ctas - 1:
+                self.counter[0] = Int32(0)
+                self.counter[1] = Int32(0)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The state of `LongestFirst`.
+
+    Attributes:
+        first_head: the first of the KV heads that run together.
+        section: the first sequence of the section, which has a sequence per lane.
+        start: first token of the lane's sequence.
+        q_len, kv_len: its queries (none beyond the section), and its keys.
+        members: sequences of the section.
+        heads: KV heads that run together.
+        tiles: tiles of the lane's sequence.
+        level: index of a tile in its sequence; -1 if the section's heads are done.
+        passed: tiles before this level, of this and all earlier sections.
+        head_count: KV heads that run together here; the last ones may be fewer than ``heads``.
+        at_level: tiles of this level.
+        found: whether there is an item.
+    """
+
+    first_head: Int32
+    section: Int32
+    start: Int32
+    q_len: Int32
+    kv_len: Int32
+    members: Int32
+    heads: Int32
+    tiles: Int32
+    level: Int32
+    passed: Int32
+    head_count: Int32
+    at_level: Int32
+    found: Boolean
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of queries of a sequence, for one KV head.
+
+    Attributes:
+        sequence: index in the batch.
+        start: the sequence's first token.
+        q_len, kv_len: its queries and keys.
+        position: the tile's first query.
+        kv_head: the KV head.
+    """
+
+    sequence: Int32
+    start: Int32
+    q_len: Int32
+    kv_len: Int32
+    position: Int32
+    kv_head: Int32
+
+    @property
+    def record(self) -> tuple:
+        """What consumers need to know of it."""
+        return self.start, self.q_len, self.kv_len, self.position, self.kv_head
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """Tiles of queries by sections of sequences whose K/V fit in L2. In a section the longest come first, by descending level: with
+    causal attention, a tile's level is proportional to its keys.
+
+    Attributes:
+        positions: queries of a tile.
+        budget: K/V of one head that fit in L2, in blocks of 16 keys, so that the prefix sum cannot overflow.
+        lengths: from the sequences of a call and an index in the batch to a sequence's first token, its queries and its keys.
+    """
+
+    positions: int
+    budget: int
+    lengths: Callable[[Any, Int32], tuple]
+
+    def begin(self) -> Search:
+        none, one = Int32(0), Int32(1)
+        return Search(none, none, none, none, none, none, one, none, Int32(-1), none, one, none, Boolean(True))
+
+    def has(self, at: Search) -> Boolean:
+        return at.found
+
+    @cute.jit
+    def read_section(self, first: Int32, batch: Int32, sequences: Any, kv_heads: Int32):
+        """Forms the next section: sequences from ``first`` on, one per lane; at least one.
+
+        Returns:
+            this lane's first token, queries and keys (no queries beyond the section); the sequences of the section; the KV heads
+            that run together.
+        """
+        lane = cute.arch.lane_idx()
+        start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
+        at = first + lane
+        if at < batch:
+            start, q_len, kv_len = self.lengths(sequences, at)
+        weight = (kv_len + 15) // 16
+        weight = cutlass.min(weight, self.budget + 1)
+        total = warp_prefix_sum(weight * kv_heads, lane)
+        fits = (at < batch) & ((total <= self.budget) | (lane == 0))
+        members = ballot(fits)
+        if not fits:
+            q_len = Int32(0)
+        count = cute.arch.popc(members)
+        heads = kv_heads
+        if count == 1:
+            of_first = cute.arch.shuffle_sync(weight, offset=0)
+            heads = cutlass.min(cutlass.max(self.budget // cutlass.max(of_first, 1), 1), kv_heads)
+        return start, q_len, kv_len, count, heads
+
+    @cute.jit
+    def seek(self, at: Search, index: Int32, sequences: Any, batch: Int32, kv_heads: Int32) -> Search:
+        """Finds the ``index``-th tile, from the state of a smaller index on."""
+        section, members, heads, first_head = at.section, at.members, at.heads, at.first_head
+        start, q_len, kv_len, tiles = at.start, at.q_len, at.kv_len, at.tiles
+        level, passed, at_level, head_count = at.level, at.passed, at.at_level, at.head_count
+        found = at.found
+        searching = Boolean(True)
+        while searching:
+            if level < 0:
+                # Next heads of the section, or next section.
+                first_head += heads
+                if first_head >= kv_heads or members == 0:
+                    section += members
+                    first_head = Int32(0)
+                    if section < batch:
+                        start, q_len, kv_len, members, heads = self.read_section(section, batch, sequences, kv_heads)
+                        tiles = (q_len + (self.positions - 1)) // self.positions
+                if section >= batch:
+                    searching = Boolean(False)
+                    found = Boolean(False)
+                else:
+                    level = cute.arch.warp_redux_sync(tiles, "max") - 1
+                    head_count = cutlass.min(heads, kv_heads - first_head)
+                    at_level = cute.arch.popc(ballot(tiles > level)) * head_count
+            else:
+                if index < passed + at_level:
+                    searching = Boolean(False)
+                else:
+                    passed += at_level
+                    level -= 1
+                    at_level = cute.arch.popc(ballot(tiles > level)) * head_count
+        return Search(first_head, section, start, q_len, kv_len, members, heads, tiles, level, passed, head_count, at_level, found)
+
+    @cute.jit
+    def item(self, at: Search, index: Int32, lane: Int32) -> Tile:
+        """The tile that `seek` found."""
+        rank = index - at.passed
+        nth = rank // at.head_count
+        kv_head = at.first_head + rank - nth * at.head_count
+        # The lane of the sequence: the `nth`-th lane that has a tile at this level.
+        reach = at.tiles > at.level
+        mask = ballot(reach)
+        before = cute.arch.popc(mask & ((1 << lane) - 1))
+        owner = ballot(reach & (before == nth))
+        source = cute.arch.popc((owner & -owner) - 1)
+        start, q_len, kv_len = (cute.arch.shuffle_sync(x, offset=source) for x in (at.start, at.q_len, at.kv_len))
+        return Tile(at.section + source, start, q_len, kv_len, at.level * self.positions, kv_head)

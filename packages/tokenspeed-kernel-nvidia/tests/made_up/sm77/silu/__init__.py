@@ -1,0 +1,1 @@
+"""`silu_and_mul`: persistent CTAs that take rows round-robin."""
