@@ -24,9 +24,9 @@ from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 
 Experts = Callable[[Batch], Call]
