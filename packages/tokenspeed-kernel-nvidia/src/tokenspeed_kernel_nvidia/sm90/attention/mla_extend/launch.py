@@ -2,7 +2,7 @@
 
 A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. It is computed as in `mla_decode`. The two CTAs
 of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
-`config.Extending`.
+`config`.
 
 The kernel is persistent. The blocks of all work items, concatenated, are split into one equal range per cluster. The split is
 computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and balanced when these change. A
