@@ -35,6 +35,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     store_floats,
     store_if,
     store_words,
+    transpose_quad,
 )
 
 CHUNK = 8  # columns that are stored together in a float32 partial result
@@ -202,7 +203,7 @@ class Store:
                         for each in cutlass.range_constexpr(4 * four, 4 * four + 4):
                             even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
                             words.append(pack(dtype, even, odd))
-                        store_words(to + (own * READERS * LATENT_CHUNK + four * 32) * 2, exchange(words, thread))
+                        store_words(to + (own * READERS * LATENT_CHUNK + four * 32) * 2, transpose_quad(words, thread & 3))
                 if half == 0 and thread & 3 == 0:
                     self.results.write_lse(call, item, row, out.row_max[r], out.row_sum[r])
 
@@ -215,17 +216,3 @@ def largest_of(acc: list, r: int) -> Float32:
             for c in range(2):
                 best = cute.arch.fmax(best, cute.math.absf(own[4 * each + 2 * r + c]))
     return best
-
-
-def exchange(words: list, thread: Int32) -> list:
-    """Transposes four words of four lanes of a quad: lane i gets word i of every lane, in order of lanes."""
-    for bit in (1, 2):
-        is_high = (thread & bit) != 0
-        found = [None] * 4
-        for low in (each for each in range(4) if not each & bit):
-            mine, others = words[low], words[low | bit]
-            theirs = cute.arch.shuffle_sync_bfly(cutlass.select_(is_high, mine, others), bit)
-            found[low] = cutlass.select_(is_high, theirs, mine)
-            found[low | bit] = cutlass.select_(is_high, others, theirs)
-        words = found
-    return words
