@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_store_device import 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_sums_device import MemorySums
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_value_device import Fp8PvMma
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader, load_queries, load_wide_queries, tma_views
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.mask_device import DecodeMask
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.mask_device import TokenMask, hide_later_tokens
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Results
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, items_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMma, QkMmas, ScoreWarpgroup, TmaArrival
@@ -86,7 +86,7 @@ class MlaDecode:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.mla = kernel_of(config, DecodeWork(config), DecodeMask)
+        self.mla = kernel_of(config, DecodeWork(config), hide_later_tokens)
 
     @cute.jit
     def __call__(
@@ -113,12 +113,12 @@ class MlaDecode:
         )  # fmt: skip
 
 
-def kernel_of(config: Config, work: Any, mask: Any) -> Mla:
+def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
     """Composes the kernel of a configuration from its roles.
 
     Args:
         work: the work items: `DecodeWork`, or an object with the same methods.
-        mask: the class of the mask: `DecodeMask`, or one with the same constructor and methods.
+        hide: masks a block's scores: see `TokenMask`.
     """
     memory, results = shared_memory(config), Results(config, work)
     if isinstance(config, Fp8Config):
@@ -130,7 +130,7 @@ def kernel_of(config: Config, work: Any, mask: Any) -> Mla:
         config,
         memory,
         Loader(config, memory, work, load_wide_queries if config.wide_queries else load_queries),
-        ScoreWarpgroup(config, memory, work, qk, mask(config, memory, work)),
+        ScoreWarpgroup(config, memory, work, qk, TokenMask(config, memory, work, hide)),
         ValueWarpgroups(config, work, pv, Epilogue(config, work, results, store)),
     )
 

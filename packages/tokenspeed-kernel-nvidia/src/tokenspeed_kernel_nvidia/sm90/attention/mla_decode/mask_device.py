@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,17 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
 
 @dataclass(frozen=True)
-class DecodeMask:
-    """Each new token sees the tokens of the cache up to itself."""
+class TokenMask:
+    """Masks tokens of the cache that a new token does not see.
+
+    Attributes:
+        hide: masks a block's scores: `hide_later_tokens`, or a function with the same arguments.
+    """
 
     config: Config
     memory: SharedMemory
     work: Any
+    hide: Callable[..., None]
 
     @cute.jit
     def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
@@ -40,22 +46,23 @@ class DecodeMask:
             valid: tokens from the block's first one on that the item's last token sees.
             end: the chunk cursor after the block.
         """
-        if valid < ROWS + (self.config.tokens_of_tile - 1):
-            self.hide(call, scores, item, valid)
+        if valid < ROWS + (self.config.tokens_of_item - 1):
+            self.hide(self.work, call, scores, item, valid)
             clear_beyond(self.memory, call, end, valid)
 
-    @cute.jit
-    def hide(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-        """Masks tokens that a row does not see. ``valid``: see `apply`."""
-        c = self.config
-        thread = thread_of_scores()
-        row = (thread >> 5) * 16 + ((thread & 31) >> 2)
-        _, _, tokens = self.work.tokens_of(call, item)
-        for r in cutlass.range_constexpr(2):
-            limit = valid
-            if const_expr(c.tokens_of_tile > 1):
-                limit = valid - (tokens - 1) + (row + 8 * r) // c.heads_of_tile
-            masks.hide_from(scores, r, limit - (thread & 3) * 2)
+
+@cute.jit
+def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
+    """Masks tokens after each new token itself. ``valid``: see `TokenMask.apply`."""
+    c = work.config
+    thread = thread_of_scores()
+    row = (thread >> 5) * 16 + ((thread & 31) >> 2)
+    _, _, tokens = work.tokens_of(call, item)
+    for r in cutlass.range_constexpr(2):
+        limit = valid
+        if const_expr(c.tokens_of_tile > 1):
+            limit = valid - (tokens - 1) + (row + 8 * r) // c.heads_of_tile
+        masks.hide_from(scores, r, limit - (thread & 3) * 2)
 
 
 @cute.jit

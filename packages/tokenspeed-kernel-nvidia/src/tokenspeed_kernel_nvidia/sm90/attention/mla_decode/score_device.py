@@ -45,7 +45,7 @@ class ScoreWarpgroup:
 
     Attributes:
         qk: q @ k: `QkMma` or `Fp8QkMma`.
-        mask: masks of a block's scores: `DecodeMask`, or an object with the same methods.
+        mask: masks of a block's scores: `TokenMask`, or an object with the same methods.
     """
 
     config: Config

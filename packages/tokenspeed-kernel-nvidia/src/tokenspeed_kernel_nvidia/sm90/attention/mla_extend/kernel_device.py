@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device as 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import merge_device as mla_decode_merge_device
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import items_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config, Fp8Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.mask_device import ExtendMask
+from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.mask_device import hide
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.scheduler_device import ExtendWork
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 
@@ -50,7 +50,7 @@ class MlaExtend:
 
     def __init__(self, config: Config | Fp8Config) -> None:
         self.config = config
-        self.mla = mla_decode_device.kernel_of(config, ExtendWork(config), ExtendMask)
+        self.mla = mla_decode_device.kernel_of(config, ExtendWork(config), hide)
 
     @cute.jit
     def __call__(

@@ -15,7 +15,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor
 
 @dataclass(frozen=True)
 class GatherMask:
-    """Rows of a block without a selected key are masked. See `DecodeMask`."""
+    """Rows of a block without a selected key are masked. See `TokenMask`."""
 
     @cute.jit
     def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
