@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
+from tokenspeed_kernel_nvidia.sm90.attention import split_kv_device as split_kv
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LEAST_BLOCKS, ROWS, STARTING_BLOCKS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     BEGIN,
@@ -26,7 +27,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     STARTING,
     Call,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
 
 
@@ -49,7 +49,7 @@ def cached_length(work: DecodeWork, call: Call, item: Int32):
 
 
 @dataclass(frozen=True)
-class DecodeWork(SplitKv):
+class DecodeWork:
     """Work items of equally many new tokens of each sequence.
 
     Attributes:
@@ -86,6 +86,13 @@ class DecodeWork(SplitKv):
     def visible(self, call: Call, length: Int32):
         """Returns the first visible position, its block, and the number of visible blocks."""
         return Int32(0), Int32(0), blocks_of(length)
+
+    def divide(self, call: Call, at_once: int):
+        """Finds the range of this CTA's group: see `split_kv_device.divide`."""
+        return split_kv.divide(self, call, at_once)
+
+    def tiles_of(self, call: Call, step: Int32, at_once: int, lengths: cute.Tensor, counts: cute.Tensor) -> Int32:
+        return split_kv.tiles_of(self, call, step, at_once, lengths, counts)
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):

@@ -14,10 +14,10 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from tokenspeed_kernel_nvidia.sm90.attention import split_kv_device as split_kv
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LEAST_BLOCKS, ROWS, STARTING_BLOCKS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import Call
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config
-from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 
 
@@ -142,8 +142,8 @@ class ExtendWork:
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """`SplitKv.divide` finds the sequence; then a 32-way search finds the work item in it."""
-        sequence, _, offset, left, per_group, _ = SplitKv.divide(self, call, at_once)
+        """`split_kv_device.divide` finds the sequence; then a 32-way search finds the work item in it."""
+        sequence, _, offset, left, per_group, _ = split_kv.divide(self, call, at_once)
         lane = cute.arch.lane_idx()
         length, before, count = self.lengths_of(call, sequence)
         first = Int32(0)
