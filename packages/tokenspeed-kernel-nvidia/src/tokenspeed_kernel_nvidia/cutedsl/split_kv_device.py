@@ -1,6 +1,14 @@
 """Split-KV load balancing of the decode kernels: splits the KV blocks of all sequences evenly among CTA groups.
 
 The split is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
+
+A kernel passes an object, ``work``, that defines the length of a sequence (``length_of``), its visible tiles (``visible``), the
+tiles of some sequences (``tiles_of``, see the function), and how many tiles a group computes (``tiles_per_group``). It must be a
+frozen dataclass. A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
+
+``tiles_per_group`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and the
+fixed cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a group's
+range.
 """
 
 # mypy: ignore-errors
@@ -13,82 +21,71 @@ import cutlass
 from cutlass import Int32, cute
 
 
-class SplitKv:
-    """Mixin that computes each CTA group's range of KV tiles.
+@cute.jit
+def divide(work: Any, call: Any, at_once: cutlass.Constexpr[int]):
+    """Finds the range of tiles of this CTA's group. Runs on one warp.
 
-    A subclass defines the length of a sequence (``length_of``), its visible tiles (``visible``), and how many tiles a group
-    computes (``tiles_per_group``). A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's
-    ``group``.
+    The tiles of all sequences, concatenated, are split into ``groups`` equal ranges. A group has a CTA for each KV head.
 
-    ``tiles_per_group`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and
-    the fixed cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a
-    group's range.
+    Two passes over the lengths: the first sums the tiles of all sequences, the second finds the sequence in which the range
+    begins, by a warp prefix sum.
+
+    Args:
+        at_once: lengths that each lane loads per round.
+
+    Returns:
+        The sequence in which the range begins, its length, the tile offset in it, the tiles of this range, the tiles of a full
+        range, and the starting cost of a sequence in tiles.
     """
-
-    @cute.jit
-    def divide(self, call: Any, at_once: cutlass.Constexpr[int]):
-        """Finds the range of tiles of this CTA's group. Runs on one warp.
-
-        The tiles of all sequences, concatenated, are split into ``groups`` equal ranges. A group has a CTA for each KV head.
-
-        Two passes over the lengths: the first sums the tiles of all sequences, the second finds the sequence in which the range
-        begins, by a warp prefix sum.
-
-        Args:
-            at_once: lengths that each lane loads per round.
-
-        Returns:
-            The sequence in which the range begins, its length, the tile offset in it, the tiles of this range, the tiles of a full
-            range, and the starting cost of a sequence in tiles.
-        """
-        lane = cute.arch.lane_idx()
-        lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
-        rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
-        total = Int32(0)
-        # Backwards: the last round leaves lengths and counts of the first sequences, with which the search below begins.
-        for back in cutlass.range(rounds, unroll=1):
-            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
-        per_group, starting = self.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))
-        total += starting * call.batch
-        start = call.group * per_group
-        before = Int32(0)
-        found = Int32(-1)
-        offset = Int32(0)
-        length = Int32(0)
-        step = Int32(0)
-        while found < 0 and step < rounds and start < total:
-            some = Int32(0)
-            for each in cutlass.range_constexpr(at_once):
-                some += counts[each] + starting
-            ends = some
-            for power in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(ends, 1 << power)
-                ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
-            running = before + ends - some
-            mine = Int32(-1)
-            for each in cutlass.range_constexpr(at_once):
-                if running <= start < running + counts[each] + starting:
-                    mine = (step * 32 + lane) * at_once + each
-                    offset = start - running
-                    length = lengths[each]
-                running += counts[each] + starting
-            found = cute.arch.warp_redux_sync(mine, "max")
-            offset = cute.arch.warp_redux_sync(offset, "max")
-            length = cute.arch.warp_redux_sync(length, "max")
-            before += cute.arch.shuffle_sync(ends, 31)
-            step += 1
-            if found < 0 and step < rounds:
-                self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(per_group, total - start), 0), per_group, starting
-
-    @cute.jit
-    def tiles_of(self, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """Loads the lengths and tile counts of this lane's sequences of a round. Returns the lane's sum of tiles."""
+    lane = cute.arch.lane_idx()
+    lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
+    rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
+    total = Int32(0)
+    # Backwards: the last round leaves lengths and counts of the first sequences, with which the search below begins.
+    for back in cutlass.range(rounds, unroll=1):
+        total += cute.arch.warp_redux_sync(work.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
+    per_group, starting = work.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))
+    total += starting * call.batch
+    start = call.group * per_group
+    before = Int32(0)
+    found = Int32(-1)
+    offset = Int32(0)
+    length = Int32(0)
+    step = Int32(0)
+    while found < 0 and step < rounds and start < total:
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
-            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
-            lengths[each] = self.length_of(call, sequence)
-            _, _, count = self.visible(call, lengths[each])
-            counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
-            some += counts[each]
-        return some
+            some += counts[each] + starting
+        ends = some
+        for power in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(ends, 1 << power)
+            ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
+        running = before + ends - some
+        mine = Int32(-1)
+        for each in cutlass.range_constexpr(at_once):
+            if running <= start < running + counts[each] + starting:
+                mine = (step * 32 + lane) * at_once + each
+                offset = start - running
+                length = lengths[each]
+            running += counts[each] + starting
+        found = cute.arch.warp_redux_sync(mine, "max")
+        offset = cute.arch.warp_redux_sync(offset, "max")
+        length = cute.arch.warp_redux_sync(length, "max")
+        before += cute.arch.shuffle_sync(ends, 31)
+        step += 1
+        if found < 0 and step < rounds:
+            work.tiles_of(call, step, at_once, lengths, counts)
+    return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(per_group, total - start), 0), per_group, starting
+
+
+@cute.jit
+def tiles_of(work: Any, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
+    """Loads the lengths and tile counts of this lane's sequences of a round. Returns the lane's sum of tiles."""
+    some = Int32(0)
+    for each in cutlass.range_constexpr(at_once):
+        sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
+        lengths[each] = work.length_of(call, sequence)
+        _, _, count = work.visible(call, lengths[each])
+        counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
+        some += counts[each]
+    return some

@@ -12,8 +12,8 @@ from cutlass import Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import nth_to_fill
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, load_int
-from tokenspeed_kernel_nvidia.sm90.attention.decode.load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels
+from tokenspeed_kernel_nvidia.sm90.attention.decode.scheduler_device import Work
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels, Shapes
 
 CHUNK_BYTES = 16  # bytes per cp.async
 UNROLL = 4  # copies of a lane whose addresses are computed together
@@ -33,36 +33,42 @@ class CacheRows:
     head: Int64
 
 
-class Gatherer(Loader):
-    """Mixin of the producer warp that gathers rows."""
+class Gatherer:
+    """The producer warp that gathers rows."""
+
+    def __init__(self, shapes: Shapes, work: Work) -> None:
+        self.config = shapes.config
+        self.shapes = shapes
+        self.work = work
 
     @cute.jit
-    def gather(self, call: Call, k: CacheRows, v: CacheRows):
+    def load(self, call: Call, k: CacheRows, v: CacheRows):
         """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, row indices one tile ahead."""
-        sequence, length, offset, left, step = self.plan(call)
+        c = self.config
+        sequence, length, offset, left, step = self.work.plan(call)
         # Row indices of a tile's keys: 32 keys per element, one key per lane.
-        rows, next_rows = (cute.make_rmem_tensor(((self.block + LANES - 1) // LANES,), Int32) for _ in range(2))
+        rows, next_rows = (cute.make_rmem_tensor(((c.block + LANES - 1) // LANES,), Int32) for _ in range(2))
         index = Int32(0)  # of a tile in the CTA's whole range
-        next_length = self.length_of(call, sequence + step)
-        begin, first, count = self.visible(call, length)
+        next_length = self.shapes.length_of(call, sequence + step)
+        begin, first, count = self.shapes.visible(call, length)
         first += offset
         count -= offset
-        self.rows_of(call, sequence, first * self.block, begin, length, next_rows)
+        self.rows_of(call, sequence, first * c.block, begin, length, next_rows)
         while left > 0:
-            later_length = self.length_of(call, sequence + 2 * step)
-            next_begin, next_first, next_count = self.visible(call, next_length)
-            count, left = self.take(count, left)
+            later_length = self.shapes.length_of(call, sequence + 2 * step)
+            next_begin, next_first, next_count = self.shapes.visible(call, next_length)
+            count, left = self.work.take(count, left)
             for tile in cutlass.range(count, unroll=1):
                 for each in cutlass.range_constexpr(cute.size(rows)):
                     rows[each] = next_rows[each]
                 if tile + 1 < count:
-                    self.rows_of(call, sequence, (first + tile + 1) * self.block, begin, length, next_rows)
+                    self.rows_of(call, sequence, (first + tile + 1) * c.block, begin, length, next_rows)
                 else:
-                    self.rows_of(call, sequence + step, next_first * self.block, next_begin, next_length, next_rows)
-                at = nth_to_fill(index, self.stages)
+                    self.rows_of(call, sequence + step, next_first * c.block, next_begin, next_length, next_rows)
+                at = nth_to_fill(index, c.stages)
                 call.pipe.acquire(at)
-                self.copy_rows(call, k, self.keys, rows, at.stage)
-                self.copy_rows(call, v, self.values, rows, at.stage)
+                self.copy_rows(call, k, self.shapes.keys, rows, at.stage)
+                self.copy_rows(call, v, self.shapes.values, rows, at.stage)
                 cute.arch.cp_async_mbarrier_arrive_noinc(call.pipe.full.of(at))
                 index += 1
             sequence += step
@@ -86,15 +92,16 @@ class Gatherer(Loader):
     @cute.jit
     def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
         """Starts the copies of a tile's keys, or values, of the CTA's KV heads. Adjacent lanes copy a row: coalesced."""
+        c = self.config
         lane = cute.arch.lane_idx()
-        element_bytes = self.config.kv_bytes
+        element_bytes = c.kv_bytes
         chunks = panels.width * element_bytes // CHUNK_BYTES  # 16-byte chunks of a row
         in_panel = panels.row_bytes // CHUNK_BYTES
-        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * element_bytes
-        for head in cutlass.range_constexpr(self.heads):
+        to = call.tiles.toint() + stage * self.shapes.stage_bytes + panels.begin * element_bytes
+        for head in cutlass.range_constexpr(c.heads):
             source = cache.address + Int64(call.kv_head + head) * (cache.head * element_bytes)
             for some in cutlass.range_constexpr(cute.size(rows)):
-                keys = min(LANES, self.block)
+                keys = min(LANES, c.block)
                 # Fully unrolled, the addresses would need more registers than there are.
                 for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
                     own = turn * LANES + lane
@@ -104,7 +111,7 @@ class Gatherer(Loader):
                     number = cute.arch.shuffle_sync(rows[some], row % LANES)
                     offset = panels.row_at(some * LANES + row) + chunk // in_panel * panels.bytes
                     swizzled = (chunk % in_panel) ^ panels.swizzle_xor(row % 8)
-                    target = to + offset + head * (self.box * panels.row_bytes) + swizzled * CHUNK_BYTES
+                    target = to + offset + head * (self.shapes.box * panels.row_bytes) + swizzled * CHUNK_BYTES
                     from_row = source + Int64(number) * (cache.token * element_bytes) + chunk * CHUNK_BYTES
                     if const_expr(keys * chunks % LANES == 0):
                         copy_chunk(target, from_row)

@@ -1,7 +1,8 @@
 """The device code of `decode`: the launch, and the roles of the warps.
 
-`load_device` has the tile scheduler and the producer warp, `mma_device` the consumer warps, and `merge_device`
-the epilogue, which merges the partial results of warps and CTAs.
+`scheduler_device` has the tile scheduler, `load_device` the producer warp (with pages of one token `gather_device`), `mma_device`
+the consumer warps (swap-AB in `swap_ab_device`), and `merge_device` the epilogue, which merges the partial results of warps and
+CTAs.
 """
 
 # mypy: ignore-errors
@@ -23,8 +24,12 @@ from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode.gather_device import CacheRows, Gatherer
+from tokenspeed_kernel_nvidia.sm90.attention.decode.load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Merger
 from tokenspeed_kernel_nvidia.sm90.attention.decode.mma_device import Consumers
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import THREADS, Call, PageTable, Rows
+from tokenspeed_kernel_nvidia.sm90.attention.decode.scheduler_device import Work
+from tokenspeed_kernel_nvidia.sm90.attention.decode.swap_ab_device import SwapAb
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import THREADS, Call, PageTable, Rows, Shapes
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 
 LOAD_WARP = CONSUMERS  # the producer warp
@@ -51,7 +56,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     return q, k_cache, v_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
-class Decode(Gatherer, Consumers):
+class Decode:
     """The decode kernel of one configuration.
 
     The grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer warps and
@@ -60,6 +65,14 @@ class Decode(Gatherer, Consumers):
     many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync from the ring, and
     merge their partial results through shared memory, those of several CTAs through a workspace in global memory.
     """
+
+    def __init__(self, config: Config) -> None:
+        shapes = Shapes(config)
+        work, merger = Work(config, shapes), Merger(shapes)
+        self.config = config
+        self.shapes = shapes
+        self.producer = Gatherer(shapes, work) if config.gathered else Loader(shapes, work)
+        self.consumers = Consumers(shapes, merger, SwapAb(shapes, merger))
 
     @cute.jit
     def __call__(
@@ -87,15 +100,16 @@ class Decode(Gatherer, Consumers):
         cap_scale: Optional[Float32],
         stream: cuda.CUstream,
     ):
-        if const_expr(self.config.gathered):
+        c = self.config
+        if const_expr(c.gathered):
             k, v = (CacheRows(x.iterator.toint(), x.stride[0], x.stride[2]) for x in (k_cache, v_cache))
         else:
             load = cpasync.CopyBulkTensorTileG2SOp()
-            k = make_tma(load, self.abreast_heads(k_cache), (self.box, self.keys.columns, self.heads))
-            v = make_tma(load, self.abreast_heads(v_cache), (self.box, self.values.columns, self.heads))
+            k = make_tma(load, self.abreast_heads(k_cache), (self.shapes.box, self.shapes.keys.columns, c.heads))
+            v = make_tma(load, self.abreast_heads(v_cache), (self.shapes.box, self.shapes.values.columns, c.heads))
         kv_heads = k_cache.shape[2]
         gqa_ratio = q.shape[1] // kv_heads
-        kv_heads //= self.abreast
+        kv_heads //= c.abreast
         self.kernel(
             k, v, Rows(q.iterator.toint(), q.stride[0], q.stride[1]), Rows(out.iterator.toint(), out.stride[0], out.stride[1]),
             PageTable(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
@@ -103,19 +117,20 @@ class Decode(Gatherer, Consumers):
             max_seqlen_k, window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
             Scales(k_scales, k_apart), Scales(v_scales, v_apart), cap_scale,
         ).launch(
-            grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
-            min_blocks_per_mp=self.config.resident,
+            grid=(kv_heads // c.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=c.resident,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
     def abreast_heads(self, cache: cute.Tensor) -> cute.Tensor:
         """A view of a cache: ``(page_size, columns of a tile's row, kv_heads / abreast, pages)``."""
+        c = self.config
         rows = tokens_first(cache, True)
-        if self.abreast == 1:
+        if c.abreast == 1:
             return rows
         (page_size, width, heads, pages), (token, one, head, page) = rows.shape, rows.stride
-        shape = page_size, self.abreast * width, heads // self.abreast, pages
-        return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=(token, one, self.abreast * head, page)))
+        shape = page_size, c.abreast * width, heads // c.abreast, pages
+        return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=(token, one, c.abreast * head, page)))
 
     @cute.kernel
     def kernel(
@@ -143,47 +158,45 @@ class Decode(Gatherer, Consumers):
         v_scales: Scales,
         cap_scale: Optional[Float32],
     ):
+        c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kv_head, group, _ = cute.arch.block_idx()
-        storage = SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.shapes.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
             window_left, groups, page_shift, scale, k_scales, v_scales, cap_scale, group,
-            kv_head * self.heads, pipeline(storage.full, storage.empty),
+            kv_head * c.heads, pipeline(storage.full, storage.empty),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
         begun = Barriers(storage.begun.data_ptr())  # completed once the preceding kernel has ended
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
-                for stage in cutlass.range_constexpr(self.stages):
-                    call.pipe.full.init(stage, LANES if self.config.gathered else 1)
-                    call.pipe.empty.init(stage, self.config.readers)
+                for stage in cutlass.range_constexpr(c.stages):
+                    call.pipe.full.init(stage, LANES if c.gathered else 1)
+                    call.pipe.empty.init(stage, c.readers)
                 begun.init(0, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            if const_expr(not self.config.gathered):
+            if const_expr(not c.gathered):
                 cpasync.prefetch_descriptor(k.atom)
                 cpasync.prefetch_descriptor(v.atom)
         else:
             self.prefetch_lines(call)
-        if const_expr(not self.config.split):
+        if const_expr(not c.split):
             cute.arch.sync_threads()
-            if const_expr(not self.config.gathered):
+            if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:
-                    self.prefetch_l2(call, begun, k, v)
+                    self.producer.prefetch_l2(call, begun, k, v)
         # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 begun.arrive(first_to_read())
-            if const_expr(self.config.gathered):
-                self.gather(call, k, v)
-            else:
-                self.load(call, k, v)
+            self.producer.load(call, k, v)
         else:
-            self.consume(call)
+            self.consumers.consume(call)
 
     @cute.jit
     def prefetch_lines(self, call: Call):
@@ -196,6 +209,6 @@ class Decode(Gatherer, Consumers):
                 prefetch_line(call.sinks.address)
             if const_expr(self.config.split):
                 prefetch_line(call.counters)
-                sums_at, results_at = self.partial_at(call, call.group, call.group < 0, Int32(0))
+                sums_at, results_at = self.shapes.partial_at(call, call.group, call.group < 0, Int32(0))
                 prefetch_line(sums_at)
                 prefetch_line(results_at)

@@ -24,7 +24,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
 )
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2, LOWEST, exp2, raise_to
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MERGE_BATCH
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Shapes
 
 MERGERS = 32 * CONSUMERS  # threads that merge
 MERGE = 2  # their named barrier
@@ -47,8 +47,12 @@ class Sums:
     scale: cute.Tensor
 
 
-class Merger(Tiles):
-    """Mixin of the epilogue."""
+class Merger:
+    """The epilogue."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.config = shapes.config
+        self.shapes = shapes
 
     # -- of one warp -------------------------------------------------------------------------------------------------------------
 
@@ -56,8 +60,8 @@ class Merger(Tiles):
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
         """Writes the output of a sequence and a KV head that one warp has computed alone."""
         lane = cute.arch.lane_idx()
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
                 row_sum = quad_sum(sums.row_sum[tile, r])
                 factor, logarithm = self.normalise(sums.row_max[tile, r] * self.scale(call, sums, r), row_sum, sinks[tile, r])
                 factor = self.times_v_scale(call, factor, kv_head)
@@ -65,26 +69,27 @@ class Merger(Tiles):
                 token = row // call.gqa_ratio
                 q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
                 if token < call.q_len:
-                    to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * (2 * self.together)
-                    for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
+                    to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * (2 * self.shapes.together)
+                    for column in cutlass.range_constexpr(0, self.config.v_head_dim // 4, self.shapes.together):
                         own = [number * factor for number in self.own_columns(sums, tile, r, column)]
-                        words = [pack(self.dtype, own[at], own[at + 1]) for at in range(0, self.together, 2)]
+                        words = [pack(self.shapes.dtype, own[at], own[at + 1]) for at in range(0, self.shapes.together, 2)]
                         store_words(to + column * 8, words)
                     if call.lse != 0 and lane % 4 == 0:
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
         """The factor of the scores of a lane's ``r``-th row, which includes log2(e)."""
-        return self.qk_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
+        c = self.config
+        return self.qk_scale(sums, r) if c.fp8 and not c.capped else call.scale
 
     def qk_scale(self, sums: Sums, r: int) -> Float32:
         """The factor of q @ k of fp8 keys and a lane's ``r``-th row."""
-        return sums.scale[r % self.abreast]
+        return sums.scale[r % self.config.abreast]
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
         """The factor of an accumulator, times the scale of an fp8 cache's values."""
-        if const_expr(self.fp8):
+        if const_expr(self.config.fp8):
             factor *= call.v_scales.of(kv_head)
         return factor
 
@@ -93,8 +98,9 @@ class Merger(Tiles):
 
         With an fp8 cache an MMA has the even or the odd ones of 16 columns, because ldmatrix transposes bytes in pairs.
         """
-        column += r % self.abreast * self.fours
-        if self.fp8:
+        c = self.config
+        column += r % c.abreast * self.shapes.fours
+        if c.fp8:
             return [sums.acc[tile, column // 2 + odd, 2 * r + pair] for pair in range(2) for odd in range(2)]
         return [sums.acc[tile, column // 2, 2 * r + each] for each in range(2)]
 
@@ -103,66 +109,69 @@ class Merger(Tiles):
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
         """Stores a warp's partial results in shared memory."""
+        c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         lane = thread % 32
         warp = thread // 32
-        first_row = warp % self.parts * self.rows + warp // self.parts * (16 * self.tiles)
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
+        first_row = warp % c.parts * c.rows + warp // c.parts * (16 * self.shapes.tiles)
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
                 row_sum = quad_sum(sums.row_sum[tile, r])
                 row = first_row + tile * 16 + r * 8 + lane // 4
                 if lane % 4 == 0:
                     store_floats(
                         "shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums, r), row_sum]
                     )
-                to = call.results.toint() + (row * self.width + lane % 4 * self.together) * 4
-                for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
+                to = call.results.toint() + (row * c.width + lane % 4 * self.shapes.together) * 4
+                for column in cutlass.range_constexpr(0, c.v_head_dim // 4, self.shapes.together):
                     store_floats("shared", to + column * 16, self.own_columns(sums, tile, r, column))
 
     @cute.jit
     def merge_warps(self, call: Call):
         """Merges the warps' partial results of a sequence into the output, or into a partial result that the last CTA merges."""
+        c = self.config
+        rows, parts = c.rows, c.parts
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
-        _, _, whole = self.visible(call, self.length_of(call, sequence))
+        _, _, whole = self.shapes.visible(call, self.shapes.length_of(call, sequence))
         # All warps have stored their partial results and read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
         partials = Int32(1)
-        if const_expr(self.config.split):
+        if const_expr(c.split):
             per_group = call.plan[PER_GROUP]
             start = call.group * per_group + done - offset  # of the sequence, in tiles of the whole queue
             first_group = start // per_group
             partials = (start + whole - 1) // per_group - first_group + 1
-        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
+        for item in cutlass.range((rows * self.shapes.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
-            row = index // self.fours
-            column = index % self.fours * 4
-            sums = [load_floats("shared", call.sums.toint() + (each * self.rows + row) * 8, 2) for each in range(self.parts)]
+            row = index // self.shapes.fours
+            column = index % self.shapes.fours * 4
+            sums = [load_floats("shared", call.sums.toint() + (each * rows + row) * 8, 2) for each in range(parts)]
             row_max = sums[0][0]
-            for each in cutlass.range_constexpr(1, self.parts):
+            for each in cutlass.range_constexpr(1, parts):
                 row_max = cute.arch.fmax(row_max, sums[each][0])
             row_sum = Float32(0.0)
             merged = [Float32(0.0)] * 4
-            for each in cutlass.range_constexpr(self.parts):
+            for each in cutlass.range_constexpr(parts):
                 weight = exp2(sums[each][0] - row_max)
                 row_sum += weight * sums[each][1]
-                result = load_floats("shared", call.results.toint() + ((each * self.rows + row) * self.width + column) * 4, 4)
+                result = load_floats("shared", call.results.toint() + ((each * rows + row) * c.width + column) * 4, 4)
                 merged = [merged[i] + weight * result[i] for i in range(4)]
-            if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
+            if self.shapes.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
                 if partials > 1:
-                    sums_at, results_at = self.partial_at(call, call.group, offset == 0, row)
+                    sums_at, results_at = self.shapes.partial_at(call, call.group, offset == 0, row)
                     store_floats("global", results_at + column * 4, merged)
                     if column == 0:
                         store_floats("global", sums_at, [row_max, row_sum])
                 else:
                     self.write(call, sequence, row, column, row_max, row_sum, merged)
-        if const_expr(self.config.split):
+        if const_expr(c.split):
             self.join(call, sequence, first_group, partials)
         if thread == 0:
-            if const_expr(self.config.split):
+            if const_expr(c.split):
                 count = cutlass.min(whole - offset, left)
                 call.plan[SEQUENCE] = sequence + 1
                 call.plan[LEFT] = left - count
@@ -200,11 +209,11 @@ class Merger(Tiles):
         """Merges the partial results of a sequence, in a fixed order, MERGE_BATCH at a time."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
-        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
+        for item in cutlass.range((self.config.rows * self.shapes.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
-            row = index // self.fours
-            column = index % self.fours * 4
-            if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
+            row = index // self.shapes.fours
+            column = index % self.shapes.fours * 4
+            if self.shapes.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
                 row_max = Float32(LOWEST)
                 row_sum = Float32(0.0)
                 merged = cute.make_rmem_tensor((4,), Float32)
@@ -214,7 +223,7 @@ class Merger(Tiles):
                     results = []
                     for each in cutlass.range_constexpr(MERGE_BATCH):
                         which = cutlass.min(begin + each, partials - 1)
-                        sums_at, results_at = self.partial_at(call, first_group + which, which == 0, row)
+                        sums_at, results_at = self.shapes.partial_at(call, first_group + which, which == 0, row)
                         sums.append(load_floats("global.cg", sums_at, 2))
                         results.append(load_floats("global.cg", results_at + column * 4, 4))
                     raised = row_max
@@ -237,13 +246,13 @@ class Merger(Tiles):
     @cute.jit
     def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
         """Adds the sink, normalises, and stores four elements of an output row."""
-        kv_head, own_row = self.of_head(call, call.kv_head, row)
+        kv_head, own_row = self.shapes.of_head(call, call.kv_head, row)
         token = own_row // call.gqa_ratio
         q_head = kv_head * call.gqa_ratio + own_row - token * call.gqa_ratio
         factor, logarithm = self.normalise(row_max, row_sum, call.sink_values[row])
         factor = self.times_v_scale(call, factor, kv_head)
         to = call.out.at(sequence * call.q_len + token, q_head) + column * 2
-        store_words(to, [pack(self.dtype, merged[at] * factor, merged[at + 1] * factor) for at in (0, 2)])
+        store_words(to, [pack(self.shapes.dtype, merged[at] * factor, merged[at + 1] * factor) for at in (0, 2)])
         if call.lse != 0 and column == 0:
             self.write_lse(call, sequence, token, q_head, logarithm)
 
@@ -256,5 +265,5 @@ class Merger(Tiles):
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
-        at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
+        at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.config.abreast * call.gqa_ratio) + q_head
         cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[at] = logarithm

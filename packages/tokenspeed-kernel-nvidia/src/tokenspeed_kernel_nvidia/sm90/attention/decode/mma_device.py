@@ -24,26 +24,43 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     widened,
 )
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, cap, exp2
-from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Merger, Sums
 from tokenspeed_kernel_nvidia.sm90.attention.decode.swap_ab_device import SwapAb
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import (
+    DONE,
+    LAZY,
+    LEFT,
+    OFFSET,
+    PLANNED,
+    SEQUENCE,
+    THREADS,
+    Call,
+    Shapes,
+)
 
 
-class Consumers(SwapAb):
-    """Mixin of the consumer warps: q @ k and P @ V with mma.sync, online softmax in registers."""
+class Consumers:
+    """The consumer warps: q @ k and P @ V with mma.sync, online softmax in registers."""
+
+    def __init__(self, shapes: Shapes, merger: Merger, swap_ab: SwapAb) -> None:
+        self.config = shapes.config
+        self.shapes = shapes
+        self.merger = merger
+        self.swap_ab = swap_ab
 
     @cute.jit
     def consume(self, call: Call):
         """Computes the tiles that the producer warp loads."""
+        c = self.config
         thread, _, _ = cute.arch.thread_idx()
-        queries = cute.make_rmem_tensor((self.tiles, self.k_width // 16, 4), Uint32)
+        queries = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.k_width // 16, 4), Uint32)
         sums = Sums(
-            cute.make_rmem_tensor((self.tiles, self.v_width // 8, 2 * self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
-            cute.make_rmem_tensor((self.abreast,), Float32),
+            cute.make_rmem_tensor((self.shapes.tiles, self.shapes.v_width // 8, 2 * self.shapes.used), Float32),
+            cute.make_rmem_tensor((self.shapes.tiles, 2 if c.swap_ab else self.shapes.used), Float32),
+            cute.make_rmem_tensor((self.shapes.tiles, 2 if c.swap_ab else self.shapes.used), Float32),
+            cute.make_rmem_tensor((c.abreast,), Float32),
         )
-        if const_expr(self.heads > 1):
+        if const_expr(c.heads > 1):
             self.consume_heads(call, thread // 32, queries, sums)
         else:
             self.consume_tiles(call, thread, queries, sums)
@@ -51,83 +68,86 @@ class Consumers(SwapAb):
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
         """All warps work on one KV head: they take its tiles round-robin, and merge at the end of a sequence."""
-        first_row = thread // 32 // self.parts * (16 * self.tiles)
+        c = self.config
+        parts = c.parts
+        first_row = thread // 32 // parts * (16 * self.shapes.tiles)
         sink = -Float32.inf
-        if thread < self.rows:
-            kv_head, row = self.of_head(call, call.kv_head, thread)
+        if thread < c.rows:
+            kv_head, row = self.shapes.of_head(call, call.kv_head, thread)
             sink = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
-        if thread < self.rows:
+        if thread < c.rows:
             call.sink_values[thread] = sink
         while call.plan[LEFT] > 0:
             sequence, offset, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[DONE]
-            length = self.length_of(call, sequence)
-            begin, first, count = self.visible(call, length)
+            length = self.shapes.length_of(call, sequence)
+            begin, first, count = self.shapes.visible(call, length)
             count -= offset
-            if const_expr(self.config.split):
+            if const_expr(c.split):
                 count = cutlass.min(count, call.plan[LEFT])
             self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
             # The next of this warp's tiles. `+ parts`: a remainder has the sign of the dividend.
-            turn = (opt_barrier(thread) // 32 % self.parts - done % self.parts + self.parts) % self.parts
+            turn = (opt_barrier(thread) // 32 % parts - done % parts + parts) % parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
-            if const_expr(self.config.swap_ab):
-                self.store_partial_swap_ab(call, sums)
+            if const_expr(c.swap_ab):
+                self.swap_ab.store_partial(call, sums)
             else:
-                self.store_partial(call, sums)
-            self.merge_warps(call)
+                self.merger.store_partial(call, sums)
+            self.merger.merge_warps(call)
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
         """One KV head per warp, which computes all its tiles: warps neither wait for each other nor merge."""
         kv_head = call.kv_head + warp
-        sinks = cute.make_rmem_tensor((self.tiles, self.used), Float32)
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
+        sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
                 row = cute.arch.lane_idx() // 4 + tile * 16 + r * 8
                 sinks[tile, r] = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
         sequence, index = call.group, Int32(0)
         while sequence < call.batch:
-            length = self.length_of(call, sequence)
-            begin, first, count = self.visible(call, length)
+            length = self.shapes.length_of(call, sequence)
+            begin, first, count = self.shapes.visible(call, length)
             self.load_queries(call, sequence, kv_head, Int32(0), queries, sums)
-            tiles_at = warp * (self.box * self.keys.row_bytes)
+            tiles_at = warp * (self.shapes.box * self.shapes.keys.row_bytes)
             self.walk(call, tiles_at, index, index + count, first - index, length, begin, Int32(0), queries, sums)
-            self.write_sums(call, sequence, kv_head, sums, sinks)
+            self.merger.write_sums(call, sequence, kv_head, sums, sinks)
             index += count
             sequence += call.groups
 
     @cute.jit
     def load_queries(self, call: Call, sequence: Int32, first_kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
         """Loads the queries of a warp's rows as A fragments, and resets softmax state and accumulators."""
+        c = self.config
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
-        for tile in cutlass.range_constexpr(self.tiles):
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
             for r in cutlass.range_constexpr(2):
-                for each in cutlass.range_constexpr(self.k_width // 8):
+                for each in cutlass.range_constexpr(self.shapes.k_width // 8):
                     queries[tile, each // 2, each % 2 * 2 + r] = Uint32(0)
-                if const_expr(r < self.used):
-                    kv_head, row = self.of_head(call, first_kv_head, own_row + tile * 16 + r * 8)
+                if const_expr(r < self.shapes.used):
+                    kv_head, row = self.shapes.of_head(call, first_kv_head, own_row + tile * 16 + r * 8)
                     token = row // call.gqa_ratio
                     sums.row_max[tile, r] = Float32(LOWEST)
                     sums.row_sum[tile, r] = Float32(0.0)
                     if token < call.q_len:
                         q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
                         source = call.q.at(sequence * call.q_len + token, q_head)
-                        for each in cutlass.range_constexpr(self.head_dim // 8):
+                        for each in cutlass.range_constexpr(c.head_dim // 8):
                             at = each * 16 + lane % 4 * 4
-                            if const_expr(self.fp8):  # the element order of widened keys, see `qk_mma_fp8`
+                            if const_expr(c.fp8):  # the element order of widened keys, see `qk_mma_fp8`
                                 at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
-                            chunk = (r % self.abreast * self.head_dim + each * 8) // 16
+                            chunk = (r % c.abreast * c.head_dim + each * 8) // 16
                             queries[tile, chunk, each % 2 * 2 + r] = load_word(source + at)
-            for column in cutlass.range_constexpr(self.v_width // 8):
-                for each in cutlass.range_constexpr(2 * self.used):
+            for column in cutlass.range_constexpr(self.shapes.v_width // 8):
+                for each in cutlass.range_constexpr(2 * self.shapes.used):
                     sums.acc[tile, column, each] = Float32(0.0)
-        if const_expr(self.config.swap_ab):
-            self.begin_swap_ab(sums)
+        if const_expr(c.swap_ab):
+            self.swap_ab.begin(sums)
 
-        if const_expr(self.fp8):
+        if const_expr(c.fp8):
             self.convert_to_float16(call, first_kv_head, queries, sums)
 
     @cute.jit
@@ -136,23 +156,24 @@ class Consumers(SwapAb):
 
         One instruction converts two e4m3 values to float16; bfloat16 needs several. Warps with the same rows find the same power.
         """
-        scale = call.cap_scale if const_expr(self.config.capped) else call.scale
-        scales = [scale * call.k_scales.of(kv_head * self.abreast + each) for each in range(self.abreast)]
-        if const_expr(self.dtype is not cutlass.Float16):
+        c = self.config
+        scale = call.cap_scale if const_expr(c.capped) else call.scale
+        scales = [scale * call.k_scales.of(kv_head * c.abreast + each) for each in range(c.abreast)]
+        if const_expr(self.shapes.dtype is not cutlass.Float16):
             highest = Float32(0.0)
-            for tile in cutlass.range_constexpr(self.tiles):
-                for each in cutlass.range_constexpr(self.k_width // 4):
-                    if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
-                        low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
+                for each in cutlass.range_constexpr(self.shapes.k_width // 4):
+                    if const_expr(each % 2 < self.shapes.used and self.shapes.has(each % 2, each // 4 * 16, c.head_dim)):
+                        low, high = widened(self.shapes.dtype, queries[tile, each // 4, each % 4])
                         highest = cute.arch.fmax(highest, cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high)))
             factor, inverse = factors_of_float16(bits_of(highest))
-            for tile in cutlass.range_constexpr(self.tiles):
-                for each in cutlass.range_constexpr(self.k_width // 4):
-                    if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
-                        low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
-                        queries[tile, each // 4, each % 4] = pack(self.mma_dtype, low * factor, high * factor)
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
+                for each in cutlass.range_constexpr(self.shapes.k_width // 4):
+                    if const_expr(each % 2 < self.shapes.used and self.shapes.has(each % 2, each // 4 * 16, c.head_dim)):
+                        low, high = widened(self.shapes.dtype, queries[tile, each // 4, each % 4])
+                        queries[tile, each // 4, each % 4] = pack(self.shapes.mma_dtype, low * factor, high * factor)
             scales = [scale * inverse for scale in scales]
-        for each in cutlass.range_constexpr(self.abreast):
+        for each in cutlass.range_constexpr(c.abreast):
             sums.scale[each] = scales[each]
 
     @cute.jit
@@ -176,15 +197,16 @@ class Consumers(SwapAb):
             shift: to add to a tile's index to get its index in the sequence.
             length, begin: the sequence's length, and the first position that a query sees.
         """
+        c = self.config
         while index < end:
-            at = nth_to_read(index, self.stages)
+            at = nth_to_read(index, c.stages)
             call.pipe.wait(at)
-            tile_at = call.tiles.toint() + tiles_at + at.stage * self.stage_bytes
-            self.attend(call, tile_at, (index + shift) * self.block, length, begin, first_row, queries, sums)
+            tile_at = call.tiles.toint() + tiles_at + at.stage * self.shapes.stage_bytes
+            self.attend(call, tile_at, (index + shift) * c.block, length, begin, first_row, queries, sums)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 call.pipe.empty.arrive(at)
-            index += self.parts
+            index += c.parts
 
     # -- one tile --------------------------------------------------------------------------------------------------------------
 
@@ -201,12 +223,13 @@ class Consumers(SwapAb):
         sums: Sums,
     ):
         """One step of attention: accumulates a tile of keys and values, from position ``start`` on."""
-        values_at = tile_at + self.values.begin * self.config.kv_bytes
+        c = self.config
+        values_at = tile_at + self.shapes.values.begin * c.kv_bytes
         # Positions without a token may hold NaN, and 0 * NaN is not 0.
-        if start < begin or start + self.block > length:
+        if start < begin or start + c.block > length:
             self.clear_values(values_at, start, length, begin)
-        if const_expr(self.config.swap_ab):
-            self.attend_swap_ab(call, tile_at, values_at, start, length, queries, sums)
+        if const_expr(c.swap_ab):
+            self.swap_ab.attend(call, tile_at, values_at, start, length, queries, sums)
         else:
             self.attend_rows(call, tile_at, values_at, start, length, first_row, queries, sums)
 
@@ -223,14 +246,15 @@ class Consumers(SwapAb):
         sums: Sums,
     ):
         """The rest of `attend`, with queries as the A operand."""
-        scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
-        if const_expr(self.config.capped):
+        c = self.config
+        scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
+        if const_expr(c.capped):
             self.cap_scores(call, scores, sums)
         windowed = call.window_left >= 0
-        if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
+        if start + c.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
             self.mask(call, scores, start, length, first_row, windowed)
         probs = self.softmax_step(call, scores, sums)
-        if const_expr(self.fp8):
+        if const_expr(c.fp8):
             self.pv_mma_fp8(values_at, probs, sums)
         else:
             self.pv_mma(values_at, probs, sums)
@@ -238,27 +262,29 @@ class Consumers(SwapAb):
     @cute.jit
     def cap_scores(self, call: Call, scores: cute.Tensor, sums: Sums):
         """Applies tanh of logit_cap to a tile: scores become fractions of the cap, from -1 to 1."""
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
-                own = cute.make_rmem_tensor((self.block // 8, 2), Float32)
-                for key in cutlass.range_constexpr(self.block // 8):
+        c = self.config
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
+                own = cute.make_rmem_tensor((c.block // 8, 2), Float32)
+                for key in cutlass.range_constexpr(c.block // 8):
                     for each in cutlass.range_constexpr(2):
                         own[key, each] = scores[tile, key, 2 * r + each]
-                cap(own, self.qk_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
-                for key in cutlass.range_constexpr(self.block // 8):
+                cap(own, self.merger.qk_scale(sums, r) if const_expr(c.fp8) else call.cap_scale)
+                for key in cutlass.range_constexpr(c.block // 8):
                     for each in cutlass.range_constexpr(2):
                         scores[tile, key, 2 * r + each] = own[key, each]
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
         """Zeroes the values of positions that no query sees."""
+        c = self.config
         lane = cute.arch.lane_idx()
-        for each in cutlass.range_constexpr((self.block * self.values.count + 31) // 32):
+        for each in cutlass.range_constexpr((c.block * self.shapes.values.count + 31) // 32):
             row = each * 32 + lane
-            position = start + row % self.block
-            if row < self.block * self.values.count and (position < begin or position >= length):
-                for chunk in cutlass.range_constexpr(self.values.row_bytes // 16):
-                    at = row // self.block * self.values.bytes + self.values.row_at(row % self.block)
+            position = start + row % c.block
+            if row < c.block * self.shapes.values.count and (position < begin or position >= length):
+                for chunk in cutlass.range_constexpr(self.shapes.values.row_bytes // 16):
+                    at = row // c.block * self.shapes.values.bytes + self.shapes.values.row_at(row % c.block)
                     store_floats("shared", values_at + at + chunk * 16, [Float32(0.0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -266,25 +292,26 @@ class Consumers(SwapAb):
     @cute.jit
     def qk_mma(self, tile_at: Int32, queries: cute.Tensor):
         """Scores q @ k of a warp's rows and a tile's keys: ``[tile of rows, 8 keys, element]``."""
+        c = self.config
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
-        keys = self.block // 8
-        scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
+        keys = c.block // 8
+        scores = cute.make_rmem_tensor((self.shapes.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
-            for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.shapes.tiles)]
+            for chunk in cutlass.range_constexpr(0, c.head_dim // 8, 4):
                 b = ldmatrix(
-                    tile_at + lane_row * self.keys.row_bytes
-                    + ((lane_matrix ^ self.keys.swizzle_xor(lane_row)) * 16 ^ self.keys.chunk_in_row(chunk))
-                    + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)),
+                    tile_at + lane_row * self.shapes.keys.row_bytes
+                    + ((lane_matrix ^ self.shapes.keys.swizzle_xor(lane_row)) * 16 ^ self.shapes.keys.chunk_in_row(chunk))
+                    + (self.shapes.keys.row_at(key * 8) + self.shapes.keys.panel_at(chunk)),
                     False,
                 )  # fmt: skip
-                for tile in cutlass.range_constexpr(self.tiles):
-                    for half in cutlass.range_constexpr(min(2, self.head_dim // 16 - chunk // 2)):
+                for tile in cutlass.range_constexpr(self.shapes.tiles):
+                    for half in cutlass.range_constexpr(min(2, c.head_dim // 16 - chunk // 2)):
                         a = [queries[tile, chunk // 2 + half, each] for each in range(4)]
-                        acc_qk[tile] = mma_m16n8k16(self.dtype, acc_qk[tile], a, b[2 * half : 2 * half + 2])
-            for tile in cutlass.range_constexpr(self.tiles):
+                        acc_qk[tile] = mma_m16n8k16(self.shapes.dtype, acc_qk[tile], a, b[2 * half : 2 * half + 2])
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for each in cutlass.range_constexpr(4):
                     scores[tile, key, each] = acc_qk[tile][each]
         return scores
@@ -296,22 +323,24 @@ class Consumers(SwapAb):
         Each MMA depends on the one before, through the accumulator. Interleaving eight groups of keys was slower: on an H200,
         64 x 8192 tokens of 8 heads of dimension 64 took 158 us instead of 143, of dimension 128 286 us instead of 256.
         """
+        panels = self.shapes.keys
         lane = cute.arch.lane_idx()
-        at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
-        keys, chunks = self.block // 8, self.k_width // 16
-        scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
+        at = tile_at + self.shapes.swizzled(panels, lane % 8, lane // 8)
+        keys, chunks = self.config.block // 8, self.shapes.k_width // 16
+        scores = cute.make_rmem_tensor((self.shapes.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.shapes.tiles)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
                 words = ldmatrix(
-                    (at ^ self.keys.chunk_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
+                    (at ^ panels.chunk_in_row(chunk)) + (panels.row_at(key * 8) + panels.panel_at(chunk)),
+                    False,
                 )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
-                    b = widen_fp8(self.mma_dtype, words[each])
-                    for tile in cutlass.range_constexpr(self.tiles):
+                    b = widen_fp8(self.shapes.mma_dtype, words[each])
+                    for tile in cutlass.range_constexpr(self.shapes.tiles):
                         a = [queries[tile, chunk + each, i] for i in range(4)]
-                        acc_qk[tile] = mma_m16n8k16(self.mma_dtype, acc_qk[tile], a, b)
-            for tile in cutlass.range_constexpr(self.tiles):
+                        acc_qk[tile] = mma_m16n8k16(self.shapes.mma_dtype, acc_qk[tile], a, b)
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for each in cutlass.range_constexpr(4):
                     scores[tile, key, each] = acc_qk[tile][each]
         return scores
@@ -321,12 +350,12 @@ class Consumers(SwapAb):
         """Masks keys after a query's position, and before its window."""
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
-                _, row = self.of_head(call, Int32(0), own_row + tile * 16 + r * 8)
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
+                _, row = self.shapes.of_head(call, Int32(0), own_row + tile * 16 + r * 8)
                 end = length - call.q_len + row // call.gqa_ratio + 1
                 begin = cutlass.select_(windowed, end - 1 - call.window_left, Int32(0))
-                for key in cutlass.range_constexpr(self.block // 8):
+                for key in cutlass.range_constexpr(self.config.block // 8):
                     for each in cutlass.range_constexpr(2):
                         position = start + key * 8 + lane % 4 * 2 + each
                         if position < begin or position >= end:
@@ -338,41 +367,42 @@ class Consumers(SwapAb):
 
         The row max is kept in unscaled scores. Accumulators are rescaled only where it has grown by more than LAZY, after scaling.
         """
-        keys = self.block // 8
-        highest = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        c = self.config
+        keys = c.block // 8
+        highest = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         rise = Float32(0.0)
-        for tile in cutlass.range_constexpr(self.tiles):
-            for r in cutlass.range_constexpr(self.used):
-                scale = self.scale(call, sums, r)
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
+            for r in cutlass.range_constexpr(self.shapes.used):
+                scale = self.merger.scale(call, sums, r)
                 own = cute.arch.fmax(scores[tile, 0, 2 * r], scores[tile, 0, 2 * r + 1])
                 for key in cutlass.range_constexpr(1, keys):
                     own = cute.arch.fmax(own, cute.arch.fmax(scores[tile, key, 2 * r], scores[tile, key, 2 * r + 1]))
                 highest[tile, r] = own
                 rise = cute.arch.fmax(rise, (own - sums.row_max[tile, r]) * scale)
         if any_lane(rise > LAZY):
-            for tile in cutlass.range_constexpr(self.tiles):
-                for r in cutlass.range_constexpr(self.used):
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
+                for r in cutlass.range_constexpr(self.shapes.used):
                     own = quad_max(cute.arch.fmax(highest[tile, r], sums.row_max[tile, r]))
-                    decay = exp2((sums.row_max[tile, r] - own) * self.scale(call, sums, r))
+                    decay = exp2((sums.row_max[tile, r] - own) * self.merger.scale(call, sums, r))
                     sums.row_max[tile, r] = own
                     sums.row_sum[tile, r] *= decay
-                    for column in cutlass.range_constexpr(self.v_width // 8):
-                        if const_expr(self.has(r, column * 8, self.v_head_dim)):
+                    for column in cutlass.range_constexpr(self.shapes.v_width // 8):
+                        if const_expr(self.shapes.has(r, column * 8, c.v_head_dim)):
                             sums.acc[tile, column, 2 * r] *= decay
                             sums.acc[tile, column, 2 * r + 1] *= decay
 
-        probs = cute.make_rmem_tensor((self.tiles, keys, 2), Uint32)
-        for tile in cutlass.range_constexpr(self.tiles):
+        probs = cute.make_rmem_tensor((self.shapes.tiles, keys, 2), Uint32)
+        for tile in cutlass.range_constexpr(self.shapes.tiles):
             for r in cutlass.range_constexpr(2):
-                if const_expr(r < self.used):
-                    scale = self.scale(call, sums, r)
+                if const_expr(r < self.shapes.used):
+                    scale = self.merger.scale(call, sums, r)
                     shift = sums.row_max[tile, r] * scale
                     some = Float32(0.0)
                     for key in cutlass.range_constexpr(keys):
                         even = exp2(scores[tile, key, 2 * r] * scale - shift)
                         odd = exp2(scores[tile, key, 2 * r + 1] * scale - shift)
                         some += even + odd
-                        probs[tile, key, r] = pack(self.mma_dtype, even, odd)
+                        probs[tile, key, r] = pack(self.shapes.mma_dtype, even, odd)
                     sums.row_sum[tile, r] += some
                 else:
                     for key in cutlass.range_constexpr(keys):
@@ -382,54 +412,57 @@ class Consumers(SwapAb):
     @cute.jit
     def pv_mma(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """Adds P @ V of a tile to the accumulator."""
+        c = self.config
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
-        row_bytes, swizzle_xor = self.values.row_bytes, self.values.swizzle_xor(lane_row)
+        row_bytes, swizzle_xor = self.shapes.values.row_bytes, self.shapes.values.swizzle_xor(lane_row)
         matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ swizzle_xor) * 16
-        for chunk in cutlass.range_constexpr(0, self.v_head_dim // 8, 2):
-            acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.tiles)]
-            for tile in cutlass.range_constexpr(self.tiles):
+        for chunk in cutlass.range_constexpr(0, c.v_head_dim // 8, 2):
+            acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.shapes.tiles)]
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for half in cutlass.range_constexpr(2):
-                    for each in cutlass.range_constexpr(2 * self.used):
+                    for each in cutlass.range_constexpr(2 * self.shapes.used):
                         acc[tile][half][each] = sums.acc[tile, chunk + half, each]
-            for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                b = ldmatrix((matrix_at ^ self.values.chunk_in_row(chunk)) + offset, True)
-                for tile in cutlass.range_constexpr(self.tiles):
+            for key in cutlass.range_constexpr(0, c.block // 8, 2):
+                offset = self.shapes.values.row_at(key * 8) + self.shapes.values.panel_at(chunk)
+                b = ldmatrix((matrix_at ^ self.shapes.values.chunk_in_row(chunk)) + offset, True)
+                for tile in cutlass.range_constexpr(self.shapes.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
                     for half in cutlass.range_constexpr(2):
-                        acc[tile][half] = mma_m16n8k16(self.dtype, acc[tile][half], a, b[2 * half : 2 * half + 2])
-            for tile in cutlass.range_constexpr(self.tiles):
+                        acc[tile][half] = mma_m16n8k16(self.shapes.dtype, acc[tile][half], a, b[2 * half : 2 * half + 2])
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for half in cutlass.range_constexpr(2):
-                    for each in cutlass.range_constexpr(2 * self.used):
+                    for each in cutlass.range_constexpr(2 * self.shapes.used):
                         sums.acc[tile, chunk + half, each] = acc[tile][half][each]
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """`pv_mma` of fp8 values. ldmatrix transposes bytes in pairs, so an MMA has the even or the odd columns of 16."""
+        c = self.config
+        panels = self.shapes.values
         lane = cute.arch.lane_idx()
-        at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
-        for chunk in cutlass.range_constexpr(0, self.v_width // 16, 2):
-            parts = 2 * min(2, self.v_width // 16 - chunk)
-            acc = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(self.tiles)]
-            for tile in cutlass.range_constexpr(self.tiles):
+        at = values_at + self.shapes.swizzled(panels, lane % 8, lane // 16) + lane // 8 % 2 * (8 * panels.row_bytes)
+        for chunk in cutlass.range_constexpr(0, self.shapes.v_width // 16, 2):
+            parts = 2 * min(2, self.shapes.v_width // 16 - chunk)
+            acc = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(self.shapes.tiles)]
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for part in cutlass.range_constexpr(parts):
-                    for each in cutlass.range_constexpr(2 * self.used):
-                        if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
+                    for each in cutlass.range_constexpr(2 * self.shapes.used):
+                        if const_expr(self.shapes.has(each // 2, chunk * 16, c.v_head_dim)):
                             acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
-            for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                words = ldmatrix((at ^ self.values.chunk_in_row(chunk)) + offset, True)
+            for key in cutlass.range_constexpr(0, c.block // 8, 2):
+                offset = panels.row_at(key * 8) + panels.panel_at(chunk)
+                words = ldmatrix((at ^ panels.chunk_in_row(chunk)) + offset, True)
                 # A word has two columns of two keys; regroup it as the even column's pair and the odd column's pair.
-                pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
-                for tile in cutlass.range_constexpr(self.tiles):
+                pairs = [widen_fp8(self.shapes.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
+                for tile in cutlass.range_constexpr(self.shapes.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
                     for part in cutlass.range_constexpr(parts):
                         b = [pairs[part // 2 * 2][part % 2], pairs[part // 2 * 2 + 1][part % 2]]
-                        acc[tile][part] = mma_m16n8k16(self.mma_dtype, acc[tile][part], a, b)
-            for tile in cutlass.range_constexpr(self.tiles):
+                        acc[tile][part] = mma_m16n8k16(self.shapes.mma_dtype, acc[tile][part], a, b)
+            for tile in cutlass.range_constexpr(self.shapes.tiles):
                 for part in cutlass.range_constexpr(parts):
-                    for each in cutlass.range_constexpr(2 * self.used):
-                        if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
+                    for each in cutlass.range_constexpr(2 * self.shapes.used):
+                        if const_expr(self.shapes.has(each // 2, chunk * 16, c.v_head_dim)):
                             sums.acc[tile, 2 * chunk + part, each] = acc[tile][part][each]

@@ -28,76 +28,81 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
 )
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, cap, exp2
 from tokenspeed_kernel_nvidia.sm90.attention.decode.merge_device import Merger, Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import LAZY, Call
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import LAZY, Call, Shapes
 
 
-class SwapAb(Merger):
-    """Mixin with the swap-AB MMAs and their softmax."""
+class SwapAb:
+    """The swap-AB MMAs and their softmax."""
+
+    def __init__(self, shapes: Shapes, merger: Merger) -> None:
+        self.config = shapes.config
+        self.shapes = shapes
+        self.merger = merger
 
     @cute.jit
-    def begin_swap_ab(self, sums: Sums):
+    def begin(self, sums: Sums):
         """Resets row max and row sum of a lane's two queries."""
         for r in cutlass.range_constexpr(2):
             sums.row_max[0, r] = Float32(LOWEST)
             sums.row_sum[0, r] = Float32(0.0)
 
     @cute.jit
-    def attend_swap_ab(
-        self, call: Call, tile_at: Int32, values_at: Int32, start: Int32, length: Int32, queries: cute.Tensor, sums: Sums
-    ):
+    def attend(self, call: Call, tile_at: Int32, values_at: Int32, start: Int32, length: Int32, queries: cute.Tensor, sums: Sums):
         """Accumulates one tile of keys and values, from position ``start`` on. Masked values must have been zeroed."""
-        scores = self.qk_swap_ab(tile_at, queries)
-        if const_expr(self.config.capped):
-            cap(scores, self.qk_scale(sums, 0))
+        c = self.config
+        scores = self.qk(tile_at, queries)
+        if const_expr(c.capped):
+            cap(scores, self.merger.qk_scale(sums, 0))
         windowed = call.window_left >= 0
-        if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
-            self.mask_swap_ab(call, scores, start, length, windowed)
-        probs = self.softmax_swap_ab(call, scores, sums)
-        self.pv_swap_ab(values_at, probs, sums)
+        if start + c.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
+            self.mask(call, scores, start, length, windowed)
+        probs = self.softmax(call, scores, sums)
+        self.pv(values_at, probs, sums)
 
     @cute.jit
-    def qk_swap_ab(self, tile_at: Int32, queries: cute.Tensor):
+    def qk(self, tile_at: Int32, queries: cute.Tensor):
         """Scores k @ q.T of a tile's keys and the queries: ``[16 keys, element]``."""
+        c = self.config
         lane = cute.arch.lane_idx()
-        at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
-        chunks = self.k_width // 16
-        scores = cute.make_rmem_tensor((self.block // 16, 4), Float32)
-        for some in cutlass.range_constexpr(self.block // 16):
+        at = tile_at + self.shapes.swizzled(self.shapes.keys, lane % 8, lane // 8)
+        chunks = self.shapes.k_width // 16
+        scores = cute.make_rmem_tensor((c.block // 16, 4), Float32)
+        for some in cutlass.range_constexpr(c.block // 16):
             acc_qk = [Float32(0.0)] * 4
             for chunk in cutlass.range_constexpr(0, chunks, 4):
-                chunk_at = at ^ self.keys.chunk_in_row(chunk)
+                chunk_at = at ^ self.shapes.keys.chunk_in_row(chunk)
                 low, high = (
-                    ldmatrix(chunk_at + (self.keys.row_at(some * 16 + half * 8) + self.keys.panel_at(chunk)), False)
+                    ldmatrix(chunk_at + (self.shapes.keys.row_at(some * 16 + half * 8) + self.shapes.keys.panel_at(chunk)), False)
                     for half in range(2)
                 )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
-                    first, second = widen_fp8(self.mma_dtype, low[each]), widen_fp8(self.mma_dtype, high[each])
+                    first, second = widen_fp8(self.shapes.mma_dtype, low[each]), widen_fp8(self.shapes.mma_dtype, high[each])
                     a = [first[0], second[0], first[1], second[1]]
                     b = [queries[0, chunk + each, 0], queries[0, chunk + each, 2]]
-                    acc_qk = mma_m16n8k16(self.mma_dtype, acc_qk, a, b)
+                    acc_qk = mma_m16n8k16(self.shapes.mma_dtype, acc_qk, a, b)
             for each in cutlass.range_constexpr(4):
                 scores[some, each] = acc_qk[each]
         return scores
 
     @cute.jit
-    def mask_swap_ab(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, windowed: cutlass.Boolean):
+    def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, windowed: cutlass.Boolean):
         """Masks keys after a query's position, and before its window."""
         lane = opt_barrier(cute.arch.lane_idx())
         for r in cutlass.range_constexpr(2):
             end = length - call.q_len + (lane % 4 * 2 + r) // call.gqa_ratio + 1
             begin = cutlass.select_(windowed, end - 1 - call.window_left, Int32(0))
-            for key in cutlass.range_constexpr(self.block // 8):
+            for key in cutlass.range_constexpr(self.config.block // 8):
                 position = start + key * 8 + lane // 4
                 if position < begin or position >= end:
                     scores[key // 2, key % 2 * 2 + r] = -Float32.inf
 
     @cute.jit
-    def softmax_swap_ab(self, call: Call, scores: cute.Tensor, sums: Sums):
+    def softmax(self, call: Call, scores: cute.Tensor, sums: Sums):
         """One step of online softmax: returns rounded probabilities as the B operand of V.T @ P.T: ``[16 keys, word]``."""
-        keys = self.block // 16
+        keys = self.config.block // 16
         highest = cute.make_rmem_tensor((2,), Float32)
         rise = Float32(0.0)
-        scale = self.scale(call, sums, 0)
+        scale = self.merger.scale(call, sums, 0)
         for r in cutlass.range_constexpr(2):
             own = cute.arch.fmax(scores[0, r], scores[0, 2 + r])
             for key in cutlass.range_constexpr(1, keys):
@@ -110,7 +115,7 @@ class SwapAb(Merger):
                 decay = exp2((sums.row_max[0, r] - own) * scale)
                 sums.row_max[0, r] = own
                 sums.row_sum[0, r] *= decay
-                for column in cutlass.range_constexpr(self.v_width // 8):
+                for column in cutlass.range_constexpr(self.shapes.v_width // 8):
                     sums.acc[0, column, r] *= decay
         shifts = [sums.row_max[0, r] * scale for r in range(2)]
         probs = cute.make_rmem_tensor((keys, 2), Uint32)
@@ -120,45 +125,49 @@ class SwapAb(Merger):
                 weights = [exp2(scores[key, 2 * half + r] * scale - shifts[r]) for r in range(2)]
                 for r in cutlass.range_constexpr(2):
                     sums.row_sum[0, r] += weights[r]
-                probs[key, half] = transpose_matrix(pack(self.mma_dtype, weights[0], weights[1]), lane)
+                probs[key, half] = transpose_matrix(pack(self.shapes.mma_dtype, weights[0], weights[1]), lane)
         return probs
 
     @cute.jit
-    def pv_swap_ab(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
+    def pv(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """Adds V.T @ P.T of a tile to the accumulator.
 
         ldmatrix transposes bytes in pairs, so the first eight rows of an MMA are even columns of V, the other eight odd ones.
         """
+        panels = self.shapes.values
         lane = cute.arch.lane_idx()
-        at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
-        chunks = self.v_width // 16
+        at = values_at + self.shapes.swizzled(panels, lane % 8, lane // 16) + lane // 8 % 2 * (8 * panels.row_bytes)
+        chunks = self.shapes.v_width // 16
         for chunk in cutlass.range_constexpr(0, chunks, 2):
             parts = min(2, chunks - chunk)
             acc = [[sums.acc[0, 2 * (chunk + part) + each // 2, each % 2] for each in range(4)] for part in range(parts)]
-            for key in cutlass.range_constexpr(self.block // 16):
-                offset = self.values.row_at(key * 16) + self.values.panel_at(chunk)
-                words = ldmatrix((at ^ self.values.chunk_in_row(chunk)) + offset, True)
+            for key in cutlass.range_constexpr(self.config.block // 16):
+                offset = panels.row_at(key * 16) + panels.panel_at(chunk)
+                words = ldmatrix((at ^ panels.chunk_in_row(chunk)) + offset, True)
                 # A word has two columns of two keys; regroup it as the even column's pair and the odd column's pair.
-                pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
+                pairs = [widen_fp8(self.shapes.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
                 b = [probs[key, 0], probs[key, 1]]
                 for part in cutlass.range_constexpr(parts):
                     low, high = pairs[2 * part], pairs[2 * part + 1]
-                    acc[part] = mma_m16n8k16(self.mma_dtype, acc[part], [low[0], low[1], high[0], high[1]], b)
+                    acc[part] = mma_m16n8k16(self.shapes.mma_dtype, acc[part], [low[0], low[1], high[0], high[1]], b)
             for part in cutlass.range_constexpr(parts):
                 for each in cutlass.range_constexpr(4):
                     sums.acc[0, 2 * (chunk + part) + each // 2, each % 2] = acc[part][each]
 
     @cute.jit
-    def store_partial_swap_ab(self, call: Call, sums: Sums):
+    def store_partial(self, call: Call, sums: Sums):
         """Stores a warp's partial results in shared memory."""
+        c = self.config
         thread = opt_barrier(cute.arch.thread_idx()[0])
         lane = thread % 32
-        first_row = thread // 32 * self.rows
+        first_row = thread // 32 * c.rows
         for r in cutlass.range_constexpr(2):
             row = first_row + lane % 4 * 2 + r
             row_sum = column_sum(sums.row_sum[0, r])
             if lane < 4:
-                store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[0, r] * self.scale(call, sums, r), row_sum])
-            to = call.results.toint() + (row * self.width + lane // 4 * 2) * 4
-            for chunk in cutlass.range_constexpr(self.v_width // 16):
+                store_floats(
+                    "shared", call.sums.toint() + row * 8, [sums.row_max[0, r] * self.merger.scale(call, sums, r), row_sum]
+                )
+            to = call.results.toint() + (row * c.width + lane // 4 * 2) * 4
+            for chunk in cutlass.range_constexpr(self.shapes.v_width // 16):
                 store_floats("shared", to + chunk * 64, [sums.acc[0, 2 * chunk + odd, r] for odd in range(2)])

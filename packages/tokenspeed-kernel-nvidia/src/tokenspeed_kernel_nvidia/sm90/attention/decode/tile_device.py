@@ -151,35 +151,25 @@ def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
 
-class Tiles:
-    """Base of the mixins: shapes that follow from a configuration, and the visible part of a sequence."""
+class Shapes:
+    """Shapes that follow from a configuration, the layout of shared memory, and the visible part of a sequence."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.fp8 = config.fp8
         self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
         self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of the MMA operands
-        self.head_dim = config.head_dim
-        self.v_head_dim = config.v_head_dim
         self.k_width = config.k_row.width  # of a tile's rows
         self.v_width = config.v_row.width
-        self.block = config.block
         self.box = config.block if config.gathered else config.box
-        self.boxes = self.block // self.box
+        self.boxes = self.config.block // self.box
         self.keys = panels_of(config, config.k_row, self.box, 0)
         self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
         self.stage_bytes = config.kv_bytes * config.stage_elements
-        self.stages = config.stages
-        self.rows = config.rows
-        self.parts = config.parts
-        self.heads = config.heads
-        self.abreast = config.abreast
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 query rows, per warp
         self.used = 1 if config.rows == 8 else 2  # query rows of a tile of 16 that a lane holds
         self.together = 4 if config.fp8 else 2  # adjacent columns of an accumulator row that a lane holds
         self.fours = config.v_head_dim // 4  # threads per output row, of 4 elements each
-        self.width = config.width
 
     def storage(self) -> Any:
         config, dtype = self.config, self.kv_dtype
@@ -207,8 +197,8 @@ class Tiles:
     def visible(self, call: Call, length: Int32):
         """The first position that a query sees, its tile, and the number of visible tiles, at least 1."""
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
-        first = begin // self.block
-        return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
+        first = begin // self.config.block
+        return begin, first, cutlass.max((length + self.config.block - 1) // self.config.block - first, 1)
 
     @cute.jit
     def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
@@ -218,13 +208,13 @@ class Tiles:
 
     def has(self, r: int, column: int, width: int) -> bool:
         """Whether a column belongs to the KV head of a lane's ``r``-th query row. ``width``: columns of a head."""
-        return self.abreast == 1 or column // width == r
+        return self.config.abreast == 1 or column // width == r
 
     def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
         """The KV head of a query row, and the row's index in it. ``kv_head``: that of row 0; heads abreast count as one."""
-        if self.abreast == 1:
+        if self.config.abreast == 1:
             return kv_head, row
-        return kv_head * self.abreast + row // 8, row % 8
+        return kv_head * self.config.abreast + row // 8, row % 8
 
     @cute.jit
     def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
@@ -233,6 +223,6 @@ class Tiles:
         A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
-        at = (slot * call.kv_heads + call.kv_head) * self.rows + row
-        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.v_head_dim * 4)
-        return sums + Int64(at * 8), call.partial + Int64(at * (self.v_head_dim * 4))
+        at = (slot * call.kv_heads + call.kv_head) * self.config.rows + row
+        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.config.rows) * (self.config.v_head_dim * 4)
+        return sums + Int64(at * 8), call.partial + Int64(at * (self.config.v_head_dim * 4))

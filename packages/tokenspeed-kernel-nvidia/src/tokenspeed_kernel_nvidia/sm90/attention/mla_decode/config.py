@@ -62,6 +62,11 @@ class Config:
         return ROWS // self.heads_of_tile
 
     @property
+    def tokens_of_item(self) -> int:
+        """New tokens of a work item, over all CTAs of the group."""
+        return self.ranks * ROWS // self.heads
+
+    @property
     def at_once(self) -> bool:
         """Whether a block's probabilities are signalled as soon as they are stored, or only after the next block's q @ k.
 
@@ -87,6 +92,11 @@ class Config:
     def query_chunks(self) -> int:
         """Chunk stages that the queries of a work item occupy while they are loaded."""
         return 4
+
+    @property
+    def wide_queries(self) -> bool:
+        """Whether elements of queries are wider than those of the cache."""
+        return False
 
     @property
     def lazy(self) -> float:

@@ -45,6 +45,10 @@ class Fp8Config(Config):
         return 1
 
     @property
+    def wide_queries(self) -> bool:
+        return not self.fp8_queries
+
+    @property
     def query_parts(self) -> int:
         """e4m3 parts whose sum is a query."""
         return 1 if self.fp8_queries else 2

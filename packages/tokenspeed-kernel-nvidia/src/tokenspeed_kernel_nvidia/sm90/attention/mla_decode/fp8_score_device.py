@@ -1,8 +1,10 @@
-"""The score warpgroup of `mla_decode` with an fp8 cache: it holds the queries, and computes q @ k and softmax of blocks."""
+"""q @ k of the score warpgroup with an fp8 cache: the counterpart of `score_device`."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
@@ -10,23 +12,44 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, last_filled
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import ROPE, ROWS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import STEP, STEPS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_tile_device import CHUNK_BYTES, FP8, Fp8Tiles
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import Operands, QkMmas, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, LATENT_CHUNKS, PANEL_BYTES, SCORED, Call
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import STEP, STEPS, Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import (
+    Operands,
+    QkMmas,
+    finish_scores,
+    lane_offset,
+    release_queries,
+)
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
+    FP8,
+    FP8_CHUNK_BYTES,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
+    PANEL_BYTES,
+    SCORED,
+    Call,
+    SharedMemory,
+    thread_of_scores,
+)
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
 ROPE_STEPS = ROPE // STEP  # MMAs with the rotary part, which are issued first
 CHUNK_STEPS = LATENT_CHUNK // STEP
 
 
-class Fp8Scorer(Fp8Tiles, Scorer):
-    """Mixin of the score warpgroup."""
+@dataclass(frozen=True)
+class Fp8QkMma:
+    """q @ k with e4m3 MMAs."""
 
-    def make_qk_mmas(self) -> QkMmas:
+    config: Fp8Config
+    memory: SharedMemory
+    every_factor = True  # see `QkMma`
+
+    def make_mmas(self) -> QkMmas:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         op = warpgroup.MmaF8Op(FP8, FP8, Float32, (ROWS, ROWS, STEP), *operands)
         return QkMmas(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(FP8, ROWS))
@@ -36,51 +59,42 @@ class Fp8Scorer(Fp8Tiles, Scorer):
         q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
         keys = [
             kept.make_fragment_B(kept.partition_B(ring.tiles(memory, dtype=FP8)))
-            for ring, memory in ((self.latent_chunks, call.storage.latent_chunks), (self.ropes, call.storage.ropes))
+            for ring, memory in ((self.memory.latent_chunks, call.storage.latent_chunks), (self.memory.ropes, call.storage.ropes))
         ]
         low = None
         if self.config.others:
-            low = others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others, dtype=FP8)))
+            low = others.make_fragment_A(others.partition_A(self.memory.others.tiles(call.storage.others, dtype=FP8)))
         return Operands(q, cute.recast_tensor(q, Uint32), low, *keys)
 
     # -- queries ---------------------------------------------------------------------------------------------------------------
 
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Loads queries of a tile to registers, and releases their stages. See `Scorer.take_queries`."""
+        """Loads queries of a tile to registers, and releases their stages. See `QkMma.take_queries`."""
         take = self.take_narrow if self.config.fp8_queries else self.take_wide
         return take(call, words, at, rope_at)
-
-    @cute.jit
-    def scale_of(self, call: Call) -> Float32:
-        """Returns the factor of scores: softmax scale times q_scale times kv_scale."""
-        return call.scale * Scales(call.q_scale, Int32(0)).of(Int32(0)) * Scales(call.kv_scale, Int32(0)).of(Int32(0))
 
     @cute.jit
     def take_narrow(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
         """`take_queries` of e4m3 queries."""
         c = self.config
-        thread = self.thread_of_scores()
+        thread = thread_of_scores()
         call.ropes.wait(rope_at)
         row = (thread >> 5) * 16 + (thread & 15)
-        offset = row * ROPE + (((thread >> 4) & 1) ^ ((row >> 1) & 3)) * CHUNK_BYTES
+        offset = row * ROPE + (((thread >> 4) & 1) ^ ((row >> 1) & 3)) * FP8_CHUNK_BYTES
         for step in cutlass.range_constexpr(ROPE_STEPS):
-            self.put_words(words, step, registers.ldmatrix(self.rope_at(call, rope_at) + (offset ^ (step * STEP)), False))
+            put_words(words, step, registers.ldmatrix(self.memory.rope_at(call, rope_at) + (offset ^ (step * STEP)), False))
         first = at
-        offset = self.lane_offset(thread)
+        offset = lane_offset(thread)
         for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
             call.latent_chunks.wait(at)
             for step in cutlass.range_constexpr(CHUNK_STEPS):
-                four = registers.ldmatrix(self.panel_at(call, at, 0) + (offset ^ (step * STEP)), False)
-                self.put_words(words, ROPE_STEPS + chunk * CHUNK_STEPS + step, four)
+                four = registers.ldmatrix(self.memory.panel_at(call, at, 0) + (offset ^ (step * STEP)), False)
+                put_words(words, ROPE_STEPS + chunk * CHUNK_STEPS + step, four)
             at = advance(at, c.latent_chunks)
         cute.arch.fence_view_async_shared()
-        self.release_queries(call, first)
-        scale = self.scale_of(call)
+        release_queries(self.memory, call, first)
+        scale = scale_of(call)
         return at, (scale, scale)
-
-    def put_words(self, words: cute.Tensor, step: int, four: list) -> None:
-        for each in range(4):
-            words[step * 4 + each] = four[each]
 
     @cute.jit
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
@@ -90,10 +104,10 @@ class Fp8Scorer(Fp8Tiles, Scorer):
         underflow in e4m3.
         """
         c = self.config
-        thread = self.thread_of_scores()
+        thread = thread_of_scores()
         lane = thread & 31
         row = (thread >> 5) * 16 + (lane >> 2)
-        offset = row * (LATENT_CHUNK) + (((lane >> 1) & 1) ^ (row & 7)) * CHUNK_BYTES + (lane & 1) * 8
+        offset = row * (LATENT_CHUNK) + (((lane >> 1) & 1) ^ (row & 7)) * FP8_CHUNK_BYTES + (lane & 1) * 8
         first = at
         largest = [Float32(0.0), Float32(0.0)]
         for _ in cutlass.range_constexpr(c.query_chunks):
@@ -104,7 +118,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
                     for x in values:
                         largest[each % 2] = cute.arch.fmax(largest[each % 2], cute.math.absf(x))
             at = advance(at, c.latent_chunks)
-        scale = self.scale_of(call)
+        scale = scale_of(call)
         factors, scales = [], []
         for r in cutlass.range_constexpr(2):
             total = registers.quad_max(largest[r])
@@ -112,7 +126,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
             exponent = cutlass.min(Int32(127 + 7 + 127) - (registers.bits_of(total) >> 23), 253)
             factors.append(registers.float_of(exponent << 23))
             scales.append(scale * registers.float_of((254 - exponent) << 23))
-        others = call.storage.others.data_ptr().toint() + self.lane_offset(thread)
+        others = call.storage.others.data_ptr().toint() + lane_offset(thread)
         # All warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         at = first
@@ -125,16 +139,16 @@ class Fp8Scorer(Fp8Tiles, Scorer):
                     high.append(registers.pack_fp8(*values))
                     rounded = [x for pair in registers.widen_fp8(cutlass.Float16, high[each]) for x in floats_of_pair(pair)]
                     low.append(registers.pack_fp8(*(x - y for x, y in zip(values, rounded, strict=True))))
-                self.put_words(words, index, high)
+                put_words(words, index, high)
                 if const_expr(index < c.low_kept):
-                    self.put_words(words, STEPS + index, low)
+                    put_words(words, STEPS + index, low)
                 else:
                     other = index - c.low_kept
                     to = (others ^ (other % CHUNK_STEPS * STEP)) + other // CHUNK_STEPS * PANEL_BYTES
                     registers.stmatrix(to, low)
             at = advance(at, c.latent_chunks)
         cute.arch.fence_view_async_shared()
-        self.release_queries(call, first)
+        release_queries(self.memory, call, first)
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         return at, (scales[0], scales[1])
 
@@ -146,14 +160,14 @@ class Fp8Scorer(Fp8Tiles, Scorer):
             step: index of the 32 columns in the chunk.
             each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on.
         """
-        to = self.panel_at(call, at, 0) + each % 2 * (8 * LATENT_CHUNK) + (offset ^ (step * 64 + each // 2 * 32))
-        return [x for word in load_words("shared", to, 2) for x in registers.widened(self.dtype, word)]
+        to = self.memory.panel_at(call, at, 0) + each % 2 * (8 * LATENT_CHUNK) + (offset ^ (step * 64 + each // 2 * 32))
+        return [x for word in load_words("shared", to, 2) for x in registers.widened(dtype_of(self.config.dtype), word)]
 
     # -- scores ----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def multiply(self, call: Call, mmas: QkMmas, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Computes q @ k of a block. Returns the scores, and the chunk cursor of the next block. See `Scorer.multiply`."""
+        """Computes q @ k of a block. Returns the scores, and the chunk cursor of the next block. See `QkMma.multiply`."""
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
@@ -173,13 +187,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
                 if const_expr(not c.at_once and index == STEPS - 1 - c.tail):
                     warpgroup.commit_group()
             at = advance(at, c.latent_chunks)
-        if const_expr(c.at_once or c.tail > 0):
-            warpgroup.commit_group()
-        if const_expr(not c.at_once):
-            warpgroup.wait_group(min(c.tail, 1))
-            if not is_first:
-                self.signal_probs(call, last_filled(rope_at, c.stages))
-        warpgroup.wait_group(0)
+        finish_scores(c, call, rope_at, is_first)
         return scores, at
 
     def multiply_step(
@@ -198,7 +206,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
     @cute.jit
     def store_probs(self, to: Int32, offset: Int32, probs: cute.Tensor):
         """Stores probabilities as e4m3, in the token order of `fp8_value_device`."""
-        thread = self.thread_of_scores()
+        thread = thread_of_scores()
         lane = thread & 31
         for r in cutlass.range_constexpr(2):
             words = []
@@ -206,7 +214,18 @@ class Fp8Scorer(Fp8Tiles, Scorer):
                 first = 8 * sixteen + 2 * r
                 words.append(registers.pack_fp8(*(probs[first + each] for each in (0, 1, 4, 5))))
             row = (thread >> 5) * 16 + 8 * r + (lane & 7)
-            registers.stmatrix(to + row * ROPE + ((lane >> 3) ^ ((row >> 1) & 3)) * CHUNK_BYTES, words)
+            registers.stmatrix(to + row * ROPE + ((lane >> 3) ^ ((row >> 1) & 3)) * FP8_CHUNK_BYTES, words)
+
+
+@cute.jit
+def scale_of(call: Call) -> Float32:
+    """Returns the factor of scores: softmax scale times q_scale times kv_scale."""
+    return call.scale * Scales(call.q_scale, Int32(0)).of(Int32(0)) * Scales(call.kv_scale, Int32(0)).of(Int32(0))
+
+
+def put_words(words: cute.Tensor, step: int, four: list) -> None:
+    for each in range(4):
+        words[step * 4 + each] = four[each]
 
 
 def floats_of_pair(pair: Uint32) -> list:

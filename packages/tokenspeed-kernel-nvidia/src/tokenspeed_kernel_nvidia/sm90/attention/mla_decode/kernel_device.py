@@ -1,14 +1,28 @@
 """The device code of `mla_decode`: the launch, and the roles of the warps.
 
-`load_device` has the tile scheduler and the producer warp, `score_device` the score warpgroup (q @ k and
-softmax), `value_device` the value warpgroups (P @ V), and `store_device` their epilogue.
+The kernel is persistent, warp-specialised and split-KV.
+
+* CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads two CTAs form a cluster: each has 64 heads,
+  loads half of a block and multicasts it to both.
+* Warp 0 (`load_device`) runs the tile scheduler (`scheduler_device`), and loads queries and blocks of 64 tokens by TMA. Latents go
+  to a ring of chunks of 128 columns, rotary parts to a ring of their own. The other warps of warpgroup 0 idle.
+* Warpgroup 1 (`score_device`) holds most queries in registers. It computes q @ k, masks (`mask_device`) and softmax, stores
+  probabilities over the block's rotary part, and signals ``probs_full``.
+* Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the columns each, release the stages, and store results
+  (`store_device`, at the addresses of `results_device`).
+* In flight: 11 chunks of 16 KB, almost three blocks; with an fp8 cache 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
+  block overlaps P @ V of the preceding one.
+* Limits: the tensor cores with 128 heads, memory bandwidth with fewer.
+
+A second kernel (`merge_device`) merges partial results. With an fp8 cache `fp8_score_device`, `fp8_value_device` and
+`fp8_store_device` replace their counterparts; `kernel_of` chooses.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -18,11 +32,28 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMmas, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import Valuer
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_score_device import Fp8QkMma
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_store_device import Fp8Store
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_sums_device import MemorySums
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_value_device import Fp8PvMma
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader, load_queries, load_wide_queries, tma_views
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.mask_device import TokenMask, hide_later_tokens
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Results
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, items_of
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMma, QkMmas, ScoreWarpgroup, TmaArrival
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import Epilogue, Store
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
+    READERS,
+    SCORES,
+    THREADS,
+    VALUES,
+    Blocks,
+    Call,
+    Table,
+    shared_memory,
+)
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import PvMma, ValueWarpgroups
 
 LOAD_WARP = 0
 
@@ -33,30 +64,29 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
-    size, rows, ints = arguments.size, arguments.rows, arguments.ints
+    """Placeholder arguments to compile the function of `host` with. e4m3 tensors are passed as bytes."""
+    size, ints = arguments.size, arguments.ints
+    fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()
-    q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
-    out = rows(config.dtype, tokens, config.heads, LATENT)
-    kv_cache = rows(config.dtype, size(), size(divisibility=ROWS), LATENT + ROPE)
+    q = _operand(config, fp8 and config.fp8_queries, tokens, config.heads, LATENT + ROPE)
+    out = arguments.rows(config.dtype, tokens, config.heads, LATENT)
+    kv_cache = _operand(config, fp8, size(), size(divisibility=ROWS), LATENT + ROPE)
     page_table = ints(batch, size(), contiguous=False)
-    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0)]
+    scales = [Int64(0) if fp8 else None for _ in range(2)]
+    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0), *scales]
     return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
-def slots_first(kv_cache: cute.Tensor) -> cute.Tensor:
-    """A view of ``[pages, page_size, width]`` as ``(page_size, width, pages)``."""
-    return cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
+def _operand(config: Config, as_bytes: bool, *shape: Any) -> Any:
+    return arguments.byte_rows(*shape) if as_bytes else arguments.rows(config.dtype, *shape)
 
 
-class MlaDecode(Loader, Scorer, Valuer):
-    """The MLA decode kernel of one configuration: persistent and warp-specialised, one CTA of four warpgroups per SM.
+class MlaDecode:
+    """The host function of a configuration."""
 
-    A warp of the first warpgroup finds the CTA's work items, and loads queries and blocks by TMA into two rings in shared memory:
-    latent chunks and rotary parts. The score warpgroup computes q @ k and softmax, stores probabilities over the block's rotary
-    part, and signals ``probs_full``. The two value warpgroups accumulate P @ V for half of the columns each, and release the
-    stages. With 128 heads two CTAs form a cluster: each loads half of a block and multicasts it to both.
-    """
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.mla = kernel_of(config, DecodeWork(config), hide_later_tokens)
 
     @cute.jit
     def __call__(
@@ -72,40 +102,64 @@ class MlaDecode(Loader, Scorer, Valuer):
         max_seqlen_k: Int32,
         groups: Int32,
         scale: Float32,
+        q_scale: Optional[Int64],
+        kv_scale: Optional[Int64],
         stream: cuda.CUstream,
     ):
-        blocks = self.blocks_of(q, kv_cache)
-        self.launch(
-            *blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, None, None, stream
-        )
+        items = items_of(self.config, q_len)
+        self.mla.launch(
+            q, kv_cache, out, page_table, cache_seqlens, cache_seqlens.shape[0] * items, items, partial, lse, q_len, max_seqlen_k,
+            groups, scale, q_scale, kv_scale, None, None, stream,
+        )  # fmt: skip
 
-    def blocks_of(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
-        """Returns the TMA views of queries and cache."""
-        c = self.config
-        return (
-            Blocks(make_tma(self.load_once, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), None),
-            Blocks(make_tma(self.load_shared, slots_first(kv_cache), (ROWS, PANEL)), None),
-        )
 
-    @property
-    def load_once(self) -> Any:
-        """TMA load to one CTA."""
-        return cpasync.CopyBulkTensorTileG2SOp()
+def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
+    """Composes the kernel of a configuration from its roles.
 
-    @property
-    def load_shared(self) -> Any:
-        """TMA load to all CTAs of the cluster (multicast)."""
-        return self.load_once if self.config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    Args:
+        work: the work items: `DecodeWork`, or an object with the same methods.
+        hide: masks a block's scores: see `TokenMask`.
+    """
+    memory, results = shared_memory(config), Results(config, work)
+    if isinstance(config, Fp8Config):
+        sums = MemorySums(config, results)
+        qk, pv, store = Fp8QkMma(config, memory), Fp8PvMma(config, memory, sums), Fp8Store(config, work, results, sums)
+    else:
+        qk, pv, store = QkMma(config, memory, TmaArrival()), PvMma(config, memory), Store(config, work, results)
+    return Mla(
+        config,
+        memory,
+        Loader(config, memory, work, load_wide_queries if config.wide_queries else load_queries),
+        ScoreWarpgroup(config, memory, work, qk, TokenMask(config, memory, work, hide)),
+        ValueWarpgroups(config, work, pv, Epilogue(config, work, results, store)),
+    )
+
+
+class Mla:
+    """The kernel of one configuration.
+
+    Attributes:
+        memory: the layout of shared memory.
+        loader, scores, values: the roles of the warps.
+    """
+
+    def __init__(self, config: Config, memory: Any, loader: Loader, scores: ScoreWarpgroup, values: ValueWarpgroups) -> None:
+        self.config = config
+        self.memory = memory
+        self.loader = loader
+        self.scores = scores
+        self.values = values
 
     @cute.jit
     def launch(
         self,
-        q: Blocks,
-        kv: Blocks,
+        q: cute.Tensor,
         kv_cache: cute.Tensor,
         out: cute.Tensor,
         page_table: cute.Tensor,
         cache_seqlens: cute.Tensor,
+        batch: Int32,
+        items: Int32,
         partial: Int64,
         lse: Int64,
         q_len: Int32,
@@ -114,15 +168,17 @@ class MlaDecode(Loader, Scorer, Valuer):
         scale: Float32,
         q_scale: Int64 | None,
         kv_scale: Int64 | None,
+        cu_seqlens_q: Int64 | None,
+        is_causal: Int32 | None,
         stream: cuda.CUstream,
     ):
+        """Launches the kernel; see `Call`."""
         c = self.config
-        items = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         self.kernel(
-            q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
-            cache_seqlens.shape[0] * items, items, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, None, None, self.make_qk_mmas(),
-            self.make_pv_mma(),
+            *tma_views(self.memory, q, kv_cache), Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]),
+            cache_seqlens.iterator.toint(), batch, items, q_len, max_seqlen_k,
+            Table(out.iterator.toint(), out.stride[0], out.stride[1]), lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1),
+            scale, q_scale, kv_scale, cu_seqlens_q, is_causal, self.scores.qk.make_mmas(), self.values.pv.make_mma(),
         ).launch(
             grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -155,7 +211,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        storage = SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.memory.storage())
         call = Call(
             page_table, cache_seqlens, batch, items, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
             cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, cu_seqlens_q, is_causal,
@@ -176,14 +232,14 @@ class MlaDecode(Loader, Scorer, Valuer):
         if warp < SCORES * 4:
             cute.arch.setmaxregister_decrease(c.load_registers)
             if warp == LOAD_WARP:
-                self.load(call, q, kv)
+                self.loader.load(call, q, kv)
         else:
             if warp < VALUES * 4:
                 cute.arch.setmaxregister_increase(c.score_registers)
-                self.score(call, qk)
+                self.scores.compute(call, qk)
             else:
                 cute.arch.setmaxregister_increase(c.value_registers)
-                self.take_values(call, pv)
+                self.values.compute(call, pv)
         if const_expr(c.cluster > 1):  # no CTA may exit while another one still writes to its shared memory
             self.meet()
 

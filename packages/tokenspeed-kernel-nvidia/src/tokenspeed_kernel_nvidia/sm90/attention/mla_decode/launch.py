@@ -41,23 +41,24 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config, every_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.supported import LATENT_FP8
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_fp8_config)
+@program(arch=ARCH, configs=every_fp8_config)
 def mla_decode_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
-    from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import fp8_kernel_device
+    from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device
 
-    return fp8_kernel_device.host(config), fp8_kernel_device.fake_arguments(config)
+    return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_merge_config)
+@program(arch=ARCH, configs=every_merge_config)
 def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import merge_device
 
@@ -108,12 +109,13 @@ def mla_decode_with_kvcache(
         launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, device)
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others: tuple[Any, ...] = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
+        scales: tuple[int | None, ...] = (None, None)
         if kv_cache.dtype not in DTYPES:
-            others = *others, 0 if q_scale is None else q_scale.data_ptr(), 0 if kv_scale is None else kv_scale.data_ptr()
+            scales = 0 if q_scale is None else q_scale.data_ptr(), 0 if kv_scale is None else kv_scale.data_ptr()
             kv_cache = kv_cache.view(torch.uint8)
             if q.dtype not in DTYPES:
                 q = q.view(torch.uint8)
+        others = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E, *scales
         rows = launched_on(launch, (q, kv_cache), written, (page_table, cache_seqlens), others, ("kv_cache",))
         if max_seqlen_k > ROWS:  # a single block is never split
             merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)

@@ -16,10 +16,11 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import bits_of, load_floats_if, pack, store_words, widened
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import bits_of, dtype_of, load_floats_if, pack, store_words, widened
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOWEST, exp2
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import Storer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Results, factor_of
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, items_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
 
 WARPS = 8  # of a CTA
@@ -80,18 +81,32 @@ class Sums:
             self.values[i] = self.values[i] + weight * values[i]
 
 
-class MlaMerge(Storer):
+class Merge:
     """The merge kernel of one configuration. The grid is (CTAs per work item, ranks, records); a CTA has eight warps."""
 
+    def __init__(self, config: Config, work: Any) -> None:
+        self.config = config
+        self.work = work
+        self.results = Results(config, work)
+
     @cute.jit
-    def __call__(self, out: cute.Tensor, partial: Int64, lse: Int64, q_len: Int32, groups: Int32, stream: cuda.CUstream):
-        c = self.config
-        items = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
-        records = cutlass.min(out.shape[0] // q_len * items, groups)
+    def launch(
+        self,
+        out: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        items: Int32,
+        q_len: Int32,
+        groups: Int32,
+        records: Int32,
+        cu_seqlens_q: Int64 | None,
+        stream: cuda.CUstream,
+    ):
+        """Launches the kernel. ``items``: work items per sequence."""
         ctas = self.ctas_of_item(records)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
-        self.kernel(items, q_len, to, lse, partial, groups, ctas, None).launch(
-            grid=(ctas, c.ranks, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
+        self.kernel(items, q_len, to, lse, partial, groups, ctas, cu_seqlens_q).launch(
+            grid=(ctas, self.config.ranks, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
         )
 
     def ctas_of_item(self, records: Int32) -> Int32:
@@ -143,10 +158,10 @@ class MlaMerge(Storer):
         else:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        record = self.record(call, index)
+        record = self.results.record(call, index)
         item, group, partials = record[0], record[1], record[2]
         if partials > 1:
-            _, _, tokens = self.tile_of(call, item)
+            _, _, tokens = self.work.tile_of(call, item)
             tiles = tokens * self.config.heads_of_tile // 16 * self.chunks
             sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (self.values, 2, 2)))
             if partials <= self.config.merge_batch:
@@ -173,7 +188,7 @@ class MlaMerge(Storer):
         """
         lane = cute.arch.lane_idx()
         row = tile // self.chunks * 16 + (lane >> 2)
-        offset = self.values_offset(tile // self.chunks, tile % self.chunks) + lane * 16
+        offset = self.results.values_offset(tile // self.chunks, tile % self.chunks) + lane * 16
         half = self.half_of(tile % self.chunks)
         sums.values.fill(0.0)
         for r in cutlass.range_constexpr(2):
@@ -181,9 +196,9 @@ class MlaMerge(Storer):
         while first < partials:
             found = []
             for each in cutlass.range_constexpr(self.config.merge_batch):
-                sums_at, values_at = self.partial_at(call, group, first + each)
+                sums_at, values_at = self.results.partial_at(call, group, first + each)
                 exists = first + each < partials
-                rows = [load_floats_if(exists, sums_at + self.row_sums_offset(row + 8 * r, half), 2) for r in range(2)]
+                rows = [load_floats_if(exists, sums_at + self.results.row_sums_offset(row + 8 * r, half), 2) for r in range(2)]
                 found.append((*rows, self.unpacked(load_floats_if(exists, values_at + offset, 4))))
             for r in cutlass.range_constexpr(2):
                 raised = sums.row_max[r]
@@ -238,11 +253,25 @@ class MlaMerge(Storer):
         chunk = tile % self.chunks
         for r in cutlass.range_constexpr(2):
             row = tile // self.chunks * 16 + 8 * r + (lane >> 2)
-            to, _ = self.row_of(call, item, row)
-            factor = self.factor_of(sums.row_sum[r])
+            to, _ = self.results.row_of(call, item, row)
+            factor = factor_of(sums.row_sum[r])
             for eight in cutlass.range_constexpr(self.config.chunk // 8):
                 first = 4 * eight + 2 * r
-                pair = pack(self.dtype, sums.values[first] * factor, sums.values[first + 1] * factor)
+                pair = pack(dtype_of(self.config.dtype), sums.values[first] * factor, sums.values[first + 1] * factor)
                 store_words(to + (chunk * self.config.chunk + eight * 8 + (lane & 3) * 2) * 2, [pair])
             if chunk == 0 and lane & 3 == 0:
-                self.write_lse(call, item, row, sums.row_max[r], sums.row_sum[r])
+                self.results.write_lse(call, item, row, sums.row_max[r], sums.row_sum[r])
+
+
+class MlaMerge:
+    """The host function of `mla_decode`'s merge kernel."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.merge = Merge(config, DecodeWork(config))
+
+    @cute.jit
+    def __call__(self, out: cute.Tensor, partial: Int64, lse: Int64, q_len: Int32, groups: Int32, stream: cuda.CUstream):
+        items = items_of(self.config, q_len)
+        records = cutlass.min(out.shape[0] // q_len * items, groups)
+        self.merge.launch(out, partial, lse, items, q_len, groups, records, None, stream)

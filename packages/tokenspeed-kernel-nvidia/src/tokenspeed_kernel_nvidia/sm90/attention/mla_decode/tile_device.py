@@ -1,4 +1,4 @@
-"""Common to all warps of `kernel_device`: the kernel's arguments, rings in shared memory, work items from lengths."""
+"""Common to all warps of `kernel_device`: the kernel's arguments, the layout of shared memory, and each role's threads."""
 
 # mypy: ignore-errors
 
@@ -9,9 +9,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int, opt_barrier
-from tokenspeed_kernel_nvidia.cutedsl.split_kv_device import SplitKv
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, LEAST_BLOCKS, ROPE, ROWS, STARTING_BLOCKS, Config
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
 # First warpgroup of each role: warpgroup 0 loads, 1 computes scores, 2 and 3 compute half of the output's columns each.
@@ -30,6 +30,8 @@ LATENT_CHUNK = 128  # columns of a latent chunk, which has its own barriers: q @
 LATENT_CHUNKS = LATENT // LATENT_CHUNK  # chunks of a block; the two value warpgroups take every other one
 CHUNK_PANELS = LATENT_CHUNK // PANEL
 PANEL_BYTES = ROWS * PANEL * 2
+FP8 = cutlass.Float8E4M3FN
+FP8_CHUNK_BYTES = 16  # granularity of the swizzle
 NOTES = 3 * ROWS + 4  # float32 elements of a block's `Notes`
 
 
@@ -105,7 +107,7 @@ class Call:
         scale: softmax_scale * log2(e).
         group, rank: this CTA's group, and its rank in it.
         plan: see ITEM.
-        storage: see `Tiles.storage`.
+        storage: see `SharedMemory.storage`.
         q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
         cu_seqlens_q, is_causal: for `mla_extend.kernel_device`, else None.
     """
@@ -157,19 +159,24 @@ class Call:
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
 
 
-class Tiles(SplitKv):
-    """Base of the mixins: shapes and shared memory of a configuration, and what belongs to a work item."""
+@dataclass(frozen=True)
+class SharedMemory:
+    """Layout of a configuration's shared memory. `shared_memory` makes it.
 
-    every_factor = False  # whether notes also hold the factors, 1, of rows whose max has not grown
-    kept_sums = 0  # float32 elements after the notes, for sums that are read after a stage is released
+    Attributes:
+        stored: dtype that the tiles are declared with.
+        latent_chunks: the ring of latent chunks.
+        ropes: the ring of rotary parts. A row of probabilities has as many bytes, and overwrites it.
+        others: queries that are not in registers.
+        sums: float32 elements after the notes, for accumulators in global memory: see `fp8_sums_device`.
+    """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.dtype = dtype_of(config.dtype)
-        self.stored = self.dtype  # dtype that shared memory is declared with
-        self.latent_chunks = Ring(ROWS, LATENT_CHUNK, config.latent_chunks)
-        self.ropes = Ring(ROWS, ROPE, config.stages)
-        self.others = Ring(ROWS, LATENT + ROPE - config.kept, 1)  # queries that are not in registers
+    config: Config
+    stored: type[cutlass.Numeric]
+    latent_chunks: Ring
+    ropes: Ring
+    others: Ring
+    sums: int
 
     def storage(self) -> Any:
         config, dtype = self.config, self.stored
@@ -182,7 +189,7 @@ class Tiles(SplitKv):
             ropes_empty: cute.struct.MemRange[Int64, config.stages]
             probs_full: cute.struct.MemRange[Int64, config.stages]
             plan: cute.struct.MemRange[Int32, 8]
-            notes: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * NOTES + self.kept_sums], 16]
+            notes: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * NOTES + self.sums], 16]
             latent_chunks: cute.struct.Align[cute.struct.MemRange[dtype, self.latent_chunks.size], 1024]
             ropes: cute.struct.Align[cute.struct.MemRange[dtype, self.ropes.size], 1024]
             others: cute.struct.Align[cute.struct.MemRange[dtype, max(self.others.size, 16)], 1024]
@@ -197,66 +204,57 @@ class Tiles(SplitKv):
         """The address of a stage's rotary part, or of the probabilities there."""
         return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
-    @cute.jit
-    def release(self, barriers: Barriers, at: Cursor):
-        """A warp releases a stage: it arrives in every CTA of the cluster, as copies of all of them overwrite the stage."""
-        barrier = barriers.of(at)
-        for rank in cutlass.range_constexpr(self.config.cluster):
-            with cute.arch.elect_one():
-                if cutlass.const_expr(self.config.cluster == 1):
-                    cute.arch.mbarrier_arrive(barrier)
-                else:
-                    cute.arch.mbarrier_arrive(barrier, rank)
 
-    # -- work items ------------------------------------------------------------------------------------------------------------
+def shared_memory(config: Config) -> SharedMemory:
+    """The layout of a configuration's shared memory. With an fp8 cache a latent chunk is one panel of 128 columns."""
+    if isinstance(config, Fp8Config):
+        return SharedMemory(
+            config,
+            cutlass.Uint8,
+            Ring(ROWS, LATENT_CHUNK, config.latent_chunks, LATENT_CHUNK, LATENT_CHUNK),
+            Ring(ROWS, ROPE, config.stages, ROPE, ROPE),
+            Ring(ROWS, config.others, 1, LATENT_CHUNK, LATENT_CHUNK),
+            READERS * 4 * ROWS,
+        )
+    return SharedMemory(
+        config,
+        dtype_of(config.dtype),
+        Ring(ROWS, LATENT_CHUNK, config.latent_chunks),
+        Ring(ROWS, ROPE, config.stages),
+        Ring(ROWS, LATENT + ROPE - config.kept, 1),
+        0,
+    )
 
-    @cute.jit
-    def tokens_of(self, call: Call, item: Int32):
-        """Returns a work item's sequence, its first new token in that, and its number of tokens."""
-        sequence = item // call.items
-        first = (item - sequence * call.items) * self.config.tokens_of_tile
-        return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
 
-    @cute.jit
-    def tile_of(self, call: Call, item: Int32):
-        """Returns first token, first head and number of tokens of this CTA's tile of a work item."""
-        sequence, first, tokens = self.tokens_of(call, item)
-        return sequence * call.q_len + first, call.rank * ROWS, tokens
+@cute.jit
+def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
+    """A warp releases a stage: it arrives in every CTA of the cluster, as copies of all of them overwrite the stage."""
+    barrier = barriers.of(at)
+    for rank in cutlass.range_constexpr(ctas):
+        with cute.arch.elect_one():
+            if cutlass.const_expr(ctas == 1):
+                cute.arch.mbarrier_arrive(barrier)
+            else:
+                cute.arch.mbarrier_arrive(barrier, rank)
 
-    def next_item(self, call: Call, item: Int32) -> Int32:
-        return item + 1
 
-    def most_items(self, call: Call) -> Int32:
-        """Returns an upper bound of the number of work items."""
-        return call.batch
+# Indices of threads are recomputed at each use: see `opt_barrier`.
 
-    @cute.jit
-    def length_of(self, call: Call, item: Int32):
-        """Returns how many cache tokens a work item's last token sees. Items beyond the last one are clamped to it."""
-        sequence, first, tokens = self.tokens_of(call, cutlass.min(item, call.batch - 1))
-        length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
-        return cutlass.max(length - call.q_len + first + tokens, 0)
 
-    @cute.jit
-    def visible(self, call: Call, length: Int32):
-        """Returns the first visible position, its block, and the number of visible blocks, at least 1."""
-        return Int32(0), Int32(0), cutlass.max((length + (ROWS - 1)) // ROWS, 1)
+@cute.jit
+def thread_of_scores() -> Int32:
+    """Returns this thread's index in the score warpgroup."""
+    thread, _, _ = cute.arch.thread_idx()
+    return opt_barrier(thread) - SCORES * 128
 
-    @cute.jit
-    def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the queue positions per group, and the starting cost of a work item in positions: see `STARTING`.
 
-        Where all items have equally many blocks, the range is a multiple or a fraction of an item, if that is at most 1/16 more
-        than an even split: each split of an item costs partial results, twice as large as the output, and their merge. Otherwise
-        the starting cost gives groups with many items fewer blocks.
-        """
-        starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
-        per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
-        if starting == 0:
-            even = (per_group + blocks - 1) // blocks * blocks
-            if blocks > per_group:
-                parts = blocks // per_group
-                even = (blocks + parts - 1) // parts
-            if even * 16 <= per_group * 17:
-                per_group = even
-        return per_group, starting
+@cute.jit
+def thread_of_values() -> Int32:
+    """Returns this thread's index in the two value warpgroups."""
+    thread, _, _ = cute.arch.thread_idx()
+    return opt_barrier(thread) - VALUES * 128
+
+
+def row_of_values(thread: Int32) -> Int32:
+    """The first of a thread's two rows of an accumulator; the other is 8 rows below."""
+    return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)

@@ -1,4 +1,12 @@
-"""Configurations that `mla_extend` is compiled for."""
+"""Configurations that `mla_extend` is compiled for: those of `mla_decode`, used for many new tokens.
+
+With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. Multicast reads
+shared blocks from L2 once. Without clusters, a CTA would read 74 KB in the 1.2 us that 64 rows take with 64 tokens at full speed.
+That is 8 TB/s for 132 CTAs, more than the bandwidth of L2.
+
+Where the new tokens of every sequence fit one tile, the second CTA would have none. Then a cluster has one CTA, and the kernel is
+memory-bound.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +20,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, ROW
 RANKS = 2  # CTAs of a cluster
 
 
-class Extending:
-    """How the kernels of `mla_decode` are used for many new tokens.
-
-    With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. Multicast reads
-    shared blocks from L2 once. Without clusters, a CTA would read 74 KB in the 1.2 us that 64 rows take with 64 tokens at full
-    speed. That is 8 TB/s for 132 CTAs, more than the bandwidth of L2.
-
-    Where the new tokens of every sequence fit one tile, the second CTA would have none. Then a cluster has one CTA, and the kernel
-    is memory-bound.
-    """
-
-    heads: int
-    ranks: int
-
-    @property
-    def tokens_of_item(self) -> int:
-        """New tokens of a work item, over all CTAs of the cluster."""
-        return self.ranks * ROWS // self.heads
-
-
 @dataclass(frozen=True)
-class Config(Extending, mla_decode_config.Config):
+class Config(mla_decode_config.Config):
     """Configuration of one kernel variant for a cache in q's dtype.
 
     Attributes:
@@ -44,7 +32,7 @@ class Config(Extending, mla_decode_config.Config):
 
 
 @dataclass(frozen=True)
-class Fp8Config(Extending, mla_decode_fp8_config.Fp8Config):
+class Fp8Config(mla_decode_fp8_config.Fp8Config):
     """Configuration of one kernel variant for an e4m3 cache. ``ranks``: see `Config`."""
 
     ranks: int = RANKS

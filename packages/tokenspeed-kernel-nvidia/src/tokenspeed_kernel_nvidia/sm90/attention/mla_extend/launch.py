@@ -2,7 +2,7 @@
 
 A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. It is computed as in `mla_decode`. The two CTAs
 of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
-`config.Extending`.
+`config`.
 
 The kernel is persistent. The blocks of all work items, concatenated, are split into one equal range per cluster. The split is
 computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and balanced when these change. A
@@ -38,23 +38,24 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import (
     ranks_for,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.supported import FP8
+from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mla_extend_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_fp8_config)
+@program(arch=ARCH, configs=every_fp8_config)
 def mla_extend_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch=ARCH, configs=every_config)
 def mla_extend_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 

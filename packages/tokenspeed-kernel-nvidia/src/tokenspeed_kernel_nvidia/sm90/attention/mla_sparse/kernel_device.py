@@ -1,7 +1,8 @@
 """The device code of `mla_sparse`: the launch, and the roles of the warps.
 
-`load_device` splits the work and gathers keys. MMAs and epilogue are those of `mla_decode.kernel_device`, where a token counts
-as a sequence of its selected keys.
+The plan is that of `mla_decode.kernel_device`, where a token counts as a sequence of its selected keys. Here all four warps of
+warpgroup 0 gather keys (`load_device`): they copy rows by cp.async, which cannot multicast, so with 128 heads both CTAs of a group
+gather all keys. MMAs and epilogue are those of `mla_decode`.
 """
 
 # mypy: ignore-errors
@@ -12,25 +13,28 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMmas, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Results
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.score_device import QkMma, QkMmas, ScoreWarpgroup
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.store_device import Epilogue, Store
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
-    LATENT_CHUNKS,
     READERS,
     SCORES,
     THREADS,
     VALUES,
     Call,
     Table,
+    shared_memory,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import Valuer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import PvMma, ValueWarpgroups
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.load_device import WARPS, Gatherer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.load_device import WARPS, GatherArrival, Gatherer, selected_length
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.mask_device import GatherMask
 
 
 def host(config: Config) -> Any:
@@ -49,8 +53,18 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     return q, kv_cache, out, indices, *(Int64(0) for _ in range(3)), Int32(0), Float32(0), arguments.stream()
 
 
-class MlaSparse(Gatherer, Scorer, Valuer):
-    """The sparse MLA kernel of one configuration: `mla_decode.kernel_device.MlaDecode` with a gathering producer warpgroup."""
+class MlaSparse:
+    """The sparse MLA kernel of one configuration, composed of its roles."""
+
+    def __init__(self, config: Config) -> None:
+        work, memory = DecodeWork(config, selected_length), shared_memory(config)
+        results = Results(config, work)
+        self.config = config
+        self.memory = memory
+        self.gatherer = Gatherer(config, memory, work)
+        self.scores = ScoreWarpgroup(config, memory, work, QkMma(config, memory, GatherArrival(config)), GatherMask())
+        store = Store(config, work, results)
+        self.values = ValueWarpgroups(config, work, PvMma(config, memory), Epilogue(config, work, results, store))
 
     @cute.jit
     def __call__(
@@ -72,7 +86,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
             Table(kv_cache.iterator.toint(), kv_cache.stride[0], kv_cache.stride[1]),
             Table(indices.iterator.toint(), indices.stride[0], Int64(1)), topk_length, indices.shape[0], indices.shape[1],
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), lse, partial, groups,
-            cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
+            cute.arch.popc(kv_cache.shape[1] - 1), scale, self.scores.qk.make_mmas(), self.values.pv.make_mma(),
         ).launch(
             grid=(c.ranks * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.neighbours, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -99,7 +113,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        storage = SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.memory.storage())
         call = Call(
             indices, topk_length, tokens, Int32(1), Int32(1), top_k, out, lse, partial, groups, page_shift, scale,
             cta // c.ranks, cta % c.ranks, storage.plan.data_ptr(), storage,
@@ -114,13 +128,13 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
             cute.arch.setmaxregister_decrease(c.load_registers)
-            self.gather(call, q, kv, warp)
+            self.gatherer.gather(call, q, kv, warp)
         elif warp < VALUES * 4:
             cute.arch.setmaxregister_increase(c.score_registers)
-            self.score(call, qk)
+            self.scores.compute(call, qk)
         else:
             cute.arch.setmaxregister_increase(c.value_registers)
-            self.take_values(call, pv)
+            self.values.compute(call, pv)
 
     @cute.jit
     def init_barriers(self, call: Call):
@@ -133,35 +147,3 @@ class MlaSparse(Gatherer, Scorer, Valuer):
             call.ropes.full.init(stage, 32 * WARPS + WARPS)
             call.ropes.empty.init(stage, 4 * READERS)
             call.probs_full.init(stage, 4)
-
-    @cute.jit
-    def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor):
-        """Waits until a whole block is loaded and visible to MMAs.
-
-        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. P @ V is covered as
-        well, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow while MMAs
-        run: with one per chunk a prefill was 5% slower on an H200 than without any, which would be unsafe.
-        """
-        call.ropes.wait(rope_at)
-        for _ in cutlass.range_constexpr(LATENT_CHUNKS):
-            call.latent_chunks.wait(at)
-            at = advance(at, self.config.latent_chunks)
-        cute.arch.fence_view_async_shared()
-
-    def wait_for_chunk(self, call: Call, at: Cursor) -> None:
-        """Does nothing: `wait_for_block` has waited for all chunks."""
-
-    @cute.jit
-    def mask_scores(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Masks the scores of rows that hold no key."""
-        chosen = call.notes(rope_at).chosen(Uint32)
-        low, high = chosen[0], chosen[1]
-        if (low & high) != 0xFFFFFFFF:
-            thread = self.thread_of_scores()
-            words = [word >> ((thread & 3) * 2) for word in (low, high)]
-            for j in cutlass.range_constexpr(cute.size(scores) // 4):
-                for c in cutlass.range_constexpr(2):
-                    is_key = (words[j // 4] >> (j % 4 * 8 + c)) & 1
-                    for r in cutlass.range_constexpr(2):
-                        at = 4 * j + 2 * r + c
-                        scores[at] = scores[at] if is_key != 0 else -Float32.inf

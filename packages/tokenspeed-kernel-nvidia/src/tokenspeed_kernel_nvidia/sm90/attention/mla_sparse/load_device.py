@@ -1,9 +1,10 @@
-"""The producer warpgroup of `kernel_device`: it splits the work, and gathers the selected keys of tokens."""
+"""The producer warpgroup of `kernel_device`: it runs the tile scheduler, and gathers the selected keys of tokens."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -13,7 +14,7 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROWS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, blocks_of, publish_plan
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     CHUNK_PANELS,
     LATENT_CHUNK,
@@ -21,8 +22,10 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     PANEL_BYTES,
     STARTING,
     Call,
+    SharedMemory,
     Table,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
 WARPS = 4  # gathering warps
@@ -33,21 +36,17 @@ TOGETHER = 32 // LANES  # rows that a warp copies per instruction
 TURNS = OWN // TOGETHER
 
 
-class Gatherer(Loader):
-    """Mixin of the producer warpgroup: tile scheduler and gather.
+@dataclass(frozen=True)
+class Gatherer:
+    """The producer warpgroup.
 
     Keys are copied by 16-byte cp.async to their positions in the 128-byte swizzle. Rows without a key are zeroed, because 0 * NaN
     is not 0, and their scores are masked.
     """
 
-    @cute.jit
-    def length_of(self, call: Call, item: Int32):
-        """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
-        length = call.max_seqlen_k
-        if call.cache_seqlens != 0:
-            given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)
-            length = cutlass.max(cutlass.min(given, length), 0)
-        return length
+    config: Config
+    memory: SharedMemory
+    work: DecodeWork
 
     @cute.jit
     def gather(self, call: Call, q: Table, kv: Table, warp: Int32):
@@ -60,17 +59,17 @@ class Gatherer(Loader):
         """
         item, first, begin, end, length = [Int32(0)] * 5
         if warp == 0:
-            item, first, begin, end, length = self.plan(call, True)
+            item, first, begin, end, length = publish_plan(self.work, call, True)
         else:
-            item, first, begin, end, length = self.plan(call, False)
+            item, first, begin, end, length = publish_plan(self.work, call, False)
         lane = cute.arch.lane_idx()
         own = warp * OWN + lane % OWN  # the row whose address this lane computes
         at, rope_at = first_to_fill(), first_to_fill()
         while begin < end:
-            _, _, whole = self.visible(call, length)
+            whole = blocks_of(length)
             after = cutlass.min(whole, end - first)
             # Loaded before the previous block has a free stage, because this load is as slow as all the rest.
-            slot = self.slot_of(call, item, (begin - first) * ROWS + own, length)
+            slot = slot_of(call, item, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
             source = q.address + (Int64(item) * q.row + Int64(head) * q.column) * 2
             at = self.fill(call, source, ballot(own < self.config.heads), at, rope_at, warp)
@@ -80,21 +79,13 @@ class Gatherer(Loader):
                 known = cutlass.max(slot, 0)
                 at_page = known >> call.page_shift
                 source = kv.address + (Int64(at_page) * kv.row + Int64(known - (at_page << call.page_shift)) * kv.column) * 2
-                slot = self.slot_of(call, item, (block + 1) * ROWS + own, length)
+                slot = slot_of(call, item, (block + 1) * ROWS + own, length)
                 at = self.fill(call, source, chosen, at, rope_at, warp)
                 rope_at = advance(rope_at, self.config.stages)
             item += 1
             first += whole + call.plan[STARTING]
             begin = first
-            length = self.length_of(call, item)
-
-    @cute.jit
-    def slot_of(self, call: Call, item: Int32, index: Int32, length: Int32):
-        """Returns the slot at position ``index`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
-        slot = Int32(-1)
-        if index < length:
-            slot = load_int(call.page_table.address + (Int64(item) * call.page_table.row + index) * 4, False)
-        return slot
+            length = self.work.length_of(call, item)
 
     @cute.jit
     def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
@@ -106,7 +97,7 @@ class Gatherer(Loader):
         """
         lane = cute.arch.lane_idx()
         row, chunk = lane // LANES, lane % LANES
-        sources = [self.of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
+        sources = [of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
         # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7, whose swizzled chunk index differs by XOR 4.
         offset = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
@@ -115,25 +106,70 @@ class Gatherer(Loader):
         if lane == 0:
             call.notes(rope_at).chosen(Uint16)[warp] = Uint16(chosen & 0xFFFF)
             call.ropes.full.arrive(rope_at)
-        self.copy(self.rope_at(call, rope_at) + offset, 0, sources, LATENT * 2, counts)
+        copy(self.memory.rope_at(call, rope_at) + offset, 0, sources, LATENT * 2, counts)
         cute.arch.cp_async_mbarrier_arrive_noinc(call.ropes.full.of(rope_at))
         for part in cutlass.range_constexpr(LATENT_CHUNKS):
             call.latent_chunks.acquire(at)
-            to = self.panel_at(call, at, 0) + offset
+            to = self.memory.panel_at(call, at, 0) + offset
             for panel in cutlass.range_constexpr(CHUNK_PANELS):
-                self.copy(to, panel * PANEL_BYTES, sources, (part * LATENT_CHUNK + panel * PANEL) * 2, counts)
+                copy(to, panel * PANEL_BYTES, sources, (part * LATENT_CHUNK + panel * PANEL) * 2, counts)
             cute.arch.cp_async_mbarrier_arrive_noinc(call.latent_chunks.full.of(at))
             at = advance(at, self.config.latent_chunks)
         return at
 
-    def of_lane(self, address: Int64, lane: Int32) -> Int64:
-        """Returns another lane's address."""
-        low = cute.arch.shuffle_sync(Int32(address), lane)
-        high = cute.arch.shuffle_sync(Int32(address >> 32), lane)
-        return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
-    def copy(self, to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
-        """Starts the copies of a warp's rows of a panel."""
-        targets = (to, to ^ (TOGETHER * CHUNK))
-        for turn in range(TURNS):
-            copy_piece(targets[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])
+@dataclass(frozen=True)
+class GatherArrival:
+    """How gathered keys become visible to MMAs: block by block. See `TmaArrival`."""
+
+    config: Config
+
+    @cute.jit
+    def block(self, call: Call, at: Cursor, rope_at: Cursor):
+        """Waits until a whole block is loaded and visible to MMAs.
+
+        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. P @ V is covered as
+        well, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow while MMAs
+        run: with one per chunk a prefill was 5% slower on an H200 than without any, which would be unsafe.
+        """
+        call.ropes.wait(rope_at)
+        for _ in cutlass.range_constexpr(LATENT_CHUNKS):
+            call.latent_chunks.wait(at)
+            at = advance(at, self.config.latent_chunks)
+        cute.arch.fence_view_async_shared()
+
+    def chunk(self, call: Call, at: Cursor) -> None:
+        """Does nothing: `block` has waited for all chunks."""
+
+
+@cute.jit
+def selected_length(work: DecodeWork, call: Call, item: Int32):
+    """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
+    length = call.max_seqlen_k
+    if call.cache_seqlens != 0:
+        given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)
+        length = cutlass.max(cutlass.min(given, length), 0)
+    return length
+
+
+@cute.jit
+def slot_of(call: Call, item: Int32, index: Int32, length: Int32):
+    """Returns the slot at position ``index`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
+    slot = Int32(-1)
+    if index < length:
+        slot = load_int(call.page_table.address + (Int64(item) * call.page_table.row + index) * 4, False)
+    return slot
+
+
+def of_lane(address: Int64, lane: Int32) -> Int64:
+    """Returns another lane's address."""
+    low = cute.arch.shuffle_sync(Int32(address), lane)
+    high = cute.arch.shuffle_sync(Int32(address >> 32), lane)
+    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+
+
+def copy(to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
+    """Starts the copies of a warp's rows of a panel."""
+    targets = (to, to ^ (TOGETHER * CHUNK))
+    for turn in range(TURNS):
+        copy_piece(targets[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])

@@ -1,0 +1,87 @@
+"""Masks of the score warpgroup."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.cutedsl import mask_device as masks
+from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, skip
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
+    LATENT_CHUNKS,
+    SCORED,
+    Call,
+    SharedMemory,
+    thread_of_scores,
+)
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """Masks tokens of the cache that a new token does not see.
+
+    Attributes:
+        hide: masks a block's scores: `hide_later_tokens`, or a function with the same arguments.
+    """
+
+    config: Config
+    memory: SharedMemory
+    work: Any
+    hide: Callable[..., None]
+
+    @cute.jit
+    def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
+        """Masks the scores of keys that a row does not see, and zeroes latents beyond the sequence.
+
+        Args:
+            valid: tokens from the block's first one on that the item's last token sees.
+            end: the chunk cursor after the block.
+        """
+        if valid < ROWS + (self.config.tokens_of_item - 1):
+            self.hide(self.work, call, scores, item, valid)
+            clear_beyond(self.memory, call, end, valid)
+
+
+@cute.jit
+def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
+    """Masks tokens after each new token itself. ``valid``: see `TokenMask.apply`."""
+    c = work.config
+    thread = thread_of_scores()
+    row = (thread >> 5) * 16 + ((thread & 31) >> 2)
+    _, _, tokens = work.tokens_of(call, item)
+    for r in cutlass.range_constexpr(2):
+        limit = valid
+        if const_expr(c.tokens_of_tile > 1):
+            limit = valid - (tokens - 1) + (row + 8 * r) // c.heads_of_tile
+        masks.hide_from(scores, r, limit - (thread & 3) * 2)
+
+
+@cute.jit
+def clear_beyond(memory: SharedMemory, call: Call, end: Cursor, valid: Int32):
+    """Zeroes the latents of slots without a token: they may hold NaN, and 0 * NaN is not 0.
+
+    Args:
+        end: the chunk cursor after the block.
+    """
+    thread = thread_of_scores()
+    # All warps have finished q @ k of the block that is overwritten.
+    cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+    at = skip(end, memory.config.latent_chunks - LATENT_CHUNKS, memory.config.latent_chunks)
+    for _ in cutlass.range_constexpr(LATENT_CHUNKS):
+        row = cutlass.max(valid, 0) + (thread >> 3)
+        while row < ROWS:
+            for panel in cutlass.range_constexpr(memory.latent_chunks.panels):
+                to = memory.panel_at(call, at, panel) + row * (PANEL * 2) + (thread & 7) * 16
+                registers.store_floats("shared", to, [Float32(0.0)] * 4)
+            row += 16
+        at = advance(at, memory.config.latent_chunks)
+    cute.arch.fence_view_async_shared()

@@ -1,0 +1,93 @@
+"""Where results lie in global memory: output, LSE, partial results and records. The epilogue and the merge kernel share it."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import store_floats
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RECORD_BYTES, ROWS, Config
+
+RECORD = RECORD_BYTES // 4  # int32 words of a work item's record
+
+
+@dataclass(frozen=True)
+class Results:
+    """Addresses of results."""
+
+    config: Config
+    work: Any
+
+    @cute.jit
+    def partial_at(self, call: Any, first_group: Int32, nth: Int32):
+        """Returns the addresses of a partial result: of its rows' max and sum, and of its values.
+
+        A group writes at most two partial results: of an item that began in an earlier group, and of one that begins in it. Values
+        are in the order of the accumulator fragments, so a warp accesses 512 contiguous bytes: see `values_offset`.
+        """
+        slot = (first_group + nth) * 2 + cutlass.select_(nth == 0, Int32(1), Int32(0))
+        at = (slot * self.config.ranks + call.rank) * ROWS
+        rows = call.groups * (2 * self.config.ranks * ROWS)
+        row_bytes = self.config.row_bytes
+        return call.partial + Int64(rows) * row_bytes + Int64(at) * self.config.sums_bytes, call.partial + Int64(at) * row_bytes
+
+    def values_offset(self, warp: Int32, chunk: Int32) -> Int32:
+        """Returns the byte offset of a warp's 16 rows x `Config.chunk` columns in a partial result. Each lane stores 16 bytes.
+
+        A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``: two values of row ``lane // 4``, then two of row
+        ``lane // 4 + 8``. With `Config.narrow`, those of the columns plus 8 follow.
+        """
+        return (warp * (LATENT // self.config.chunk) + chunk) * (32 * 16)
+
+    def row_sums_offset(self, row: Int32, half: Int32) -> Int32:
+        """Returns the byte offset of a row's max and sum in a partial result. ``half``: the value warpgroup that scaled them."""
+        return row * self.config.sums_bytes + (half * 8 if self.config.narrow else 0)
+
+    @cute.jit
+    def record(self, call: Any, index: Int32) -> cute.Pointer:
+        """Returns the address of a record: a work item, its first group, and the number of groups among which it is split.
+
+        There is a record per work item. Where items outnumber groups, there is a record per group instead: of the last item that
+        begins in the group, if later groups continue it.
+        """
+        rows = call.groups * (2 * self.config.ranks * ROWS)
+        partial_bytes = self.config.row_bytes + self.config.sums_bytes
+        address = call.partial + Int64(rows) * partial_bytes + Int64(index) * (RECORD * 4)
+        return cute.make_ptr(Int32, address, cute.AddressSpace.gmem)
+
+    @cute.jit
+    def row_of(self, call: Any, item: Int32, row: Int32):
+        """Returns the output address of a row of a work item, and whether the row exists."""
+        first, first_head, tokens = self.work.tile_of(call, item)
+        token = row // self.config.heads_of_tile
+        head = first_head + row - token * self.config.heads_of_tile
+        offset = Int64(first + token) * call.out.row + Int64(head) * call.out.column
+        return call.out.address + offset * 2, token < tokens
+
+    @cute.jit
+    def write_lse(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        if call.lse != 0:
+            to, value = self.lse_of(call, item, row, row_max, row_sum)
+            store_floats("global", to, [value])
+
+    @cute.jit
+    def lse_of(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        """Returns the address of a row's LSE, and its value."""
+        first, first_head, _ = self.work.tile_of(call, item)
+        token = row // self.config.heads_of_tile
+        head = first_head + row - token * self.config.heads_of_tile
+        value = (row_max + cute.math.log2(row_sum)) * LN2
+        offset = Int64(first + token) * self.config.heads + head
+        return call.lse + offset * 4, cutlass.select_(row_sum == 0.0, -Float32.inf, value)
+
+
+@cute.jit
+def factor_of(row_sum: Float32) -> Float32:
+    """Returns the factor that normalises a row's values: 1 / row_sum, or 0."""
+    return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(row_sum))

@@ -1,0 +1,158 @@
+"""The tile scheduler of `kernel_device`: work items from lengths, and each CTA's range of them.
+
+`split_kv_device` splits the blocks of all work items evenly. The producer warp publishes the result, the plan, in shared memory.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.cutedsl import split_kv_device as split_kv
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LEAST_BLOCKS, ROWS, STARTING_BLOCKS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
+    BEGIN,
+    END,
+    FIRST,
+    ITEM,
+    PER_GROUP,
+    PLANNED,
+    PLANNERS,
+    STARTING,
+    Call,
+)
+
+
+def items_of(config: Config, q_len: Int32) -> Int32:
+    """Returns the work items of ``q_len`` new tokens."""
+    return (q_len + (config.tokens_of_item - 1)) // config.tokens_of_item
+
+
+def blocks_of(length: Int32) -> Int32:
+    """Returns the blocks of a work item that sees ``length`` tokens, at least 1."""
+    return cutlass.max((length + (ROWS - 1)) // ROWS, 1)
+
+
+@cute.jit
+def cached_length(work: DecodeWork, call: Call, item: Int32):
+    """Returns how many cache tokens a work item's last token sees. Items beyond the last one are clamped to it."""
+    sequence, first, tokens = work.tokens_of(call, cutlass.min(item, call.batch - 1))
+    length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
+    return cutlass.max(length - call.q_len + first + tokens, 0)
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """Work items of equally many new tokens of each sequence.
+
+    Attributes:
+        length: a function of this object, a call and a work item, for `length_of`.
+    """
+
+    config: Config
+    length: Callable[[DecodeWork, Call, Int32], Int32] = cached_length
+
+    @cute.jit
+    def tokens_of(self, call: Call, item: Int32):
+        """Returns a work item's sequence, its first new token in that, and its number of tokens."""
+        sequence = item // call.items
+        first = (item - sequence * call.items) * self.config.tokens_of_tile
+        return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
+
+    @cute.jit
+    def tile_of(self, call: Call, item: Int32):
+        """Returns first token, first head and number of tokens of this CTA's tile of a work item."""
+        sequence, first, tokens = self.tokens_of(call, item)
+        return sequence * call.q_len + first, call.rank * ROWS, tokens
+
+    def next_item(self, call: Call, item: Int32) -> Int32:
+        return item + 1
+
+    def most_items(self, call: Call) -> Int32:
+        """Returns an upper bound of the number of work items."""
+        return call.batch
+
+    def length_of(self, call: Call, item: Int32) -> Int32:
+        """Returns how many tokens a work item sees."""
+        return self.length(self, call, item)
+
+    def visible(self, call: Call, length: Int32):
+        """Returns the first visible position, its block, and the number of visible blocks."""
+        return Int32(0), Int32(0), blocks_of(length)
+
+    def divide(self, call: Call, at_once: int):
+        """Finds the range of this CTA's group: see `split_kv_device.divide`."""
+        return split_kv.divide(self, call, at_once)
+
+    def tiles_of(self, call: Call, step: Int32, at_once: int, lengths: cute.Tensor, counts: cute.Tensor) -> Int32:
+        return split_kv.tiles_of(self, call, step, at_once, lengths, counts)
+
+    @cute.jit
+    def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
+        """Returns the queue positions per group, and the starting cost of a work item in positions: see `STARTING`.
+
+        Where all items have equally many blocks, the range is a multiple or a fraction of an item, if that is at most 1/16 more
+        than an even split: each split of an item costs partial results, twice as large as the output, and their merge. Otherwise
+        the starting cost gives groups with many items fewer blocks.
+        """
+        starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
+        per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
+        if starting == 0:
+            even = (per_group + blocks - 1) // blocks * blocks
+            if blocks > per_group:
+                parts = blocks // per_group
+                even = (blocks + parts - 1) // parts
+            if even * 16 <= per_group * 17:
+                per_group = even
+        return per_group, starting
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
+    """Finds this CTA's work items, and writes the plan.
+
+    Args:
+        work: the work items: `DecodeWork`, or an object with the same methods.
+        tells: whether to signal PLANNED to the consumer warpgroups. One warp does.
+
+    Returns:
+        The first work item, the queue position of its first block, the first position and the end of this CTA's range, and the
+        item's length.
+    """
+    lane = cute.arch.lane_idx()
+    item, length, offset, left, per_group, starting = [Int32(0)] * 6
+    if call.batch <= 32:  # less code: here the time goes into instruction fetch
+        item, length, offset, left, per_group, starting = work.divide(call, 1)
+    else:
+        item, length, offset, left, per_group, starting = work.divide(call, 4)  # more lengths would take too many registers
+    begin = call.group * per_group
+    first = begin - offset + starting
+    end = begin + left
+    begin = cutlass.max(begin, first)
+    if lane == 0:  # other loading warps write the same values
+        call.plan[ITEM] = item
+        call.plan[FIRST] = first
+        call.plan[BEGIN] = begin
+        call.plan[END] = end
+        call.plan[PER_GROUP] = per_group
+        call.plan[STARTING] = starting
+    cute.arch.sync_warp()
+    if const_expr(tells):
+        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
+    return item, first, begin, end, length
+
+
+def await_plan(call: Call):
+    """A consumer warp waits for the plan. Returns the first work item, the position of its first block, and the range's first."""
+    cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
+    return call.plan[ITEM], call.plan[FIRST], call.plan[BEGIN]

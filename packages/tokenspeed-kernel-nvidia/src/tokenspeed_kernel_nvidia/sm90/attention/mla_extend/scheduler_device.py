@@ -1,0 +1,160 @@
+"""The tile scheduler of `mla_extend`: work items of many new tokens, and how they follow from lengths.
+
+A work item is the tokens that a cluster computes together. Its index is ``sequence * items + tile``, where ``items`` is the upper
+bound of a sequence's items. Indices beyond a sequence's last item are skipped.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.cutedsl import split_kv_device as split_kv
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LEAST_BLOCKS, ROWS, STARTING_BLOCKS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import Call
+from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config
+
+
+@dataclass(frozen=True)
+class ExtendWork:
+    """Work items of a different number of new tokens of each sequence; the counterpart of `mla_decode`'s `DecodeWork`.
+
+    Here a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences. Methods without a
+    docstring return what those of `DecodeWork` return.
+    """
+
+    config: Config
+
+    @cute.jit
+    def queries_of(self, call: Any, sequence: Int32):
+        """Returns a sequence's first new token, and its number of new tokens."""
+        at = call.cu_seqlens_q + Int64(sequence) * 4
+        begin = load_int(at, False)
+        return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
+
+    @cute.jit
+    def tokens_of(self, call: Any, item: Int32):
+        sequence = item // call.items
+        first = (item - sequence * call.items) * self.config.tokens_of_item
+        _, count = self.queries_of(call, sequence)
+        return sequence, first, cutlass.min(count - first, self.config.tokens_of_item)
+
+    @cute.jit
+    def tile_of(self, call: Any, item: Int32):
+        sequence, first, tokens = self.tokens_of(call, item)
+        begin, _ = self.queries_of(call, sequence)
+        own = self.tokens_before(call)
+        head = call.rank * ROWS if self.config.heads > ROWS else Int32(0)
+        return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
+
+    def tokens_before(self, call: Any) -> Int32:
+        """Returns the index, in a work item, of this CTA's first token."""
+        return call.rank * self.config.tokens_of_tile if self.config.heads <= ROWS else Int32(0)
+
+    @cute.jit
+    def next_item(self, call: Call, item: Int32) -> Int32:
+        sequence, after = item // call.items, item + 1
+        _, count = self.queries_of(call, sequence)
+        if (after - sequence * call.items) * self.config.tokens_of_item >= count:
+            sequence += 1
+            is_empty = Boolean(True)
+            while is_empty and sequence < call.batch:
+                _, count = self.queries_of(call, sequence)
+                is_empty = count == 0
+                if is_empty:
+                    sequence += 1
+            after = sequence * call.items
+        return after
+
+    def most_items(self, call: Call) -> Int32:
+        """Returns more than the number of groups: the true number depends on lengths, which are on the device."""
+        return call.groups + 1
+
+    @cute.jit
+    def length_of(self, call: Call, item: Int32):
+        sequence = cutlass.min(item // call.items, call.batch - 1)
+        first = (item - item // call.items * call.items) * self.config.tokens_of_item
+        length, before, count = self.lengths_of(call, sequence)
+        end = before + cutlass.min(first + self.config.tokens_of_item, count)
+        return cutlass.select_(call.is_causal != 0, end, length)
+
+    @cute.jit
+    def lengths_of(self, call: Call, sequence: Int32):
+        """Returns a sequence's tokens in the cache, those before its new tokens, and the number of new tokens."""
+        length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
+        length = cutlass.max(length, 0)
+        _, count = self.queries_of(call, sequence)
+        return length, cutlass.max(length - count, 0), count
+
+    # -- tile scheduler --------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
+        """Returns the queue positions per group, and 0: `positions_of` already counts the starting cost of each work item."""
+        return cutlass.max((total + call.groups - 1) // call.groups, LEAST_BLOCKS + STARTING_BLOCKS), Int32(0)
+
+    @cute.jit
+    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
+        """Computes the queue positions of this lane's sequences of a round. Returns their sum."""
+        some = Int32(0)
+        for each in cutlass.range_constexpr(at_once):
+            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
+            length, before, count = self.lengths_of(call, cutlass.min(sequence, call.batch - 1))
+            tiles = (count + (self.config.tokens_of_item - 1)) // self.config.tokens_of_item
+            positions = self.positions_of(call, length, before, count, tiles)
+            lengths[each] = length
+            counts[each] = cutlass.select_(sequence < call.batch, positions, Int32(0))
+            some += counts[each]
+        return some
+
+    @cute.jit
+    def positions_of(self, call: Call, length: Int32, before: Int32, count: Int32, items: Int32):
+        """Returns the queue positions of a sequence's first ``items`` work items: their blocks, and `STARTING_BLOCKS` each.
+
+        With causal attention, item i, if it has all its T tokens, ends at ``before + (i + 1) * T``. So it has
+        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``.
+
+        Args:
+            length, before, count: see `lengths_of`.
+        """
+        tokens = self.config.tokens_of_item
+        all_items = (count + (tokens - 1)) // tokens
+        whole = cutlass.min(items, all_items - 1)
+        start = (before + (ROWS - 1 + tokens)) // tokens
+        blocks = self.sum_of_quotients(start + whole) - self.sum_of_quotients(start)
+        blocks += cutlass.select_(items == all_items, (before + count + (ROWS - 1)) // ROWS, Int32(0))
+        alike = items * cutlass.max((length + (ROWS - 1)) // ROWS, 1)
+        positions = cutlass.select_(call.is_causal != 0, blocks, alike) + items * STARTING_BLOCKS
+        return cutlass.select_(items > 0, positions, Int32(0))
+
+    @cute.jit
+    def sum_of_quotients(self, end: Int32):
+        """Returns the sum of ``n // (64 / T)`` for all n from 0 to ``end - 1``."""
+        each = ROWS // self.config.tokens_of_item
+        parts = end // each
+        return parts * (parts - 1) // 2 * each + (end - parts * each) * parts
+
+    @cute.jit
+    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
+        """`split_kv_device.divide` finds the sequence; then a 32-way search finds the work item in it."""
+        sequence, _, offset, left, per_group, _ = split_kv.divide(self, call, at_once)
+        lane = cute.arch.lane_idx()
+        length, before, count = self.lengths_of(call, sequence)
+        first = Int32(0)
+        width = (count + (self.config.tokens_of_item - 1)) // self.config.tokens_of_item
+        while width > 1:
+            step = (width + 31) // 32
+            skipped = lane * step
+            positions = self.positions_of(call, length, before, count, first + cutlass.min(skipped, width))
+            found = cute.arch.popc(ballot((skipped < width) & (positions <= offset))) - 1
+            first += found * step
+            width = cutlass.min(width - found * step, step)
+        offset -= self.positions_of(call, length, before, count, first)
+        item = sequence * call.items + first
+        return item, self.length_of(call, item), offset, left, per_group, Int32(STARTING_BLOCKS)
