@@ -7,6 +7,77 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._fp8_device import widened
 from tokenspeed_kernel.triton.common_device import sequence_of
+from tokenspeed_kernel.triton.views_device import Rows, row_of
+
+
+@triton.jit
+def _tokens_of(slot, cu_seqlens_q, batch, q_len, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """``(sequence, its first token, its new tokens, the work item's first new token)`` of a work item of TOKENS tokens."""
+    if cu_seqlens_q is None:
+        tiles = (q_len + TOKENS - 1) // TOKENS
+        sequence = slot // tiles
+        first_token = sequence.to(tl.int64) * q_len
+        start = slot % tiles * TOKENS
+    else:
+        sequence = sequence_of(slot, cu_seqlens_q, batch, 1, TOKENS, AT_ONCE)
+        begin = tl.load(cu_seqlens_q + sequence)
+        q_len = tl.load(cu_seqlens_q + sequence + 1) - begin
+        first_token = begin.to(tl.int64)
+        start = (slot - (begin // TOKENS + sequence)) * TOKENS
+    return sequence, first_token, q_len, start
+
+
+@triton.jit
+def _load_queries(q_rows, token, head, real, c, SHAPE: tl.constexpr, FORMATS: tl.constexpr):
+    """Loads the queries of some tokens and heads, transposed, in the dtype of the dots."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    at = row_of(q_rows, token, head)[:, None] + c[None, :] * q_rows.dim_stride
+    queries = tl.load(at, mask=real[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0)
+    return tl.trans(widened(queries, DTYPE, Q_FP8))
+
+
+@triton.jit
+def _keys_of(seqlens_k, sequence, most, PAGE_SIZE: tl.constexpr):
+    """``(first_key, length)`` of a sequence: its first contiguous key (not read with pages), and its number of keys."""
+    length = tl.load(seqlens_k + sequence)
+    first_key = length.to(tl.int64)
+    if PAGE_SIZE == 0:
+        length = tl.load(seqlens_k + sequence + 1) - length
+    return first_key, tl.minimum(tl.maximum(length, 0), most)
+
+
+@triton.jit
+def _place_of(block, key, stored, first_key, pages, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``(page, offset)`` of a block of keys. Contiguous keys are offsets from ``first_key``."""
+    if PAGE_SIZE == 0:
+        page = first_key
+        offset = key.to(tl.int64)
+    elif PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * page_stride).to(tl.int64)
+        offset = block % (PAGE_SIZE // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    else:
+        page = tl.load(pages + key // PAGE_SIZE * page_stride, mask=stored, other=0).to(tl.int64)
+        offset = key % PAGE_SIZE
+    return page, offset
+
+
+@triton.jit
+def _scores_of(keys, queries, weights, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """The scores of a block of keys ``[BLOCK_N, TOKENS]``: the weighted sum over heads of the positive dot products."""
+    dots = tl.dot(keys, queries, input_precision="ieee")
+    weighted = tl.maximum(dots, 0.0) * weights[None, :]
+    return tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
+
+
+@triton.jit
+def _hide(to_token, key_stride, real, begin, end, keys, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Stores -inf as the scores of blocks ``begin`` to ``end``, which none of the tokens sees."""
+    for block in range(begin, end):
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        to = to_token[:, None] + key.to(tl.int64)[None, :] * key_stride
+        hidden = tl.full([TOKENS, BLOCK_N], -float("inf"), tl.float32)
+        tl.store(to, hidden, mask=real[:, None] & (key < keys)[None, :])
 
 
 @triton.jit(do_not_specialize=["batch", "q_len", "keys"])
@@ -20,57 +91,31 @@ def indexer_scores_kernel(
     k_scale_cache,  # [pages, page_size], or [keys], or None
     scores,  # [tokens, keys]
     lengths,  # [tokens]
-    q_stride_t,
-    q_stride_h,
-    q_stride_d,
-    k_stride_p,
-    k_stride_s,
-    k_stride_d,
-    weights_stride_t,
-    weights_stride_h,
-    table_stride_b,
-    table_stride_p,
-    scale_stride_p,
-    scale_stride_s,
-    scores_stride_t,
-    scores_stride_k,
+    q_stride_t, q_stride_h, q_stride_d,
+    k_stride_p, k_stride_s, k_stride_d,
+    weights_stride_t, weights_stride_h,
+    table_stride_b, table_stride_p,
+    scale_stride_p, scale_stride_s,
+    scores_stride_t, scores_stride_k,
     lengths_stride,
-    batch,
-    q_len,
-    keys,
-    SHAPE: tl.constexpr,
-    FORMATS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    batch, q_len, keys,
+    SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Scores a few tokens of a sequence against a range of blocks of its keys."""
     TOKENS: tl.constexpr = TILE.tokens
     HEADS: tl.constexpr = TILE.heads
     BLOCK_N: tl.constexpr = TILE.block_n
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     DTYPE: tl.constexpr = FORMATS.dtype
-    Q_FP8: tl.constexpr = FORMATS.q_fp8
     K_FP8: tl.constexpr = FORMATS.kv_fp8
     parts = tl.maximum((keys + BLOCK_N * TILE.blocks - 1) // (BLOCK_N * TILE.blocks), 1)
     part = tl.program_id(0) % parts
     slot = tl.program_id(0) // parts
-    if cu_seqlens_q is None:
-        tiles = (q_len + TOKENS - 1) // TOKENS
-        sequence = slot // tiles
-        first_token = sequence.to(tl.int64) * q_len
-        start = slot % tiles * TOKENS
-    else:
-        sequence = sequence_of(slot, cu_seqlens_q, batch, 1, TOKENS, TILE.at_once)
-        begin = tl.load(cu_seqlens_q + sequence)
-        q_len = tl.load(cu_seqlens_q + sequence + 1) - begin
-        first_token = begin.to(tl.int64)
-        start = (slot - (begin // TOKENS + sequence)) * TOKENS
+    sequence, first_token, q_len, start = _tokens_of(slot, cu_seqlens_q, batch, q_len, TOKENS, TILE.at_once)
+    if cu_seqlens_q is not None:  # noqa: SIM102 (this is known at compile time)
         if start >= q_len:
             return
-    length = tl.load(seqlens_k + sequence)
-    if PAGE_SIZE == 0:  # contiguous keys: the first key of the sequence stands in for a page
-        first_key = length.to(tl.int64)
-        length = tl.load(seqlens_k + sequence + 1) - length
-    length = tl.minimum(tl.maximum(length, 0), keys)
+    first_key, length = _keys_of(seqlens_k, sequence, keys, PAGE_SIZE)
     tokens = start + tl.arange(0, TOKENS)
     seen = tl.maximum(length - q_len + tokens + 1, 0)
     at_token = first_token + tokens
@@ -89,32 +134,21 @@ def indexer_scores_kernel(
         real = (q_token < q_len) & (row % HEADS < SHAPE.heads)
         c = tl.arange(0, TILE.columns)
         head = (row % HEADS).to(tl.int64)
-        q_at = q + (first_token + q_token) * q_stride_t + head * q_stride_h
-        queries = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0)
-        queries = tl.trans(widened(queries, DTYPE, Q_FP8))
+        queries = _load_queries(Rows(q, q_stride_t, q_stride_h, q_stride_d), first_token + q_token, head, real, c, SHAPE, FORMATS)
         weights_at = weights + (first_token + q_token) * weights_stride_t + head * weights_stride_h
         of_heads = tl.load(weights_at, mask=real, other=0.0)
+        pages = page_table
         if PAGE_SIZE > 0:
-            pages = page_table + sequence.to(tl.int64) * table_stride_b
+            pages += sequence.to(tl.int64) * table_stride_b
         for block in tl.range(first, seen_blocks, num_stages=TILE.stages):
             key = block * BLOCK_N + n
             stored = key < most
-            if PAGE_SIZE == 0:
-                page = first_key
-                offset = key.to(tl.int64)
-            elif PAGE_SIZE % BLOCK_N == 0:
-                page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * table_stride_p).to(tl.int64)
-                offset = block % (PAGE_SIZE // BLOCK_N) * BLOCK_N + n
-            else:
-                page = tl.load(pages + key // PAGE_SIZE * table_stride_p, mask=stored, other=0).to(tl.int64)
-                offset = key % PAGE_SIZE
+            page, offset = _place_of(block, key, stored, first_key, pages, table_stride_p, PAGE_SIZE, BLOCK_N)
             k_at = k_cache + (page * k_stride_p + offset * k_stride_s)
             block_keys = tl.load(
                 k_at[:, None] + c[None, :] * k_stride_d, mask=stored[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0
             )
-            dots = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
-            weighted = tl.maximum(dots, 0.0) * of_heads[None, :]
-            sums = tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
+            sums = _scores_of(widened(block_keys, DTYPE, K_FP8), queries, of_heads, BLOCK_N, TOKENS, HEADS)
             if k_scale_cache is not None:
                 scale_at = k_scale_cache + (page * scale_stride_p + offset * scale_stride_s)
                 sums *= tl.load(scale_at, mask=stored, other=0.0)[:, None]
@@ -122,8 +156,4 @@ def indexer_scores_kernel(
             written = (key < keys)[:, None] & (tokens < q_len)[None, :]
             to = to_token[None, :] + key.to(tl.int64)[:, None] * scores_stride_k
             tl.store(to, tl.where(visible, sums, -float("inf")), mask=written)
-    for block in range(tl.maximum(first, seen_blocks), last):
-        key = block * BLOCK_N + n
-        to = to_token[:, None] + key.to(tl.int64)[None, :] * scores_stride_k
-        hidden = tl.full([TOKENS, BLOCK_N], -float("inf"), tl.float32)
-        tl.store(to, hidden, mask=(tokens < q_len)[:, None] & (key < keys)[None, :])
+    _hide(to_token, scores_stride_k, tokens < q_len, tl.maximum(first, seen_blocks), last, keys, TOKENS, BLOCK_N)

@@ -2,13 +2,132 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.attention._mha_call_device import columns_of
-from tokenspeed_kernel.triton.attention._online_softmax_device import LOG2_E, Scaling, Softmax, log_sum_exp, scale_scores
-from tokenspeed_kernel.triton.common_device import sequence_of
+from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, scaling_of, tile_of
+from tokenspeed_kernel.triton.attention._online_softmax_device import LOG2_E, Softmax, log_sum_exp, scale_scores
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of
+
+
+class Tile(NamedTuple):
+    """A tile of query rows of a head: row ``r`` is query head ``r % group`` of the sequence's query ``r // group``.
+
+    Fields:
+        row, rows: the tile's rows, and the number of the sequence's rows.
+        start, head: the sequence's first token, and the KV head.
+        first: the query of the first row.
+        oldest: the position of the first row.
+        later_by: each row's position after the oldest.
+    """
+
+    row: Any
+    rows: Any
+    start: Any
+    head: Any
+    first: Any
+    oldest: Any
+    later_by: Any
+
+
+class Band(NamedTuple):
+    """The keys that a tile sees, in two blocks: those up to the position of its oldest row (main), and those after it (tail).
+
+    Fields:
+        main, tail: positions relative to the oldest row.
+        main_held, tail_held: the keys to read instead. A key that no row sees may be NaN and is not read: the nearest visible key
+            is read instead.
+    """
+
+    main: Any
+    tail: Any
+    main_held: Any
+    tail_held: Any
+
+
+@triton.jit
+def _tile_of(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The tile that begins at ``first_row``."""
+    first = first_row // GROUP
+    row = first_row + tl.arange(0, BLOCK_M)
+    return Tile(row, q_len * GROUP, start, head, first, kv_len - q_len + first, row // GROUP - first)
+
+
+@triton.jit
+def _band_of(tile, kv_len, window_left, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """The `Band` of a tile."""
+    main = tl.arange(0, MAIN) - (MAIN - 1)
+    tail = tl.arange(0, TAIL) + 1
+    return Band(main, tail, tl.maximum(main, -tl.minimum(tile.oldest, window_left)), tl.minimum(tail, kv_len - 1 - tile.oldest))
+
+
+@triton.jit
+def _query_rows(q_rows, tile, GROUP: tl.constexpr):
+    """Pointers to the queries of a tile. Offsets from the tile's first position fit into 32 bits."""
+    held = tl.minimum(tile.row, tile.rows - 1)
+    first = q_rows.first + (tile.start + tile.first).to(tl.int64) * q_rows.token_stride + tile.head * GROUP * q_rows.head_stride
+    return first + (held // GROUP - tile.first) * q_rows.token_stride + held % GROUP * q_rows.head_stride
+
+
+@triton.jit
+def _cache_rows(cache, tile, band, table, sequence, PAGE_SIZE: tl.constexpr):
+    """``(main, tail)``: pointers to the rows of a tile's keys or values in both blocks."""
+    first = head_of(cache, tile.head)
+    if PAGE_SIZE:
+        pages = pages_of(table, sequence)
+        main_page = tl.load(pages + (tile.oldest + band.main_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
+        tail_page = tl.load(pages + (tile.oldest + band.tail_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
+        main = first + main_page * cache.page_stride + (tile.oldest + band.main_held) % PAGE_SIZE * cache.slot_stride
+        tail = first + tail_page * cache.page_stride + (tile.oldest + band.tail_held) % PAGE_SIZE * cache.slot_stride
+    else:
+        first += (tile.start + tile.oldest).to(tl.int64) * cache.slot_stride
+        main = first + band.main_held * cache.slot_stride
+        tail = first + band.tail_held * cache.slot_stride
+    return main, tail
+
+
+@triton.jit
+def _weights(main_dots, tail_dots, tile, band, scaling, sinks, window_left, GROUP: tl.constexpr, HAS_CAP: tl.constexpr):
+    """The softmax in one step: ``(main_weights, tail_weights, state)``."""
+    main_scores, factor = scale_scores(main_dots, scaling, HAS_CAP)
+    tail_scores, _ = scale_scores(tail_dots, scaling, HAS_CAP)
+    earliest = tl.maximum(tile.later_by - window_left, -tile.oldest)
+    main_scores = tl.where(band.main[None, :] >= earliest[:, None], main_scores, -float("inf"))
+    tail_scores = tl.where(band.tail[None, :] <= tile.later_by[:, None], tail_scores, -float("inf"))
+    row_max = tl.maximum(tl.max(main_scores, 1), tl.max(tail_scores, 1)) * factor
+    if sinks is not None:
+        sink = tl.load(sinks + tile.head * GROUP + tile.row % GROUP).to(tl.float32) * LOG2_E
+        row_max = tl.maximum(row_max, sink)
+    main_weights = tl.exp2(main_scores * factor - row_max[:, None])
+    tail_weights = tl.exp2(tail_scores * factor - row_max[:, None])
+    row_sum = tl.sum(main_weights, 1) + tl.sum(tail_weights, 1)  # not 0, because every row sees its own position
+    if sinks is not None:
+        row_sum += tl.exp2(sink - row_max)
+    return main_weights, tail_weights, Softmax(row_max, row_sum)
+
+
+@triton.jit
+def _store(out_rows, lse, v_scale, state, acc, tile, SHAPE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Stores the result of a tile, and its LSE if there is an ``lse``."""
+    GROUP: tl.constexpr = SHAPE.group
+    factor = 1.0 / state.row_sum
+    if v_scale is not None:
+        factor *= tl.load(v_scale + tile.head * SHAPE.v_scales)
+    real = tile.row < tile.rows
+    w = tl.arange(0, BLOCK_W)
+    first = (
+        out_rows.first + (tile.start + tile.first).to(tl.int64) * out_rows.token_stride + tile.head * GROUP * out_rows.head_stride
+    )
+    out_at = first + tile.later_by * out_rows.token_stride + tile.row % GROUP * out_rows.head_stride
+    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
+    stored = real[:, None] if BLOCK_W == V_HEAD_DIM else real[:, None] & (w < V_HEAD_DIM)[None, :]
+    x = (acc * factor[:, None]).to(out_rows.first.dtype.element_ty)
+    tl.store(out_at[:, None] + w[None, :] * out_rows.dim_stride, x, mask=stored)
+    if lse is not None:
+        at = (tile.start + tile.row // GROUP).to(tl.int64) * (SHAPE.heads * GROUP) + tile.head * GROUP + tile.row % GROUP
+        tl.store(lse + at, log_sum_exp(state), mask=real)
 
 
 @triton.jit
@@ -25,22 +144,11 @@ def band_kernel(
     q_scale,
     k_scale,
     v_scale,
-    q_stride_t,
-    q_stride_h,
-    q_stride_d,
-    k_stride_p,
-    k_stride_t,
-    k_stride_h,
-    k_stride_d,
-    v_stride_p,
-    v_stride_t,
-    v_stride_h,
-    v_stride_d,
-    out_stride_t,
-    out_stride_h,
-    out_stride_d,
-    page_table_stride_b,
-    page_table_stride_p,
+    q_stride_t, q_stride_h, q_stride_d,
+    k_stride_p, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_p, v_stride_t, v_stride_h, v_stride_d,
+    out_stride_t, out_stride_h, out_stride_d,
+    page_table_stride_b, page_table_stride_p,
     batch,
     capacity,
     window_left,
@@ -49,118 +157,49 @@ def band_kernel(
     SHAPE: tl.constexpr,
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of query rows of one KV head."""
-    KV_HEADS: tl.constexpr = SHAPE.heads
     GROUP: tl.constexpr = SHAPE.group
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     DTYPE: tl.constexpr = FORMATS.dtype
-    Q_FP8: tl.constexpr = FORMATS.q_fp8
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_D: tl.constexpr = TILE.block_d
-    BLOCK_W: tl.constexpr = TILE.block_w
+    D_WIDTH: tl.constexpr = None if TILE.block_d == SHAPE.head_dim else SHAPE.head_dim
+    W_WIDTH: tl.constexpr = None if TILE.block_w == SHAPE.v_head_dim else SHAPE.v_head_dim
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
     out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
     keys = Cache(k, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
     values = Cache(v, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     scales = Scales(q_scale, k_scale, v_scale)
-    head = tl.program_id(0) % KV_HEADS
-    slot = tl.program_id(0) // KV_HEADS
-    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, TILE.at_once)
-    start = tl.load(cu_seqlens + sequence)
-    q_len = tl.load(cu_seqlens + sequence + 1) - start
-    first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
-    rows = q_len * GROUP
-    if first_row >= rows:
+    head = tl.program_id(0) % SHAPE.heads
+    slot = tl.program_id(0) // SHAPE.heads
+    sequence, start, q_len, first_row = tile_of(slot, cu_seqlens, batch, GROUP, TILE.block_m, TILE.at_once)
+    if first_row >= q_len * GROUP:
         return
     if PAGE_SIZE:
         kv_len = tl.minimum(tl.load(cache_seqlens + sequence), capacity)
     else:
         kv_len = q_len
-    first_position = first_row // GROUP
-    oldest = kv_len - q_len + first_position
+    tile = _tile_of(first_row, start, q_len, kv_len, head, GROUP, TILE.block_m)
+    band = _band_of(tile, kv_len, window_left, TILE.main, TILE.tail)
 
-    # Queries.
-    row = first_row + tl.arange(0, BLOCK_M)
-    real = row < rows
-    held_row = tl.minimum(row, rows - 1)
-    d = tl.arange(0, BLOCK_D)
-    w = tl.arange(0, BLOCK_W)
-    D_WIDTH: tl.constexpr = None if BLOCK_D == HEAD_DIM else HEAD_DIM
-    W_WIDTH: tl.constexpr = None if BLOCK_W == V_HEAD_DIM else V_HEAD_DIM
-    # Offsets from the tile's first position fit into 32 bits.
-    q_first = q + (start + first_position).to(tl.int64) * q_rows.token_stride + head * GROUP * q_rows.head_stride
-    q_at = q_first + (held_row // GROUP - first_position) * q_rows.token_stride + held_row % GROUP * q_rows.head_stride
-
-    # Key positions relative to the oldest row. A key that no row sees may be NaN and is not read: the nearest visible key is read
-    # instead.
-    main = tl.arange(0, TILE.main) - (TILE.main - 1)
-    tail = tl.arange(0, TILE.tail) + 1
-    main_held = tl.maximum(main, -tl.minimum(oldest, window_left))
-    tail_held = tl.minimum(tail, kv_len - 1 - oldest)
-    k_head = head_of(keys, head)
-    v_head = head_of(values, head)
-    if PAGE_SIZE:
-        pages = pages_of(table, sequence)
-        main_page = tl.load(pages + (oldest + main_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
-        tail_page = tl.load(pages + (oldest + tail_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
-        main_slot = (oldest + main_held) % PAGE_SIZE
-        tail_slot = (oldest + tail_held) % PAGE_SIZE
-        k_main = k_head + main_page * keys.page_stride + main_slot * keys.slot_stride
-        v_main = v_head + main_page * values.page_stride + main_slot * values.slot_stride
-        k_tail = k_head + tail_page * keys.page_stride + tail_slot * keys.slot_stride
-        v_tail = v_head + tail_page * values.page_stride + tail_slot * values.slot_stride
-    else:
-        k_head += (start + oldest).to(tl.int64) * keys.slot_stride
-        v_head += (start + oldest).to(tl.int64) * values.slot_stride
-        k_main = k_head + main_held * keys.slot_stride
-        v_main = v_head + main_held * values.slot_stride
-        k_tail = k_head + tail_held * keys.slot_stride
-        v_tail = v_head + tail_held * values.slot_stride
-    queries = columns_of(q_at, d, q_rows.dim_stride, D_WIDTH, DTYPE, Q_FP8)
+    # All loads are independent.
+    d = tl.arange(0, TILE.block_d)
+    w = tl.arange(0, TILE.block_w)
+    k_main, k_tail = _cache_rows(keys, tile, band, table, sequence, PAGE_SIZE)
+    v_main, v_tail = _cache_rows(values, tile, band, table, sequence, PAGE_SIZE)
+    queries = columns_of(_query_rows(q_rows, tile, GROUP), d, q_rows.dim_stride, D_WIDTH, DTYPE, FORMATS.q_fp8)
     main_keys = columns_of(k_main, d, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
     tail_keys = columns_of(k_tail, d, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
     main_values = columns_of(v_main, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
     tail_values = columns_of(v_tail, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
 
-    # Softmax in one step.
-    if scales.q is not None:
-        multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
-    if scales.k is not None:
-        multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
-    scaling = Scaling(multiplier, cap_log2)
+    scaling = scaling_of(multiplier, cap_log2, scales, head, SHAPE)
     main_dots = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
     tail_dots = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
-    main_scores, factor = scale_scores(main_dots, scaling, SHAPE.has_cap)
-    tail_scores, _ = scale_scores(tail_dots, scaling, SHAPE.has_cap)
-    later_by = row // GROUP - first_position  # positions after the oldest row
-    earliest = tl.maximum(later_by - window_left, -oldest)
-    main_scores = tl.where(main[None, :] >= earliest[:, None], main_scores, -float("inf"))
-    tail_scores = tl.where(tail[None, :] <= later_by[:, None], tail_scores, -float("inf"))
-    row_max = tl.maximum(tl.max(main_scores, 1), tl.max(tail_scores, 1)) * factor
-    if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
-        row_max = tl.maximum(row_max, sink)
-    main_weights = tl.exp2(main_scores * factor - row_max[:, None])
-    tail_weights = tl.exp2(tail_scores * factor - row_max[:, None])
-    row_sum = tl.sum(main_weights, 1) + tl.sum(tail_weights, 1)  # not 0, because every row sees its own position
-    if sinks is not None:
-        row_sum += tl.exp2(sink - row_max)
+    main_weights, tail_weights, state = _weights(
+        main_dots, tail_dots, tile, band, scaling, sinks, window_left, GROUP, SHAPE.has_cap
+    )
     acc = tl.dot(main_weights.to(DTYPE), main_values, input_precision="ieee")
     acc = tl.dot(tail_weights.to(DTYPE), tail_values, acc, input_precision="ieee")
-    out_factor = 1.0 / row_sum
-    if scales.v is not None:
-        out_factor *= tl.load(scales.v + head * SHAPE.v_scales)
-
-    out_first = out + (start + first_position).to(tl.int64) * out_rows.token_stride + head * GROUP * out_rows.head_stride
-    out_at = out_first + later_by * out_rows.token_stride + row % GROUP * out_rows.head_stride
-    stored = real[:, None] if W_WIDTH is None else real[:, None] & (w < V_HEAD_DIM)[None, :]
-    x = (acc * out_factor[:, None]).to(out.dtype.element_ty)
-    tl.store(out_at[:, None] + w[None, :] * out_rows.dim_stride, x, mask=stored)
-    if lse is not None:
-        at = (start + row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-        tl.store(lse + at, log_sum_exp(Softmax(row_max, row_sum)), mask=real)
+    _store(out_rows, lse, scales.v, state, acc, tile, SHAPE, TILE.block_w)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._fp8_device import widened
+from tokenspeed_kernel.triton.attention._online_softmax_device import Scaling
+from tokenspeed_kernel.triton.common_device import sequence_of
 
 
 @triton.jit
@@ -16,3 +18,25 @@ def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, 
     else:
         x = tl.load(rows[:, None] + columns[None, :] * stride, mask=(columns < WIDTH)[None, :], other=0.0)
     return widened(x, DTYPE, FP8)
+
+
+@triton.jit
+def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
+    """``(sequence, its first token, its queries, the tile's first row)`` of a work item, see `sequence_of`.
+
+    A sequence may have one work item more than it has tiles. Its first row is then beyond the sequence's rows.
+    """
+    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
+    start = tl.load(cu_seqlens + sequence)
+    q_len = tl.load(cu_seqlens + sequence + 1) - start
+    return sequence, start, q_len, (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
+
+
+@triton.jit
+def scaling_of(multiplier, cap_log2, scales, head, SHAPE: tl.constexpr):
+    """The `Scaling` of a KV head's scores, with the scales of q and k."""
+    if scales.q is not None:
+        multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
+    if scales.k is not None:
+        multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
+    return Scaling(multiplier, cap_log2)

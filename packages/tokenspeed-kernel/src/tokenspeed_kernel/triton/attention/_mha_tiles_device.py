@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._fp8_device import widened
-from tokenspeed_kernel.triton.attention._mha_call_device import columns_of
+from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, scaling_of, tile_of
 from tokenspeed_kernel.triton.attention._online_softmax_device import (
-    Scaling,
     join_sink,
     log_sum_exp,
     no_keys_yet,
@@ -18,7 +17,6 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
     scale_scores,
     softmax_step,
 )
-from tokenspeed_kernel.triton.common_device import sequence_of
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
 
 
@@ -30,17 +28,32 @@ class Queries(NamedTuple):
     position: Any
 
 
+class QueryRows(NamedTuple):
+    """The query rows of a tile: row ``r`` is query head ``r % group`` of the sequence's query ``r // group``.
+
+    Fields:
+        real: which rows exist.
+        token, q_head: each row's token and query head.
+        position: each row's position in the sequence.
+    """
+
+    real: Any
+    token: Any
+    q_head: Any
+    position: Any
+
+
 class Source(NamedTuple):
     """Location of a tile's keys and values.
 
     Fields:
-        keys, values: `Cache`; ``first`` points to the head's first row of the sequence, or of all pages.
+        k, v: the keys and values, `Cache`; ``first`` points to the head's first row of the sequence, or of all pages.
         table, pages: `Pages`, and a pointer to the sequence's first page number.
         start, head: the sequence's first key, and the head; for descriptors.
     """
 
-    keys: Any
-    values: Any
+    k: Any
+    v: Any
     table: Any
     pages: Any
     start: Any
@@ -66,6 +79,152 @@ class Reach(NamedTuple):
 
 
 @triton.jit
+def _query_rows(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of the tile that begins at ``first_row``."""
+    row = first_row + tl.arange(0, BLOCK_M)
+    token = (start + row // GROUP).to(tl.int64)
+    return QueryRows(row < q_len * GROUP, token, head * GROUP + row % GROUP, kv_len - q_len + row // GROUP)
+
+
+@triton.jit
+def _load_queries(q_rows, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
+    """Loads the queries of a tile in the dtype of the dots."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    real = rows.real[:, None]
+    q_at = row_of(q_rows, rows.token[:, None], rows.q_head[:, None])
+    d = tl.arange(0, TILE.d_low)
+    low = tl.load(q_at + d[None, :] * q_rows.dim_stride, mask=real & (d < HEAD_DIM)[None, :], other=0.0)
+    low = widened(low, DTYPE, Q_FP8)
+    high = low
+    if TILE.d_high:
+        d_high = TILE.d_low + tl.arange(0, TILE.d_high)
+        high = tl.load(q_at + d_high[None, :] * q_rows.dim_stride, mask=real & (d_high < HEAD_DIM)[None, :], other=0.0)
+        high = widened(high, DTYPE, Q_FP8)
+    return Queries(low, high, rows.position)
+
+
+@triton.jit
+def _reach_of(first_row, q_len, kv_len, window_left, SHAPE: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
+    """``(reach, blocks)`` of the tile that begins at ``first_row``: its `Reach`, and its number of blocks of keys."""
+    GROUP: tl.constexpr = SHAPE.group
+    BLOCK_N: tl.constexpr = TILE.block_n
+    ahead = kv_len - q_len  # the position of the first query
+    oldest = ahead + first_row // GROUP
+    newest = ahead + tl.minimum((first_row + TILE.block_m - 1) // GROUP, q_len - 1)
+    # Some row sees keys low to high; every row sees keys full_low to full_high.
+    low = 0
+    full_low = 0
+    high = kv_len
+    full_high = kv_len
+    if MASK.causal:
+        high = tl.minimum(kv_len, newest + 1)
+        full_high = tl.minimum(kv_len, oldest + 1)
+    if MASK.windowed:
+        low = tl.maximum(oldest - window_left, 0)
+        full_low = tl.maximum(newest - window_left, 0)
+        low_block = low // BLOCK_N * BLOCK_N if SHAPE.page_size else low
+    else:
+        low_block = 0
+    blocks = tl.maximum(high - low_block + BLOCK_N - 1, 0) // BLOCK_N
+    full_begin = tl.minimum((full_low - low_block + BLOCK_N - 1) // BLOCK_N, blocks)
+    full_end = tl.maximum(tl.minimum(tl.maximum(full_high - low_block, 0) // BLOCK_N, blocks), full_begin)
+    return Reach(low_block, low, kv_len, full_begin, full_end, window_left), blocks
+
+
+@triton.jit
+def _first_rows(keys, values, kv_start, head, PAGE_SIZE: tl.constexpr):
+    """Pointers to the first key and the first value of a head: of the sequence, or of all pages."""
+    k_head = head_of(keys, head)
+    v_head = head_of(values, head)
+    if PAGE_SIZE == 0:
+        k_head += kv_start.to(tl.int64) * keys.slot_stride
+        v_head += kv_start.to(tl.int64) * values.slot_stride
+    return k_head, v_head
+
+
+@triton.jit
+def _key_rows(first, held, source, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``(k_at, v_at, row)``: pointers to the rows of a block of keys and values, and the block's row of the descriptors.
+
+    Args:
+        first: the block's first key.
+        held: offsets of the keys to read from ``first``.
+    """
+    keys, values, table, pages, start, _ = source
+    row = first  # not read if a block may be in several pages: descriptors are not used then
+    if PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_N != 0:
+        page = tl.load(pages + (first + held) // PAGE_SIZE * table.page_stride).to(tl.int64)
+        slot = (first + held) % PAGE_SIZE
+        k_at = keys.first + page * keys.page_stride + slot * keys.slot_stride
+        v_at = values.first + page * values.page_stride + slot * values.slot_stride
+    elif PAGE_SIZE:
+        page = tl.load(pages + first // PAGE_SIZE * table.page_stride).to(tl.int64)
+        row = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
+        k_at = keys.first + page * keys.page_stride + first % PAGE_SIZE * keys.slot_stride + held * keys.slot_stride
+        v_at = values.first + page * values.page_stride + first % PAGE_SIZE * values.slot_stride + held * values.slot_stride
+    else:
+        row = start + first
+        k_at = keys.first + first.to(tl.int64) * keys.slot_stride + held * keys.slot_stride
+        v_at = values.first + first.to(tl.int64) * values.slot_stride + held * values.slot_stride
+    return k_at, v_at, row
+
+
+@triton.jit
+def _qk_mma(queries, k_at, row, source, k_rows, k_rows_high, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
+    """Loads a block of keys, through descriptors if there are any, and returns its dot products with the queries [M, N]."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    D_LOW: tl.constexpr = TILE.d_low
+    D_HIGH: tl.constexpr = TILE.d_high
+    if k_rows is not None:
+        k = widened(k_rows.load([row, source.head * HEAD_DIM]), DTYPE, KV_FP8)
+    else:
+        WIDTH: tl.constexpr = None if D_LOW <= HEAD_DIM else HEAD_DIM
+        k = columns_of(k_at, tl.arange(0, D_LOW), source.k.dim_stride, WIDTH, DTYPE, KV_FP8)
+    dots = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
+    if D_HIGH:
+        if k_rows is not None:
+            k = widened(k_rows_high.load([row, source.head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
+        else:
+            WIDTH_HIGH: tl.constexpr = None if D_LOW + D_HIGH == HEAD_DIM else HEAD_DIM
+            d_high = D_LOW + tl.arange(0, D_HIGH)
+            k = columns_of(k_at, d_high, source.k.dim_stride, WIDTH_HIGH, DTYPE, KV_FP8)
+        dots = tl.dot(queries.high, tl.trans(k), dots, input_precision="ieee")
+    return dots
+
+
+@triton.jit
+def _load_values(
+    v_at, row, source, v_rows, key, reach, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Loads a block of values. Through a descriptor they are 0 where no row sees the key, because they may be NaN there."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    if v_rows is not None:
+        v = widened(v_rows.load([row, source.head * SHAPE.v_head_dim]), DTYPE, KV_FP8)
+        if MASKED != "never":
+            v = tl.where(((key >= reach.low) & (key < reach.kv_len))[:, None], v, 0.0)
+    else:
+        WIDTH: tl.constexpr = None if TILE.block_w == SHAPE.v_head_dim else SHAPE.v_head_dim
+        v = columns_of(v_at, tl.arange(0, TILE.block_w), source.v.dim_stride, WIDTH, DTYPE, KV_FP8)
+    return v
+
+
+@triton.jit
+def _masked(scores, first, n, position, reach, MASK: tl.constexpr):
+    """The scores of a block that begins with key ``first``, -inf where a row does not see a key."""
+    visible = (first + n < reach.kv_len)[None, :]
+    if MASK.causal:
+        visible &= first + n[None, :] <= position[:, None]
+    if MASK.windowed:
+        visible &= first + n[None, :] >= position[:, None] - reach.window_left
+    return tl.where(visible, scores, -float("inf"))
+
+
+@triton.jit
 def _walk(
     state,
     acc,
@@ -86,82 +245,70 @@ def _walk(
     STAGES: tl.constexpr,
 ):
     """Attention over blocks ``begin`` to ``end``. Block i begins with key ``low_block + i * block_n``."""
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
-    PAGE_SIZE: tl.constexpr = SHAPE.page_size
     DTYPE: tl.constexpr = FORMATS.dtype
-    KV_FP8: tl.constexpr = FORMATS.kv_fp8
     BLOCK_N: tl.constexpr = TILE.block_n
-    D_LOW: tl.constexpr = TILE.d_low
-    D_HIGH: tl.constexpr = TILE.d_high
-    BLOCK_W: tl.constexpr = TILE.block_w
-    keys, values, table, pages, start, head = source
-    low_block, low, kv_len, full_begin, full_end, window_left = reach
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D_LOW)
-    w = tl.arange(0, BLOCK_W)
-    if D_HIGH:
-        d_high = D_LOW + tl.arange(0, D_HIGH)
-    D_LOW_WIDTH: tl.constexpr = None if D_LOW <= HEAD_DIM else HEAD_DIM
-    D_WIDTH: tl.constexpr = None if D_LOW + D_HIGH == HEAD_DIM else HEAD_DIM
-    W_WIDTH: tl.constexpr = None if BLOCK_W == V_HEAD_DIM else V_HEAD_DIM
-    DESCRIBED: tl.constexpr = k_rows is not None
-    SCATTERED: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_N != 0
-
     for block in tl.range(begin, end, num_stages=STAGES):
-        first = low_block + block * BLOCK_N
+        first = reach.low_block + block * BLOCK_N
         # A key that no row sees may be NaN and is not read: the nearest visible key is read instead.
         if MASKED == "never":
             held = n
         else:
-            held = tl.maximum(tl.minimum(first + n, kv_len - 1), low) - first
-        if SCATTERED:
-            page = tl.load(pages + (first + held) // PAGE_SIZE * table.page_stride).to(tl.int64)
-            slot = (first + held) % PAGE_SIZE
-            k_at = keys.first + page * keys.page_stride + slot * keys.slot_stride
-            v_at = values.first + page * values.page_stride + slot * values.slot_stride
-        elif PAGE_SIZE:
-            page = tl.load(pages + first // PAGE_SIZE * table.page_stride).to(tl.int64)
-            first_slot = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
-            k_at = keys.first + page * keys.page_stride + first % PAGE_SIZE * keys.slot_stride + held * keys.slot_stride
-            v_at = values.first + page * values.page_stride + first % PAGE_SIZE * values.slot_stride + held * values.slot_stride
-        else:
-            first_slot = start + first
-            k_at = keys.first + first.to(tl.int64) * keys.slot_stride + held * keys.slot_stride
-            v_at = values.first + first.to(tl.int64) * values.slot_stride + held * values.slot_stride
-
-        if DESCRIBED:
-            k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
-        else:
-            k = columns_of(k_at, d, keys.dim_stride, D_LOW_WIDTH, DTYPE, KV_FP8)
-        dots = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
-        if D_HIGH:
-            if DESCRIBED:
-                k = widened(k_rows_high.load([first_slot, head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
-            else:
-                k = columns_of(k_at, d_high, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
-            dots = tl.dot(queries.high, tl.trans(k), dots, input_precision="ieee")
-
+            held = tl.maximum(tl.minimum(first + n, reach.kv_len - 1), reach.low) - first
+        k_at, v_at, row = _key_rows(first, held, source, SHAPE.page_size, BLOCK_N)
+        dots = _qk_mma(queries, k_at, row, source, k_rows, k_rows_high, SHAPE, FORMATS, TILE)
         scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
         if MASKED != "never":  # noqa: SIM102 (this is known at compile time)
-            if MASKED == "always" or (block < full_begin) | (block >= full_end):
-                visible = (first + n < kv_len)[None, :]
-                if MASK.causal:
-                    visible &= first + n[None, :] <= queries.position[:, None]
-                if MASK.windowed:
-                    visible &= first + n[None, :] >= queries.position[:, None] - window_left
-                scores = tl.where(visible, scores, -float("inf"))
+            if MASKED == "always" or (block < reach.full_begin) | (block >= reach.full_end):
+                scores = _masked(scores, first, n, queries.position, reach, MASK)
         weights, decay, state = softmax_step(state, scores, factor)
-        weights = weights.to(DTYPE)
-
-        if DESCRIBED:
-            v = widened(v_rows.load([first_slot, head * V_HEAD_DIM]), DTYPE, KV_FP8)
-            if MASKED != "never":
-                v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
-        else:
-            v = columns_of(v_at, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        v = _load_values(v_at, row, source, v_rows, first + n, reach, SHAPE, FORMATS, TILE, MASKED)
+        acc = tl.dot(weights.to(DTYPE), v, acc * decay[:, None], input_precision="ieee")
     return state, acc
+
+
+@triton.jit
+def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
+    """Attention over all blocks of a tile, masked at the edges. Returns the state of the softmax and the accumulator.
+
+    ``what``: arguments of `_walk`, from ``queries`` to ``scaling``.
+    """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_W: tl.constexpr = TILE.block_w
+    state = no_keys_yet(BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    full_begin, full_end = reach.full_begin, reach.full_end
+    if TILE.edges == "apart":  # the softmax allows any order
+        if MASK.windowed:
+            state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+        if TILE.edges_first:
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+        state, acc = _walk(state, acc, full_begin, full_end, *what, SHAPE, FORMATS, MASK, TILE, "never", TILE.stages)
+        if not TILE.edges_first:
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+    else:
+        state, acc = _walk(state, acc, 0, blocks, *what, SHAPE, FORMATS, MASK, TILE, "edges", TILE.stages)
+    return state, acc
+
+
+@triton.jit
+def _store(out_rows, lse, sinks, v_scale, state, acc, rows, head, SHAPE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Stores the result of a tile, and its LSE if there is an ``lse``."""
+    if sinks is not None:
+        decay, state = join_sink(state, tl.load(sinks + rows.q_head, mask=rows.real, other=0.0))
+        factor = decay * reciprocal_of(state.row_sum)
+    else:
+        factor = reciprocal_of(state.row_sum)
+    if v_scale is not None:
+        factor *= tl.load(v_scale + head * SHAPE.v_scales)
+    w = tl.arange(0, BLOCK_W)
+    tl.store(
+        row_of(out_rows, rows.token[:, None], rows.q_head[:, None]) + w[None, :] * out_rows.dim_stride,
+        (acc * factor[:, None]).to(out_rows.first.dtype.element_ty),
+        mask=rows.real[:, None] & (w < SHAPE.v_head_dim)[None, :],
+    )
+    if lse is not None:
+        tl.store(lse + rows.token * (SHAPE.heads * SHAPE.group) + rows.q_head, log_sum_exp(state), mask=rows.real)
 
 
 @triton.jit
@@ -178,22 +325,11 @@ def tiles_kernel(
     q_scale,
     k_scale,
     v_scale,
-    q_stride_t,
-    q_stride_h,
-    q_stride_d,
-    k_stride_p,
-    k_stride_t,
-    k_stride_h,
-    k_stride_d,
-    v_stride_p,
-    v_stride_t,
-    v_stride_h,
-    v_stride_d,
-    out_stride_t,
-    out_stride_h,
-    out_stride_d,
-    page_table_stride_b,
-    page_table_stride_p,
+    q_stride_t, q_stride_h, q_stride_d,
+    k_stride_p, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_p, v_stride_t, v_stride_h, v_stride_d,
+    out_stride_t, out_stride_h, out_stride_d,
+    page_table_stride_b, page_table_stride_p,
     batch,
     capacity,
     window_left,
@@ -207,21 +343,10 @@ def tiles_kernel(
     FORMATS: tl.constexpr,
     MASK: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of query rows of one KV head."""
     KV_HEADS: tl.constexpr = SHAPE.heads
-    GROUP: tl.constexpr = SHAPE.group
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
-    CAUSAL: tl.constexpr = MASK.causal
-    WINDOWED: tl.constexpr = MASK.windowed
-    DTYPE: tl.constexpr = FORMATS.dtype
-    Q_FP8: tl.constexpr = FORMATS.q_fp8
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    D_LOW: tl.constexpr = TILE.d_low
-    D_HIGH: tl.constexpr = TILE.d_high
-    BLOCK_W: tl.constexpr = TILE.block_w
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
     out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
     keys = Cache(k, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
@@ -235,11 +360,8 @@ def tiles_kernel(
     else:
         head = tl.program_id(0) // slots
         slot = slots - 1 - tl.program_id(0) % slots
-    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, TILE.at_once)
-    start = tl.load(cu_seqlens + sequence)
-    q_len = tl.load(cu_seqlens + sequence + 1) - start
-    first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
-    if first_row >= q_len * GROUP:
+    sequence, start, q_len, first_row = tile_of(slot, cu_seqlens, batch, SHAPE.group, TILE.block_m, TILE.at_once)
+    if first_row >= q_len * SHAPE.group:
         return
     if TILE.shortest > 1:  # noqa: SIM102 (this is known at compile time)
         if q_len < TILE.shortest:
@@ -252,88 +374,15 @@ def tiles_kernel(
         kv_len = tl.load(kv_seqlens + sequence + 1) - kv_start
     else:
         kv_len = q_len
-    ahead = kv_len - q_len  # the position of the first query
-
-    # Queries.
-    row = first_row + tl.arange(0, BLOCK_M)
-    real = row < q_len * GROUP
-    token = (start + row // GROUP).to(tl.int64)
-    q_head = head * GROUP + row % GROUP
-    position = ahead + row // GROUP
-    q_at = row_of(q_rows, token[:, None], q_head[:, None])
-    d = tl.arange(0, D_LOW)
-    q_low = tl.load(q_at + d[None, :] * q_rows.dim_stride, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    q_low = widened(q_low, DTYPE, Q_FP8)
-    if D_HIGH:
-        d_high = D_LOW + tl.arange(0, D_HIGH)
-        q_high = tl.load(q_at + d_high[None, :] * q_rows.dim_stride, mask=real[:, None] & (d_high < HEAD_DIM)[None, :], other=0.0)
-        queries = Queries(q_low, widened(q_high, DTYPE, Q_FP8), position)
-    else:
-        queries = Queries(q_low, q_low, position)
-    if scales.q is not None:
-        multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
-    if scales.k is not None:
-        multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
-    scaling = Scaling(multiplier, cap_log2)
-
-    # Some row sees keys low to high; every row sees keys full_low to full_high.
-    oldest = ahead + first_row // GROUP
-    newest = ahead + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
-    low = 0
-    full_low = 0
-    high = kv_len
-    full_high = kv_len
-    if CAUSAL:
-        high = tl.minimum(kv_len, newest + 1)
-        full_high = tl.minimum(kv_len, oldest + 1)
-    if WINDOWED:
-        low = tl.maximum(oldest - window_left, 0)
-        full_low = tl.maximum(newest - window_left, 0)
-        low_block = low // BLOCK_N * BLOCK_N if PAGE_SIZE else low
-    else:
-        low_block = 0
-    blocks = tl.maximum(high - low_block + BLOCK_N - 1, 0) // BLOCK_N
-    full_begin = tl.minimum((full_low - low_block + BLOCK_N - 1) // BLOCK_N, blocks)
-    full_end = tl.maximum(tl.minimum(tl.maximum(full_high - low_block, 0) // BLOCK_N, blocks), full_begin)
-
-    state = no_keys_yet(BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-    k_head = head_of(keys, head)
-    v_head = head_of(values, head)
-    pages = cu_seqlens  # placeholder: not read without pages
-    if PAGE_SIZE:
-        pages = pages_of(table, sequence)
-    else:
-        k_head += kv_start.to(tl.int64) * k_stride_t
-        v_head += kv_start.to(tl.int64) * v_stride_t
-    keys = Cache(k_head, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
-    values = Cache(v_head, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
+    rows = _query_rows(first_row, start, q_len, kv_len, head, SHAPE.group, TILE.block_m)
+    queries = _load_queries(q_rows, rows, SHAPE, FORMATS, TILE)
+    scaling = scaling_of(multiplier, cap_log2, scales, head, SHAPE)
+    reach, blocks = _reach_of(first_row, q_len, kv_len, window_left, SHAPE, MASK, TILE)
+    k_first, v_first = _first_rows(keys, values, kv_start, head, PAGE_SIZE)
+    keys = Cache(k_first, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
+    values = Cache(v_first, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
+    pages = pages_of(table, sequence) if PAGE_SIZE else None
     source = Source(keys, values, table, pages, kv_start, head)
-    reach = Reach(low_block, low, kv_len, full_begin, full_end, window_left)
     what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling)
-    if TILE.edges == "apart":  # the softmax allows any order
-        if WINDOWED:
-            state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
-        if TILE.edges_first:
-            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
-        state, acc = _walk(state, acc, full_begin, full_end, *what, SHAPE, FORMATS, MASK, TILE, "never", TILE.stages)
-        if not TILE.edges_first:
-            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
-    else:
-        state, acc = _walk(state, acc, 0, blocks, *what, SHAPE, FORMATS, MASK, TILE, "edges", TILE.stages)
-
-    if sinks is not None:
-        decay, state = join_sink(state, tl.load(sinks + q_head, mask=real, other=0.0))
-        factor = decay * reciprocal_of(state.row_sum)
-    else:
-        factor = reciprocal_of(state.row_sum)
-    if scales.v is not None:
-        factor *= tl.load(scales.v + head * SHAPE.v_scales)
-    w = tl.arange(0, BLOCK_W)
-    tl.store(
-        row_of(out_rows, token[:, None], q_head[:, None]) + w[None, :] * out_rows.dim_stride,
-        (acc * factor[:, None]).to(out.dtype.element_ty),
-        mask=real[:, None] & (w < SHAPE.v_head_dim)[None, :],
-    )
-    if lse is not None:
-        tl.store(lse + token * (KV_HEADS * GROUP) + q_head, log_sum_exp(state), mask=real)
+    state, acc = _attend(blocks, reach, what, SHAPE, FORMATS, MASK, TILE)
+    _store(out_rows, lse, sinks, scales.v, state, acc, rows, head, SHAPE, TILE.block_w)

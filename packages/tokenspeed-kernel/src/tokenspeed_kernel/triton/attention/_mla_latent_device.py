@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -53,6 +55,402 @@ def _scaled(latent, scale, DTYPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.con
     return tl.reshape((groups * scale[:, :, None]).to(DTYPE), [N, C])
 
 
+class Tile(NamedTuple):
+    """The rows of a tile: row ``r`` of a sequence is head ``r % heads`` of its new token ``r // heads``.
+
+    Fields:
+        row, real: the rows, and which of them exist.
+        token, head: each row's token and head.
+        position, last: the query's position, and the last key up to which it sees all keys.
+        nodes: the query's mask in the draft tree; not read without trees.
+    """
+
+    row: Any
+    real: Any
+    token: Any
+    head: Any
+    position: Any
+    last: Any
+    nodes: Any
+
+
+class Reach(NamedTuple):
+    """Which keys a program reads.
+
+    Fields:
+        length: the sequence's keys.
+        first_new: the position of the first new token.
+        low, seen: the range of keys that some row sees, end exclusive.
+        begin, end: the range of blocks of keys, end exclusive.
+        part: the index of the program's partial result; negative if its result is final.
+    """
+
+    length: Any
+    first_new: Any
+    low: Any
+    seen: Any
+    begin: Any
+    end: Any
+    part: Any
+
+
+class Latents(NamedTuple):
+    """Latents and rotary parts: of queries [M, C] and [M, R], or of a block of keys. ``rope`` is not read without rotary parts."""
+
+    latent: Any
+    rope: Any
+
+
+class Addresses(NamedTuple):
+    """Pointers to a block's latents [N, C] and rotary parts [N, R], and to the keys' scales [N] (not read without groups)."""
+
+    latent: Any
+    rope: Any
+    scale: Any
+
+
+class LatentCache(NamedTuple):
+    """The latent cache ``[pages, slots, rank + rope]``. With groups its rows are latents only, whose scales and rotary parts are
+    in tensors of their own (None without groups)."""
+
+    first: Any
+    page_stride: Any
+    slot_stride: Any
+    dim_stride: Any
+    scale: Any
+    rope: Any
+
+
+@triton.constexpr_function
+def _blocks_in_pages(shape, groups, tile):
+    """Whether each block of keys is in one page, so that one page number gives its addresses."""
+    return not shape.sparse and groups is None and shape.page_size % tile.block_n == 0
+
+
+@triton.jit
+def _tile_of(tile, first_token, length, q_len, tree_mask, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of the ``tile``-th tile of a sequence, as a `Tile`."""
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < q_len * HEADS
+    token = first_token + row // HEADS
+    position = length - q_len + row // HEADS
+    last = position
+    nodes = token
+    if tree_mask is not None:
+        nodes = tl.load(tree_mask + token, mask=real, other=0)
+        position, last = placed(nodes, position, length - q_len)
+    return Tile(row, real, token, row % HEADS, position, last, nodes)
+
+
+@triton.jit
+def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The `Reach` of the ``tile``-th tile of a sequence, within a work item if there is one."""
+    HEADS: tl.constexpr = SHAPE.heads
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    seen = length
+    if SHAPE.causal:
+        seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
+    begin = tile * 0
+    if SHAPE.sparse:
+        # This is 0 too, but the compiler does not know, and keeps `_attend`'s branches. Without them it spills 480 bytes.
+        begin = tl.minimum(length, 0)
+    low = begin
+    if SHAPE.windowed:
+        # The distance of a tree node to the preceding tokens is its depth, which may be 0.
+        oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
+        low = tl.maximum(length - q_len + oldest - window_left, 0)
+    end = (length + BLOCK_N - 1) // BLOCK_N
+    part = -1
+    if work_item is not None:
+        begin, end, part = tl.load(work_item + 1), tl.load(work_item + 2), tl.load(work_item + 3)
+    begin = tl.maximum(begin, low // BLOCK_N)
+    end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
+    return Reach(length, length - q_len, low, seen, begin, end, part)
+
+
+@triton.jit
+def _load_queries(q_rows, tile, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
+    """Loads the queries of a tile as `Latents`, in the dtype of the dots."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    RANK: tl.constexpr = SHAPE.rank
+    ROPE: tl.constexpr = SHAPE.rope
+    c = tl.arange(0, TILE.block_c)
+    r = tl.arange(0, TILE.block_r)
+    q_at = row_of(q_rows, tile.token, tile.head)
+    latent = tl.load(q_at[:, None] + c[None, :] * q_rows.dim_stride, mask=tile.real[:, None] & (c < RANK)[None, :], other=0.0)
+    if ROPE > 0:
+        rope_at = q_at[:, None] + (RANK + r)[None, :] * q_rows.dim_stride
+        rope = tl.load(rope_at, mask=tile.real[:, None] & (r < ROPE)[None, :], other=0.0)
+    latent = widened(latent, DTYPE, Q_FP8)
+    if ROPE > 0:
+        rope = widened(rope, DTYPE, Q_FP8)
+    else:
+        rope = latent
+    return Latents(latent, rope)
+
+
+@triton.jit
+def _scaling_of(multiplier, cap_log2, q_scale, kv_scale):
+    """The `Scaling` of scores, with the scalar scales of queries and cache."""
+    if q_scale is not None:
+        multiplier *= tl.load(q_scale)
+    if kv_scale is not None:
+        multiplier *= tl.load(kv_scale)
+    return Scaling(multiplier, cap_log2)
+
+
+@triton.jit
+def _nothing_yet(TILE: tl.constexpr):
+    """``(state, acc)`` before the first block. The accumulator is [M, C], or its transpose."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_C: tl.constexpr = TILE.block_c
+    PARTS: tl.constexpr = TILE.parts
+    if PARTS == 1:
+        state = no_keys_yet(BLOCK_M)
+    else:
+        state = Softmax(tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M, PARTS], tl.float32))
+    if TILE.transposed:
+        acc = tl.zeros([BLOCK_C, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    return state, acc
+
+
+@triton.jit
+def _first_lookup(pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """What the page table says of the first block: its keys' slots (sparse), or its page (blocks in pages). Else not read."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    found = reach.begin * 0
+    if SHAPE.sparse:
+        key = reach.begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        found = tl.load(pages + key * page_stride, mask=key < reach.length, other=-1)
+    if _blocks_in_pages(SHAPE, GROUPS, TILE) and reach.begin < reach.end:
+        found = tl.load(pages + reach.begin // (SHAPE.page_size // BLOCK_N) * page_stride)
+    return found
+
+
+@triton.jit
+def _next_lookup(found, block, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """`_first_lookup` for the block after ``block``, loaded a block ahead. ``found``: that of ``block``."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    if SHAPE.sparse:
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        found = tl.load(pages + (key + BLOCK_N) * page_stride, mask=key + BLOCK_N < reach.length, other=-1)
+    elif _blocks_in_pages(SHAPE, GROUPS, TILE):
+        found = tl.load(pages + tl.minimum(block + 1, reach.end - 1) // (SHAPE.page_size // BLOCK_N) * page_stride)
+    return found
+
+
+@triton.jit
+def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """The `Addresses` of a block. ``found``: what `_first_lookup` or `_next_lookup` found for it."""
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    BLOCK_N: tl.constexpr = TILE.block_n
+    c = tl.arange(0, TILE.block_c)
+    r = tl.arange(0, TILE.block_r)
+    # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
+    held = tl.minimum(tl.arange(0, BLOCK_N), reach.seen - 1 - block * BLOCK_N)
+    if SHAPE.windowed:
+        held = tl.maximum(held, reach.low - block * BLOCK_N)
+    if _blocks_in_pages(SHAPE, GROUPS, TILE):
+        block_at = cache.first + found.to(tl.int64) * cache.page_stride
+        block_at += block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * cache.slot_stride)
+        latent_at = block_at + (held[:, None] * cache.slot_stride + c[None, :] * cache.dim_stride)
+        rope_at = block_at + (held[:, None] * cache.slot_stride + (SHAPE.rank + r)[None, :] * cache.dim_stride)
+        scale_at = latent_at
+    else:
+        if SHAPE.sparse:
+            slot = tl.maximum(found, 0)
+            page, offset = (slot // PAGE_SIZE).to(tl.int64), slot % PAGE_SIZE
+        else:
+            held += block * BLOCK_N
+            page = tl.load(pages + held // PAGE_SIZE * page_stride).to(tl.int64)
+            offset = held % PAGE_SIZE
+        key_at = cache.first + (page * cache.page_stride + offset * cache.slot_stride)
+        latent_at = key_at[:, None] + c[None, :] * cache.dim_stride
+        rope_at = key_at[:, None] + (SHAPE.rank + r)[None, :] * cache.dim_stride
+        scale_at = key_at
+        if GROUPS is not None:
+            rope_rows = cache.rope + (page * GROUPS.rope_page + offset * GROUPS.rope_slot)
+            rope_at = rope_rows[:, None] + r[None, :] * GROUPS.rope_dim
+            scale_at = cache.scale + (page * GROUPS.scale_page + offset * GROUPS.scale_slot)
+    return Addresses(latent_at, rope_at, scale_at)
+
+
+@triton.jit
+def _load_keys(at, named, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """Loads a block of keys as they are stored: `Latents`, and their scales [N, C / group], or 1 without groups.
+
+    ``named``: which keys an index names, if indices choose the keys. A slot that no index names may hold NaN.
+    """
+    RANK: tl.constexpr = SHAPE.rank
+    ROPE: tl.constexpr = SHAPE.rope
+    SPARSE: tl.constexpr = SHAPE.sparse
+    c = tl.arange(0, TILE.block_c)
+    r = tl.arange(0, TILE.block_r)
+    scale = 1.0
+    if GROUPS is not None:
+        g = tl.arange(0, TILE.block_c // GROUPS.group)
+        scale_there = (g < RANK // GROUPS.group)[None, :]
+        if SPARSE:
+            scale_there &= named[:, None]
+        scale = tl.load(at.scale[:, None] + g[None, :] * GROUPS.scale_group, mask=scale_there, other=0.0)
+    if SPARSE:
+        latent = tl.load(at.latent, mask=named[:, None] & (c < RANK)[None, :], other=0.0)
+    elif TILE.block_c == RANK:
+        latent = tl.load(at.latent)
+    else:
+        latent = tl.load(at.latent, mask=(c < RANK)[None, :], other=0.0)
+    if SPARSE and ROPE > 0:
+        rope = tl.load(at.rope, mask=named[:, None] & (r < ROPE)[None, :], other=0.0)
+    elif TILE.block_r == ROPE:
+        rope = tl.load(at.rope)
+    elif ROPE > 0:
+        rope = tl.load(at.rope, mask=(r < ROPE)[None, :], other=0.0)
+    else:
+        rope = latent
+    return Latents(latent, rope), scale
+
+
+@triton.jit
+def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMATS: tl.constexpr):
+    """`Latents` of keys in the dtype of the dots."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    rope = stored.rope
+    if GROUPS is not None:
+        latent = _scaled(stored.latent, scale, DTYPE, KV_FP8, GROUPS.group)
+        if SHAPE.rope > 0:
+            rope = stored.rope.to(DTYPE)
+    else:
+        latent = widened(stored.latent, DTYPE, KV_FP8)
+        if SHAPE.rope > 0:
+            rope = widened(stored.rope, DTYPE, KV_FP8)
+    return Latents(latent, rope)
+
+
+@triton.jit
+def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
+    """The dot products of a block [M, N]."""
+    if TILE.apart:
+        # These conditions always hold, too. The compiler chooses a dot's warp layout by the uses of its result, up to the
+        # end of a branch. The layout for the second dot would put all warps in one column, and the two halves of the warps
+        # would compute the same scores. The branches that never run hold code that is too expensive to be hoisted.
+        if block < end:
+            dots = _scores(queries.rope, keys.rope, 0.0, TILE.transposed)
+        else:
+            dots = _scores(queries.rope, keys.rope, 1.0, TILE.transposed)
+        if block >= 0:
+            dots = _scores(queries.latent, keys.latent, dots, TILE.transposed)
+    else:
+        dots = _scores(queries.latent, keys.latent, 0.0, TILE.transposed)
+        if ROPE > 0:
+            dots = _scores(queries.rope, keys.rope, dots, TILE.transposed)
+    if TILE.transposed:
+        dots = tl.trans(dots)
+    return dots
+
+
+@triton.jit
+def _visible(key, named, tile, reach, window_left, tree_mask, SHAPE: tl.constexpr):
+    """Which keys of a block each row sees, [M, N] or [1, N]."""
+    if SHAPE.sparse:
+        visible = named[None, :]
+    elif SHAPE.causal:
+        visible = key[None, :] <= tile.last[:, None]
+    else:
+        visible = (key < reach.length)[None, :]
+    if SHAPE.windowed:
+        visible &= key[None, :] >= tile.position[:, None] - window_left
+    if tree_mask is not None:
+        visible |= continued(tile.nodes, key, reach.first_new, reach.length)
+    return visible
+
+
+@triton.jit
+def _accumulate(state, acc, scores, factor, values, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """One step of the online softmax, then ``acc * decay + weights @ values``. Returns ``(state, acc)``."""
+    if TILE.parts == 1:
+        weights, decay, state = softmax_step(state, scores, factor)
+    else:
+        weights, decay, state = _softmax_step_in_parts(state, scores, factor, TILE.block_m, TILE.block_n, TILE.parts)
+    weights = weights.to(DTYPE)
+    if TILE.transposed:
+        acc = tl.dot(tl.trans(values), tl.trans(weights), acc * decay[None, :], input_precision="ieee")
+    else:
+        acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
+    return state, acc
+
+
+@triton.jit
+def _attend(
+    queries,
+    cache,
+    table,
+    sequence,
+    tile,
+    reach,
+    scaling,
+    window_left,
+    tree_mask,
+    SHAPE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMATS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The mainloop: attention of a tile over the blocks of its `Reach`. Returns the state of the softmax and the accumulator."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    pages = pages_of(table, sequence)
+    state, acc = _nothing_yet(TILE)
+    found = _first_lookup(pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
+    for block in tl.range(reach.begin, reach.end, num_stages=TILE.stages):
+        key = block * TILE.block_n + tl.arange(0, TILE.block_n)
+        named = None
+        if SHAPE.sparse:
+            named = found >= 0
+        at = _addresses(block, found, cache, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
+        found = _next_lookup(found, block, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
+        stored, scale = _load_keys(at, named, SHAPE, GROUPS, TILE)
+        # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
+        # during the dots. Without the branch it places those loads after the dots.
+        if block >= reach.begin:
+            keys = _dequantised(stored, scale, SHAPE, GROUPS, FORMATS)
+            dots = _qk_mma(block, queries, keys, reach.end, SHAPE.rope, TILE)
+            visible = _visible(key, named, tile, reach, window_left, tree_mask, SHAPE)
+            scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
+            scores = tl.where(visible, scores, -float("inf"))
+            state, acc = _accumulate(state, acc, scores, factor, keys.latent, DTYPE, TILE)
+    if TILE.parts > 1:
+        state = Softmax(state.row_max, tl.sum(state.row_sum, 1))
+    if TILE.transposed:
+        acc = tl.trans(acc)
+    return state, acc
+
+
+@triton.jit
+def _store_partial(partial, partial_lse, state, acc, tile, part, q_bound, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Stores the partial result of a work item, and its LSE in base 2."""
+    c = tl.arange(0, TILE.block_c)
+    at_row = part.to(tl.int64) * (q_bound * SHAPE.heads) + tile.row
+    tl.store(partial_lse + at_row, log2_sum_exp(state), mask=tile.real)
+    stored = tile.real[:, None] & (c < SHAPE.rank)[None, :]
+    tl.store(partial + at_row[:, None] * SHAPE.rank + c[None, :], acc, mask=stored)
+
+
+@triton.jit
+def _store(out_rows, lse, state, acc, tile, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Stores the result, and its LSE if there is an ``lse``."""
+    c = tl.arange(0, TILE.block_c)
+    out_offset = tile.token * out_rows.token_stride + tile.head * out_rows.head_stride
+    out_at = out_rows.first + out_offset[:, None] + c[None, :] * out_rows.dim_stride
+    stored = tile.real[:, None] & (c < SHAPE.rank)[None, :]
+    tl.store(out_at, acc.to(out_rows.first.dtype.element_ty), mask=stored)
+    if lse is not None:
+        tl.store(lse + tile.token * SHAPE.heads + tile.head, log_sum_exp(state), mask=tile.real)
+
+
 @triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "window_left", "tiles"])
 def attend_latent_kernel(
     q,  # [tokens, HEADS, RANK + ROPE]
@@ -70,17 +468,10 @@ def attend_latent_kernel(
     work_items,  # those of a `Schedule`, or None where every sequence is one work item
     partial,
     partial_lse,
-    q_stride_t,
-    q_stride_h,
-    q_stride_d,
-    kv_stride_p,
-    kv_stride_t: tl.constexpr,
-    kv_stride_d,
-    page_table_stride_b,
-    page_table_stride_p,
-    out_stride_t,
-    out_stride_h,
-    out_stride_d,
+    q_stride_t, q_stride_h, q_stride_d,
+    kv_stride_p, kv_stride_t: tl.constexpr, kv_stride_d,
+    page_table_stride_b, page_table_stride_p,
+    out_stride_t, out_stride_h, out_stride_d,
     batch,
     capacity,
     q_bound,
@@ -92,35 +483,21 @@ def attend_latent_kernel(
     GROUPS: tl.constexpr,
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of the rows of a sequence, over all of its keys or over the keys of one work item."""
     HEADS: tl.constexpr = SHAPE.heads
-    RANK: tl.constexpr = SHAPE.rank
-    ROPE: tl.constexpr = SHAPE.rope
-    PAGE_SIZE: tl.constexpr = SHAPE.page_size
-    CAUSAL: tl.constexpr = SHAPE.causal
-    WINDOWED: tl.constexpr = SHAPE.windowed
-    SPARSE: tl.constexpr = SHAPE.sparse
-    APART: tl.constexpr = GROUPS is not None  # scales and rotary parts are in tensors of their own
-    IN_PAGES: tl.constexpr = not SPARSE and not APART and PAGE_SIZE % TILE.block_n == 0  # each block of keys is in one page
-    DTYPE: tl.constexpr = FORMATS.dtype
-    Q_FP8: tl.constexpr = FORMATS.q_fp8
-    FP8: tl.constexpr = FORMATS.kv_fp8
-    TRANSPOSED: tl.constexpr = TILE.transposed
-    PARTS: tl.constexpr = TILE.parts
     BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_C: tl.constexpr = TILE.block_c
-    BLOCK_R: tl.constexpr = TILE.block_r
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
     out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
+    cache = LatentCache(kv_cache, kv_stride_p, kv_stride_t, kv_stride_d, kv_scale_cache, rope_cache)
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     if TILE.early:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # wait for the schedule
     # Tiles of the same keys are adjacent in the grid, so that the second tile's loads hit L2.
     sequence = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    number = tl.program_id(0) % tiles
+    work_item = None
     if work_items is not None:
         work_item = work_items + tl.program_id(0) // tiles * 4
         sequence = tl.load(work_item)
@@ -131,183 +508,22 @@ def attend_latent_kernel(
         q_len = q_bound
         first_token = sequence.to(tl.int64) * q_len
     else:
-        tile = tiles - 1 - tile  # later queries see more keys, and are scheduled first
+        number = tiles - 1 - number  # later queries see more keys, and are scheduled first
         first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
         q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token.to(tl.int32)
-        if tile * BLOCK_M >= q_len * HEADS:
+        if number * BLOCK_M >= q_len * HEADS:
             return
-
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = row < q_len * HEADS
-    token = first_token + row // HEADS
-    head = row % HEADS
-    position = length - q_len + row // HEADS
-    last = position  # the last key up to which a query sees all keys
-    if tree_mask is not None:
-        nodes = tl.load(tree_mask + token, mask=real, other=0)
-        position, last = placed(nodes, position, length - q_len)
-    seen = length
-    if CAUSAL:
-        seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
-    begin = tile * 0
-    if SPARSE:
-        # This is 0 too, but the compiler does not know, and keeps the branches below. Without them it spills 480 bytes per thread.
-        begin = tl.minimum(length, 0)
-    low = begin
-    if WINDOWED:  # the first key that some query sees
-        # The distance of a tree node to the preceding tokens is its depth, which may be 0.
-        oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
-        low = tl.maximum(length - q_len + oldest - window_left, 0)
-    end = (length + BLOCK_N - 1) // BLOCK_N
-    if work_items is not None:
-        begin, end, part = tl.load(work_item + 1), tl.load(work_item + 2), tl.load(work_item + 3)
-    begin = tl.maximum(begin, low // BLOCK_N)
-    end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
-
-    c = tl.arange(0, BLOCK_C)
-    q_at = row_of(q_rows, token, head)
-    q_latent = tl.load(q_at[:, None] + c[None, :] * q_rows.dim_stride, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
-    r = tl.arange(0, BLOCK_R)
-    if ROPE > 0:
-        q_rope_at = q_at[:, None] + (RANK + r)[None, :] * q_rows.dim_stride
-        q_rope = tl.load(q_rope_at, mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
-    q_latent = widened(q_latent, DTYPE, Q_FP8)
-    if ROPE > 0:
-        q_rope = widened(q_rope, DTYPE, Q_FP8)
-    if q_scale is not None:
-        multiplier *= tl.load(q_scale)
-    if kv_scale is not None:
-        multiplier *= tl.load(kv_scale)
-    scaling = Scaling(multiplier, cap_log2)
-
-    pages = pages_of(table, sequence)
-    n = tl.arange(0, BLOCK_N)
-    if PARTS == 1:
-        state = no_keys_yet(BLOCK_M)
-    else:
-        state = Softmax(tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M, PARTS], tl.float32))
-    if TRANSPOSED:
-        acc = tl.zeros([BLOCK_C, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    page = begin * 0
-    if SPARSE:  # the slots of a block are loaded during the block before it
-        slots = tl.load(pages + (begin * BLOCK_N + n) * table.page_stride, mask=begin * BLOCK_N + n < length, other=-1)
-    if IN_PAGES and begin < end:
-        page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
-    for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
-        key = block * BLOCK_N + n
-        held = tl.minimum(n, seen - 1 - block * BLOCK_N)
-        if WINDOWED:
-            held = tl.maximum(held, low - block * BLOCK_N)
-        if SPARSE:
-            named = slots >= 0
-            slot = tl.maximum(slots, 0)
-            key_at = kv_cache + ((slot // PAGE_SIZE).to(tl.int64) * kv_stride_p + slot % PAGE_SIZE * kv_stride_t)
-            latent_at = key_at[:, None] + c[None, :] * kv_stride_d
-            rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
-            if APART:
-                page_of, offset = (slot // PAGE_SIZE).to(tl.int64), slot % PAGE_SIZE
-            slots = tl.load(pages + (key + BLOCK_N) * table.page_stride, mask=key + BLOCK_N < length, other=-1)
-        elif IN_PAGES:
-            block_at = kv_cache + page.to(tl.int64) * kv_stride_p + block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * kv_stride_t)
-            latent_at = block_at + (held[:, None] * kv_stride_t + c[None, :] * kv_stride_d)
-            rope_at = block_at + (held[:, None] * kv_stride_t + (RANK + r)[None, :] * kv_stride_d)
-            page = tl.load(pages + tl.minimum(block + 1, end - 1) // (PAGE_SIZE // BLOCK_N) * table.page_stride)
-        else:
-            held += block * BLOCK_N
-            page_of = tl.load(pages + held // PAGE_SIZE * table.page_stride).to(tl.int64)
-            key_at = kv_cache + (page_of * kv_stride_p + held % PAGE_SIZE * kv_stride_t)
-            latent_at = key_at[:, None] + c[None, :] * kv_stride_d
-            rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
-            if APART:
-                offset = held % PAGE_SIZE
-        if APART:
-            rope_of = rope_cache + (page_of * GROUPS.rope_page + offset * GROUPS.rope_slot)
-            rope_at = rope_of[:, None] + r[None, :] * GROUPS.rope_dim
-            g = tl.arange(0, BLOCK_C // GROUPS.group)
-            scale_of = kv_scale_cache + (page_of * GROUPS.scale_page + offset * GROUPS.scale_slot)
-            scale_there = (g < RANK // GROUPS.group)[None, :]
-            if SPARSE:
-                scale_there &= named[:, None]
-            scale = tl.load(scale_of[:, None] + g[None, :] * GROUPS.scale_group, mask=scale_there, other=0.0)
-        if SPARSE:  # a slot that no index names may hold NaN
-            latent = tl.load(latent_at, mask=named[:, None] & (c < RANK)[None, :], other=0.0)
-        elif BLOCK_C == RANK:
-            latent = tl.load(latent_at)
-        else:
-            latent = tl.load(latent_at, mask=(c < RANK)[None, :], other=0.0)
-        if SPARSE and ROPE > 0:
-            rope = tl.load(rope_at, mask=named[:, None] & (r < ROPE)[None, :], other=0.0)
-        elif BLOCK_R == ROPE:
-            rope = tl.load(rope_at)
-        elif ROPE > 0:
-            rope = tl.load(rope_at, mask=(r < ROPE)[None, :], other=0.0)
-        # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
-        # during the dots. Without the branch it places those loads after the dots.
-        if block >= begin:
-            if APART:
-                values = _scaled(latent, scale, DTYPE, FP8, GROUPS.group)
-                if ROPE > 0:
-                    rotary = rope.to(DTYPE)
-            else:
-                values = widened(latent, DTYPE, FP8)
-                if ROPE > 0:
-                    rotary = widened(rope, DTYPE, FP8)
-            if TILE.apart:
-                # These conditions always hold, too. The compiler chooses a dot's warp layout by the uses of its result, up to the
-                # end of a branch. The layout for the second dot would put all warps in one column, and the two halves of the warps
-                # would compute the same scores. The branches that never run hold code that is too expensive to be hoisted.
-                if block < end:
-                    dots = _scores(q_rope, rotary, 0.0, TRANSPOSED)
-                else:
-                    dots = _scores(q_rope, rotary, 1.0, TRANSPOSED)
-                if block >= 0:
-                    dots = _scores(q_latent, values, dots, TRANSPOSED)
-            else:
-                dots = _scores(q_latent, values, 0.0, TRANSPOSED)
-                if ROPE > 0:
-                    dots = _scores(q_rope, rotary, dots, TRANSPOSED)
-            if TRANSPOSED:
-                dots = tl.trans(dots)
-            if SPARSE:
-                visible = named[None, :]
-            elif CAUSAL:
-                visible = key[None, :] <= last[:, None]
-            else:
-                visible = (key < length)[None, :]
-            if WINDOWED:
-                visible &= key[None, :] >= position[:, None] - window_left
-            if tree_mask is not None:
-                visible |= continued(nodes, key, length - q_len, length)
-            scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
-            scores = tl.where(visible, scores, -float("inf"))
-            if PARTS == 1:
-                weights, decay, state = softmax_step(state, scores, factor)
-            else:
-                weights, decay, state = _softmax_step_in_parts(state, scores, factor, BLOCK_M, BLOCK_N, PARTS)
-            weights = weights.to(DTYPE)
-            if TRANSPOSED:
-                acc = tl.dot(tl.trans(values), tl.trans(weights), acc * decay[None, :], input_precision="ieee")
-            else:
-                acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
-
-    if PARTS > 1:
-        state = Softmax(state.row_max, tl.sum(state.row_sum, 1))
-    if TRANSPOSED:
-        acc = tl.trans(acc)
+    tile = _tile_of(number, first_token, length, q_len, tree_mask, HEADS, BLOCK_M)
+    reach = _reach_of(number, work_item, length, q_len, window_left, tree_mask, SHAPE, TILE)
+    queries = _load_queries(q_rows, tile, SHAPE, FORMATS, TILE)
+    scaling = _scaling_of(multiplier, cap_log2, q_scale, kv_scale)
+    state, acc = _attend(
+        queries, cache, table, sequence, tile, reach, scaling, window_left, tree_mask, SHAPE, GROUPS, FORMATS, TILE
+    )
     acc *= reciprocal_of(state.row_sum)[:, None]
     if kv_scale is not None:
         acc *= tl.load(kv_scale)
-    stored = real[:, None] & (c < RANK)[None, :]
-    if work_items is not None and part >= 0:
-        at_row = part.to(tl.int64) * (q_bound * HEADS) + row
-        tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
-        tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)
+    if work_items is not None and reach.part >= 0:
+        _store_partial(partial, partial_lse, state, acc, tile, reach.part, q_bound, SHAPE, TILE)
         return
-    out_offset = token * out_rows.token_stride + head * out_rows.head_stride
-    out_at = out + out_offset[:, None] + c[None, :] * out_rows.dim_stride
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
-    if lse is not None:
-        tl.store(lse + token * HEADS + head, log_sum_exp(state), mask=real)
+    _store(out_rows, lse, state, acc, tile, SHAPE, TILE)

@@ -141,19 +141,12 @@ def merge_units_kernel(
     cache_seqlens,
     cu_seqlens_q,
     parts,  # int32 [batch, 2]: the first partial result and their number, or None where they follow from the lengths
-    batch,
-    capacity,
-    window_left,
-    least,
-    wave,
-    waves_work_items,
-    long,
-    out_token_stride,
-    out_head_stride,
-    out_dim_stride,
+    batch, capacity, window_left,
+    least, wave, waves_work_items, long,
+    out_token_stride, out_head_stride, out_dim_stride,
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
-):
+):  # fmt: skip
     """Merges the partial outputs of some rows of a sequence, weighted by their LSEs."""
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group

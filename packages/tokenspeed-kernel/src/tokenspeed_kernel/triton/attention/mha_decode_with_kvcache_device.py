@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -77,6 +79,306 @@ def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.c
     return acc, acc_odd
 
 
+class WorkItem(NamedTuple):
+    """The range of keys of a program.
+
+    Fields:
+        begin, end: its blocks of keys, end exclusive.
+        low, length: the first key that some query sees, and the sequence's keys.
+        work_items: of the sequence; with one, results are final.
+    """
+
+    begin: Any
+    end: Any
+    low: Any
+    length: Any
+    work_items: Any
+
+
+class QueryRows(NamedTuple):
+    """The query rows of a program: row ``r`` of a KV head is query head ``r % group`` of its new token ``r // group``.
+
+    Fields:
+        head, own: the program's first KV head, and each row's head among the packed heads.
+        row, real: each row's index within its KV head, and which rows exist.
+        token, q_head: each row's token and query head.
+        position, last: the query's position, and the last key up to which it sees all keys.
+        first_new: the position of the first new token.
+        nodes: the query's mask in the draft tree; not read without trees.
+    """
+
+    head: Any
+    own: Any
+    row: Any
+    real: Any
+    token: Any
+    q_head: Any
+    position: Any
+    last: Any
+    first_new: Any
+    nodes: Any
+
+
+class Queries(NamedTuple):
+    """Queries [M, D] in the dtype of the dots.
+
+    Fields:
+        even, odd: the columns; ``odd`` is not read unless the cache is read in pairs.
+        scaling: the `Scaling` of dot products.
+        row_scale: float32 [M], a further factor of dot products. It is read if packed heads have their own scales.
+    """
+
+    even: Any
+    odd: Any
+    scaling: Any
+    row_scale: Any
+
+
+class Accumulator(NamedTuple):
+    """The weighted sums of values [M, W]; ``odd`` is not read unless the cache is read in pairs."""
+
+    even: Any
+    odd: Any
+
+
+@triton.constexpr_function
+def _scaled_by_row(shape, tile):
+    """Whether the rows of a program may have different scales of q or k."""
+    return tile.packed > 1 and (shape.q_scales > 0 or shape.k_scales > 0)
+
+
+@triton.jit
+def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constexpr, SPLIT: tl.constexpr):
+    """The `WorkItem` with this number among those of its sequence, which differ by at most one block."""
+    length = eligible_length(lengths, sequence, WALK)
+    first = first_block(length, lengths.window_left, WALK)
+    blocks = blocks_of(length, lengths.window_left, WALK)
+    work_items = 1
+    begin, end = first, first + blocks
+    if SPLIT:
+        work_items = work_items_of(blocks, max_blocks)
+        each, more = blocks // work_items, blocks % work_items
+        begin = first + number * each + tl.minimum(number, more)
+        end = begin + each + (number < more).to(tl.int32)
+    low = first * 0
+    if WALK.windowed:
+        low = tl.maximum(length - q_len - lengths.window_left, 0)
+    return WorkItem(begin, end, low, length, work_items)
+
+
+@triton.jit
+def _query_rows(
+    tile, head, first_token, q_len, item, lengths, tree_mask, SHAPE: tl.constexpr, WALK: tl.constexpr, TILE: tl.constexpr
+):
+    """The rows of a tile of the KV heads from ``head`` on."""
+    GROUP: tl.constexpr = SHAPE.group
+    ROWS: tl.constexpr = GROUP * WALK.q_len
+    row = tile * TILE.block_m + tl.arange(0, TILE.block_m)
+    real = row < TILE.packed * ROWS
+    own = row // ROWS
+    row = row % ROWS
+    if lengths.cu_seqlens_q is not None:
+        real &= row < q_len * GROUP
+    token = first_token + row // GROUP
+    q_head = (head + own) * GROUP + row % GROUP
+    first_new = item.length - q_len
+    position = first_new + row // GROUP
+    last = position
+    nodes = token
+    if tree_mask is not None:
+        nodes = tl.load(tree_mask + token, mask=real, other=0)
+        position, last = placed(nodes, position, first_new)
+    return QueryRows(head, own, row, real, token, q_head, position, last, first_new, nodes)
+
+
+@triton.jit
+def _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
+    """Loads the queries of a program. With packed heads a query is 0 in the columns of other heads."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    PAIRS: tl.constexpr = FORMATS.pairs
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    d = tl.arange(0, TILE.block_d)
+    if TILE.packed > 1:
+        wanted = rows.real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == rows.own[:, None])
+    else:
+        wanted = rows.real[:, None] & (d < HEAD_DIM // EACH)[None, :]
+    q_at = row_of(q_rows, rows.token[:, None], rows.q_head[:, None]) + (d * EACH % HEAD_DIM)[None, :] * q_rows.dim_stride
+    even = tl.load(q_at, mask=wanted, other=0.0)
+    odd = even
+    if PAIRS:
+        odd = tl.load(q_at + q_rows.dim_stride, mask=wanted, other=0.0)
+    if FORMATS.rescaled:
+        even, odd, power = _to_float16_range(even, odd, DTYPE)
+        multiplier *= power
+    else:
+        even = widened(even, DTYPE, Q_FP8)
+        odd = widened(odd, DTYPE, Q_FP8)
+    BLOCK_M: tl.constexpr = TILE.block_m
+    row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    multiplier, row_scale = _scaled(multiplier, row_scale, scales.q, SHAPE.q_scales, rows, _scaled_by_row(SHAPE, TILE))
+    multiplier, row_scale = _scaled(multiplier, row_scale, scales.k, SHAPE.k_scales, rows, _scaled_by_row(SHAPE, TILE))
+    return Queries(even, odd, Scaling(multiplier, cap_log2), row_scale)
+
+
+@triton.jit
+def _scaled(multiplier, row_scale, scale, STRIDE: tl.constexpr, rows, BY_ROW: tl.constexpr):
+    """``(multiplier, row_scale)``, the latter times the scales of packed heads, or the former times the scale of the one head."""
+    if scale is not None:
+        if BY_ROW:
+            row_scale *= tl.load(scale + (rows.head + rows.own) * STRIDE, mask=rows.real, other=1.0)
+        else:
+            multiplier *= tl.load(scale + rows.head * STRIDE)
+    return multiplier, row_scale
+
+
+@triton.jit
+def _load_block(
+    block,
+    k_head,
+    v_head,
+    keys,
+    values,
+    pages,
+    page_stride,
+    item,
+    lengths,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    WALK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Loads a block of keys and values as they are stored: ``(k, v)``.
+
+    A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
+    """
+    PAIRS: tl.constexpr = FORMATS.pairs
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    BLOCK_N: tl.constexpr = TILE.block_n
+    EACH: tl.constexpr = 2 if PAIRS else 1  # values per element of the cache as it is read
+    d = tl.arange(0, TILE.block_d)
+    w = tl.arange(0, TILE.block_w)
+    held = tl.maximum(tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), item.length - 1), item.low)
+    slot = held % PAGE_SIZE
+    if PAGE_SIZE % BLOCK_N == 0:
+        seen = block
+        if WALK.windowed and lengths.cu_seqlens_q is not None:
+            # Work items begin at the window of `Walk.q_len` new tokens. With fewer new tokens, the first page may have been freed.
+            seen = tl.maximum(block, item.low // BLOCK_N)
+        page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * page_stride)
+    else:
+        page = tl.load(pages + held // PAGE_SIZE * page_stride)
+    if TILE.far:
+        page = page.to(tl.int64)
+    k_row = page * keys.page_stride + slot * keys.slot_stride
+    if TILE.alike:
+        v_row = k_row
+    else:
+        v_row = page * values.page_stride + slot * values.slot_stride
+    k_at = k_head + (k_row[:, None] + (d * keys.dim_stride)[None, :])
+    v_at = v_head + (v_row[:, None] + (w * values.dim_stride)[None, :])
+    k = _load_columns(k_at, d, TILE.packed * SHAPE.head_dim // EACH, TILE.block_d)
+    v = _load_columns(v_at, w, TILE.packed * SHAPE.v_head_dim // EACH, TILE.block_w)
+    return k, v
+
+
+@triton.jit
+def _visible(key, rows, item, window_left, tree_mask, WALK: tl.constexpr):
+    """Which keys of a block each row sees, [M, N] or [1, N]."""
+    if WALK.q_len == 1:
+        visible = key < item.length
+        if WALK.windowed:
+            visible &= key >= item.low
+        visible = visible[None, :]
+    else:
+        visible = key[None, :] <= rows.last[:, None]
+        if WALK.windowed:
+            visible &= key[None, :] >= rows.position[:, None] - window_left
+        if tree_mask is not None:
+            visible |= continued(rows.nodes, key, rows.first_new, item.length)
+    return visible
+
+
+@triton.jit
+def _attend(
+    queries,
+    rows,
+    keys,
+    values,
+    table,
+    sequence,
+    item,
+    lengths,
+    tree_mask,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    WALK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The mainloop: attention over the blocks of a work item. Returns the state of the softmax, and the `Accumulator`."""
+    DTYPE: tl.constexpr = FORMATS.dtype
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    PAIRS: tl.constexpr = FORMATS.pairs
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_W: tl.constexpr = TILE.block_w
+    pages = pages_of(table, sequence)
+    k_head = head_of(keys, rows.head)
+    v_head = head_of(values, rows.head)
+    state = no_keys_yet(BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = acc
+    for block in tl.range(item.begin, item.end, num_stages=TILE.stages):
+        k, v = _load_block(
+            block, k_head, v_head, keys, values, pages, table.page_stride, item, lengths, SHAPE, FORMATS, WALK, TILE
+        )  # fmt: skip
+        dots = _qk_mma(queries.even, queries.odd, k, DTYPE, KV_FP8, PAIRS)
+        if _scaled_by_row(SHAPE, TILE):
+            dots *= queries.row_scale[:, None]
+        visible = _visible(block * TILE.block_n + tl.arange(0, TILE.block_n), rows, item, lengths.window_left, tree_mask, WALK)
+        scores, factor = scale_scores(dots, queries.scaling, SHAPE.has_cap)
+        weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
+        acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, KV_FP8, PAIRS)
+    return state, Accumulator(acc, acc_odd)
+
+
+@triton.jit
+def _columns_of(acc, v_scale, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
+    """``(acc, w, stored)``: the accumulator [M, W] times the scales of v, its columns of a head's values, and which are stored."""
+    PAIRS: tl.constexpr = FORMATS.pairs
+    w = tl.arange(0, TILE.block_w)
+    sums = acc.even
+    if PAIRS:
+        sums = tl.interleave(acc.even, acc.odd)
+        w = tl.arange(0, 2 * TILE.block_w)
+    if v_scale is not None:
+        sums *= tl.load(v_scale + (rows.head + rows.own) * SHAPE.v_scales, mask=rows.real, other=1.0)[:, None]
+    stored = rows.real[:, None] & ((w // SHAPE.v_head_dim)[None, :] == rows.own[:, None])
+    return sums, w % SHAPE.v_head_dim, stored
+
+
+@triton.jit
+def _store_partial(partial, partial_lse, work_item, state, acc, w, stored, rows, SHAPE: tl.constexpr, WALK: tl.constexpr):
+    """Stores the partial result of a work item, and its LSE in base 2."""
+    at_row = (work_item.to(tl.int64) * SHAPE.heads + rows.head + rows.own) * (SHAPE.group * WALK.q_len) + rows.row
+    tl.store(partial_lse + at_row, log2_sum_exp(state), mask=rows.real)
+    acc *= reciprocal_of(state.row_sum)[:, None]
+    tl.store(partial + at_row[:, None] * SHAPE.v_head_dim + w[None, :], acc, mask=stored)
+
+
+@triton.jit
+def _store(out_rows, lse, sinks, state, acc, w, stored, rows, SHAPE: tl.constexpr):
+    """Stores the final result, and its LSE if there is an ``lse``."""
+    if sinks is not None:
+        decay, state = join_sink(state, tl.load(sinks + rows.q_head, mask=rows.real, other=0.0))
+        acc *= decay[:, None]
+    acc *= reciprocal_of(state.row_sum)[:, None]
+    out_at = row_of(out_rows, rows.token[:, None], rows.q_head[:, None]) + w[None, :] * out_rows.dim_stride
+    tl.store(out_at, acc.to(out_rows.first.dtype.element_ty), mask=stored)
+    if lse is not None:
+        tl.store(lse + rows.token * (SHAPE.heads * SHAPE.group) + rows.q_head, log_sum_exp(state), mask=rows.real)
+
+
 @triton.jit(
     do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_work_items", "long"]
 )
@@ -96,36 +398,19 @@ def decode_kernel(
     lse,
     partial,
     partial_lse,
-    q_stride_t,
-    q_stride_h,
-    q_stride_d,
-    k_stride_p,
-    k_stride_t,
-    k_stride_h,
-    k_stride_d,
-    v_stride_p,
-    v_stride_t,
-    v_stride_h,
-    v_stride_d,
-    page_table_stride_b,
-    page_table_stride_p,
-    out_stride_t,
-    out_stride_h,
-    out_stride_d,
-    batch,
-    capacity,
-    window_left,
-    multiplier,
-    cap_log2,
-    least,
-    wave,
-    waves_work_items,
-    long,
+    q_stride_t, q_stride_h, q_stride_d,
+    k_stride_p, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_p, v_stride_t, v_stride_h, v_stride_d,
+    page_table_stride_b, page_table_stride_p,
+    out_stride_t, out_stride_h, out_stride_d,
+    batch, capacity, window_left,
+    multiplier, cap_log2,
+    least, wave, waves_work_items, long,  # see `SizeLimits`
     SHAPE: tl.constexpr,
     FORMATS: tl.constexpr,
     WALK: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One program of a work item: a tile of the query rows of one KV head (or of several), over the work item's range of keys.
 
     If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
@@ -133,26 +418,8 @@ def decode_kernel(
     of one head therefore also makes the results of the other heads of its program NaN.
     """
     GROUP: tl.constexpr = SHAPE.group
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
-    PAGE_SIZE: tl.constexpr = SHAPE.page_size
-    DTYPE: tl.constexpr = FORMATS.dtype
-    FP8: tl.constexpr = FORMATS.kv_fp8
-    Q_FP8: tl.constexpr = FORMATS.q_fp8
-    PAIRS: tl.constexpr = FORMATS.pairs
-    Q_LEN: tl.constexpr = WALK.q_len
-    WINDOWED: tl.constexpr = WALK.windowed
-    PACKED: tl.constexpr = TILE.packed
-    SPLIT: tl.constexpr = TILE.split
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_W: tl.constexpr = TILE.block_w
-    ROWS: tl.constexpr = GROUP * Q_LEN
-    EACH: tl.constexpr = 2 if PAIRS else 1  # values per element of the cache as it is read
-    COLUMNS: tl.constexpr = PACKED * HEAD_DIM // EACH
-    V_COLUMNS: tl.constexpr = PACKED * V_HEAD_DIM // EACH
-    PROGRAMS: tl.constexpr = SHAPE.heads // PACKED
-    TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed
+    TILES: tl.constexpr = (GROUP * WALK.q_len + TILE.block_m - 1) // TILE.block_m
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
     out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
     keys = Cache(k_cache, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
@@ -165,155 +432,32 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Programs of all heads of the same tokens are adjacent in the grid, because their keys are adjacent in memory.
     work_item = tl.program_id(0) // (PROGRAMS * TILES)
-    head = tl.program_id(0) // TILES % PROGRAMS * PACKED
+    head = tl.program_id(0) // TILES % PROGRAMS * TILE.packed
     tile = tl.program_id(0) % TILES
     sequence = work_item
     first_work_item = work_item
-    if SPLIT:
+    max_blocks = 0
+    if TILE.split:
         max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
         sequence, first_work_item = find_work_item(work_item, max_blocks, lengths, WALK)
         if sequence >= batch:
             return
-    first_token = sequence.to(tl.int64) * Q_LEN
-    q_len = Q_LEN
+    first_token = sequence.to(tl.int64) * WALK.q_len
+    q_len = WALK.q_len
     if cu_seqlens_q is not None:
         first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
         q_len = (tl.load(cu_seqlens_q + sequence + 1) - first_token).to(tl.int32)
-        if q_len > Q_LEN:
+        if q_len > WALK.q_len:
             return
         if TILES > 1:  # noqa: SIM102 (this is known at compile time; heads are not packed then)
-            if tile * BLOCK_M >= q_len * GROUP:
+            if tile * TILE.block_m >= q_len * GROUP:
                 return
-    length = eligible_length(lengths, sequence, WALK)
-    first = first_block(length, window_left, WALK)
-    blocks = blocks_of(length, window_left, WALK)
-    work_items = 1
-    begin, end = first, first + blocks
-    if SPLIT:  # work items of a sequence differ by at most one block
-        work_items = work_items_of(blocks, max_blocks)
-        each, more, at = blocks // work_items, blocks % work_items, work_item - first_work_item
-        begin = first + at * each + tl.minimum(at, more)
-        end = begin + each + (at < more).to(tl.int32)
-
-    # Queries.
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = row < PACKED * ROWS
-    own = row // ROWS  # the row's head among the packed heads
-    row = row % ROWS
-    if cu_seqlens_q is not None:
-        real &= row < q_len * GROUP
-    token = first_token + row // GROUP
-    q_head = (head + own) * GROUP + row % GROUP
-    position = length - q_len + row // GROUP
-    last = position  # the last key up to which a query sees all keys
-    if tree_mask is not None:
-        nodes = tl.load(tree_mask + token, mask=real, other=0)
-        position, last = placed(nodes, position, length - q_len)
-    d = tl.arange(0, TILE.block_d)
-    w = tl.arange(0, BLOCK_W)
-    if PACKED > 1:
-        wanted = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
-    else:
-        wanted = real[:, None] & (d < COLUMNS)[None, :]
-    q_at = row_of(q_rows, token[:, None], q_head[:, None]) + (d * EACH % HEAD_DIM)[None, :] * q_rows.dim_stride
-    queries = tl.load(q_at, mask=wanted, other=0.0)
-    queries_odd = queries
-    if PAIRS:
-        queries_odd = tl.load(q_at + q_rows.dim_stride, mask=wanted, other=0.0)
-    if FORMATS.rescaled:
-        queries, queries_odd, power = _to_float16_range(queries, queries_odd, DTYPE)
-        multiplier *= power
-    else:
-        queries = widened(queries, DTYPE, Q_FP8)
-        queries_odd = widened(queries_odd, DTYPE, Q_FP8)
-    # Packed heads have their own scales, which are applied per row.
-    EACH_SCALED: tl.constexpr = PACKED > 1 and (SHAPE.q_scales > 0 or SHAPE.k_scales > 0)
-    row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-    if scales.q is not None:
-        if EACH_SCALED:
-            row_scale *= tl.load(scales.q + (head + own) * SHAPE.q_scales, mask=real, other=1.0)
-        else:
-            multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
-    if scales.k is not None:
-        if EACH_SCALED:
-            row_scale *= tl.load(scales.k + (head + own) * SHAPE.k_scales, mask=real, other=1.0)
-        else:
-            multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
-    scaling = Scaling(multiplier, cap_log2)
-
-    # Keys and values.
-    pages = pages_of(table, sequence)
-    k_head = head_of(keys, head)
-    v_head = head_of(values, head)
-    low = first * 0
-    if WINDOWED:
-        low = tl.maximum(length - q_len - window_left, 0)
-    n = tl.arange(0, BLOCK_N)
-    state = no_keys_yet(BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-    acc_odd = acc
-    for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
-        key = block * BLOCK_N + n
-        held = tl.maximum(tl.minimum(key, length - 1), low)
-        slot = held % PAGE_SIZE
-        if PAGE_SIZE % BLOCK_N == 0:
-            seen = block
-            if WINDOWED and cu_seqlens_q is not None:
-                # Work items begin at the window of Q_LEN new tokens. With fewer new tokens, the first page may have been freed.
-                seen = tl.maximum(block, low // BLOCK_N)
-            page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * table.page_stride)
-        else:
-            page = tl.load(pages + held // PAGE_SIZE * table.page_stride)
-        if TILE.far:
-            page = page.to(tl.int64)
-        k_row = page * keys.page_stride + slot * keys.slot_stride
-        if TILE.alike:
-            v_row = k_row
-        else:
-            v_row = page * values.page_stride + slot * values.slot_stride
-        k_at = k_head + (k_row[:, None] + (d * keys.dim_stride)[None, :])
-        v_at = v_head + (v_row[:, None] + (w * values.dim_stride)[None, :])
-        k = _load_columns(k_at, d, COLUMNS, TILE.block_d)
-        v = _load_columns(v_at, w, V_COLUMNS, BLOCK_W)
-
-        dots = _qk_mma(queries, queries_odd, k, DTYPE, FP8, PAIRS)
-        if EACH_SCALED:
-            dots *= row_scale[:, None]
-        if Q_LEN == 1:
-            visible = key < length
-            if WINDOWED:
-                visible &= key >= low
-            visible = visible[None, :]
-        else:
-            visible = key[None, :] <= last[:, None]
-            if WINDOWED:
-                visible &= key[None, :] >= position[:, None] - window_left
-            if tree_mask is not None:
-                visible |= continued(nodes, key, length - q_len, length)
-        scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
-        weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
-        acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, FP8, PAIRS)
-
-    # Store the final result, or the partial result of the work item.
-    if PAIRS:
-        acc = tl.interleave(acc, acc_odd)
-        w = tl.arange(0, 2 * BLOCK_W)
-    if scales.v is not None:
-        acc *= tl.load(scales.v + (head + own) * SHAPE.v_scales, mask=real, other=1.0)[:, None]
-    stored = real[:, None] & ((w // V_HEAD_DIM)[None, :] == own[:, None])
-    w = w % V_HEAD_DIM
-    if SPLIT and work_items > 1:
-        at_row = (work_item.to(tl.int64) * SHAPE.heads + head + own) * ROWS + row
-        tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
-        acc *= reciprocal_of(state.row_sum)[:, None]
-        tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=stored)
+    item = _work_item_of(work_item - first_work_item, max_blocks, sequence, q_len, lengths, WALK, TILE.split)
+    rows = _query_rows(tile, head, first_token, q_len, item, lengths, tree_mask, SHAPE, WALK, TILE)
+    queries = _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE, FORMATS, TILE)
+    state, acc = _attend(queries, rows, keys, values, table, sequence, item, lengths, tree_mask, SHAPE, FORMATS, WALK, TILE)
+    acc, w, stored = _columns_of(acc, scales.v, rows, SHAPE, FORMATS, TILE)
+    if TILE.split and item.work_items > 1:
+        _store_partial(partial, partial_lse, work_item, state, acc, w, stored, rows, SHAPE, WALK)
         return
-    if sinks is not None:
-        decay, state = join_sink(state, tl.load(sinks + q_head, mask=real, other=0.0))
-        acc *= decay[:, None]
-    acc *= reciprocal_of(state.row_sum)[:, None]
-    out_at = row_of(out_rows, token[:, None], q_head[:, None]) + w[None, :] * out_rows.dim_stride
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
-    if lse is not None:
-        tl.store(lse + token * (SHAPE.heads * GROUP) + q_head, log_sum_exp(state), mask=real)
+    _store(out_rows, lse, sinks, state, acc, w, stored, rows, SHAPE)

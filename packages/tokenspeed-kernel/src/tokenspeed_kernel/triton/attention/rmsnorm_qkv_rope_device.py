@@ -81,12 +81,7 @@ def rmsnorm_qkv_rope_kernel(
     k_cache,
     v_cache,
     slot_mapping,
-    tokens,
-    hidden,
-    heads,
-    kv_heads,
-    page_size,
-    eps,
+    tokens, hidden, heads, kv_heads, page_size, eps,
     x_stride,
     residual_stride,
     norm_stride,
@@ -96,19 +91,12 @@ def rmsnorm_qkv_rope_kernel(
     table_stride,
     out_stride,
     residual_out_stride,
-    k_page,
-    k_slot,
-    k_head,
-    k_dim,
-    v_page,
-    v_slot,
-    v_head,
-    v_dim,
+    k_page, k_slot, k_head, k_dim,
+    v_page, v_slot, v_head, v_dim,
     slots_stride,
-    BIAS: tl.constexpr,
-    WRITE: tl.constexpr,
+    BIAS: tl.constexpr, WRITE: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Computes, rotates and stores some rotary pairs of one head, for all tokens."""
     HEAD_DIM: tl.constexpr = TILE.head_dim
     PAIRS: tl.constexpr = TILE.pairs

@@ -163,6 +163,34 @@ def finish(
         store_fp8(first, second, row, column, inside, out, scale_out, DTYPE, ROW, GROUP, FORMAT, LIMIT, NATIVE, INTERPRETED)
 
 
+@triton.jit
+def sum_ranks(
+    source, slot, own, column, inside, capacity, rank, limit,
+    WORLD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Waits for the words of the other ranks, and adds those of all ranks in rank order, as two float32 tiles (see `unpack`).
+
+    ``source``: the receive buffer, with ``capacity`` bytes for each rank. ``slot``: offsets of the row's vectors, see `slot_of`.
+    ``own``: this rank's words.
+    """
+    first = tl.zeros((BLOCK, 4), tl.float32)
+    second = tl.zeros((BLOCK, 4), tl.float32)
+    for other in tl.static_range(WORLD):
+        active = from_other(inside, rank, other, column)
+        received = poll(source + other * capacity + slot, active, limit, PACK)
+        first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
+        first += first_part
+        second += second_part
+    return first, second
+
+
+@triton.jit
+def clear_ranks(source, slot, column, inside, capacity, rank, WORLD: tl.constexpr):
+    """Clears the words that `sum_ranks` has read."""
+    for other in tl.static_range(WORLD):
+        clear(source + other * capacity + slot, from_other(inside, rank, other, column))
+
+
 @triton.jit(do_not_specialize=["rows", "total", "rank"])
 def one_shot_kernel(
     x,
@@ -175,27 +203,12 @@ def one_shot_kernel(
     targets,
     source,
     capacity,
-    rows,
-    total,
-    rank,
-    hidden,
-    eps,
-    limit,
-    WORLD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
-    PACK: tl.constexpr,
-    GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    rows, total, rank,
+    hidden, eps, limit,
+    WORLD: tl.constexpr, DTYPE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
@@ -215,21 +228,13 @@ def one_shot_kernel(
         words = sendable(own, DTYPE)
         for index in tl.static_range(WORLD - 1):
             push(targets[index] + slot, words, inside)
-        first = tl.zeros((BLOCK, 4), tl.float32)
-        second = tl.zeros((BLOCK, 4), tl.float32)
-        for other in tl.static_range(WORLD):
-            active = from_other(inside, rank, other, column)
-            received = poll(source + other * capacity + slot, active, limit, PACK)
-            first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
-            first += first_part
-            second += second_part
+        first, second = sum_ranks(source, slot, own, column, inside, capacity, rank, limit, WORLD, DTYPE, BLOCK, PACK)
         finish(
             first, second, row, column, inside, scales, added, out, scale_out, residual_out, hidden, eps,
             DTYPE, ROW, NORM, RESIDUAL, GROUP, FORMAT, LIMIT, NATIVE, INTERPRETED,
         )  # fmt: skip
         tl.debug_barrier()
-        for other in tl.static_range(WORLD):
-            clear(source + other * capacity + slot, from_other(inside, rank, other, column))
+        clear_ranks(source, slot, column, inside, capacity, rank, WORLD)
         next_generation(generations, row, column, inside, generation, UNITS)
 
 
@@ -241,36 +246,16 @@ def two_shot_kernel(
     out,
     scale_out,
     residual_out,
-    generations,
-    sum_generations,
-    targets,
-    sum_targets,
-    source,
-    sum_source,
-    capacity,
-    sum_capacity,
-    units,
-    rows,
-    total,
-    rank,
-    hidden,
-    eps,
-    limit,
-    WORLD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
-    PACK: tl.constexpr,
-    GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    generations, sum_generations,
+    targets, sum_targets,
+    source, sum_source,
+    capacity, sum_capacity, units,
+    rows, total, rank,
+    hidden, eps, limit,
+    WORLD: tl.constexpr, DTYPE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
@@ -299,14 +284,7 @@ def two_shot_kernel(
                 push(targets[index] + slot, sendable(own, DTYPE), to_owner)
             total_words = poll(sum_source + sum_slot, inside, limit, PACK)
         else:
-            first = tl.zeros((BLOCK, 4), tl.float32)
-            second = tl.zeros((BLOCK, 4), tl.float32)
-            for other in tl.static_range(WORLD):
-                active = from_other(inside, rank, other, column)
-                received = poll(source + other * capacity + slot, active, limit, PACK)
-                first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
-                first += first_part
-                second += second_part
+            first, second = sum_ranks(source, slot, own, column, inside, capacity, rank, limit, WORLD, DTYPE, BLOCK, PACK)
             # The owner uses the same rounded words that it sends, so that all ranks have the same bits.
             total_words = sendable(pack(first, second, DTYPE), DTYPE)
             for index in tl.static_range(WORLD - 1):
@@ -318,8 +296,7 @@ def two_shot_kernel(
         )  # fmt: skip
         tl.debug_barrier()
         if owner == rank:
-            for other in tl.static_range(WORLD):
-                clear(source + other * capacity + slot, from_other(inside, rank, other, column))
+            clear_ranks(source, slot, column, inside, capacity, rank, WORLD)
         else:
             clear(sum_source + sum_slot, inside)
         next_generation(owned, position, column, inside, generation, UNITS)

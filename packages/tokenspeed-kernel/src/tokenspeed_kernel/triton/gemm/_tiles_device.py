@@ -57,6 +57,14 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 
 @triton.jit
+def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
+    """The accumulator times `scale_of_lines`, if the operand has such scales."""
+    if SCALING == "line" or SCALING == "whole":
+        acc *= scale_of_lines(operand, line, inside, SCALING)
+    return acc
+
+
+@triton.jit
 def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
     """Float32 scales of lines (or of groups of lines that share a scale) at one block along k."""
     at = operand.scale + line.to(tl.int64) * operand.scale_line_stride

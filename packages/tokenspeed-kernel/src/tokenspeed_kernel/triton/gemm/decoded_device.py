@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import wait_for_products
-from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_block, scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_by_lines, scale_of_block, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import (
     decode_e2m1,
     decode_e8m0,
@@ -68,6 +68,31 @@ def _decoded_lines(
 
 
 @triton.jit
+def _accumulate(acc, a, b, a_operand, b_operand, m, n, M, N, k0, FORMATS: tl.constexpr):
+    """``acc + b @ a.T`` [BLOCK_N, BLOCK_M], with block scales applied to the partial sum of this step."""
+    A_STORED: tl.constexpr = FORMATS.a_scales
+    B_STORED: tl.constexpr = FORMATS.b_scales
+    COMPUTE: tl.constexpr = FORMATS.compute
+    PRECISION: tl.constexpr = FORMATS.precision
+    if FORMATS.a_scaling == "block" or FORMATS.b_scaling == "block":
+        dots = tl.dot(b, tl.trans(a), input_precision=PRECISION)
+        if FORMATS.a_scaling == "block":
+            dots *= scale_of_block(a_operand, m[None, :], k0 // FORMATS.a_block, (m < M)[None, :], A_STORED)
+        if FORMATS.b_scaling == "block":
+            line = (n // FORMATS.b_lines)[:, None]
+            dots *= scale_of_block(b_operand, line, k0 // FORMATS.b_block, (n < N)[:, None], B_STORED)
+        acc += dots
+    elif FORMATS.split_a:
+        high = a.to(COMPUTE)
+        low = (a.to(tl.float32) - high.to(tl.float32)).to(COMPUTE)
+        acc = tl.dot(b, tl.trans(low), acc, input_precision=PRECISION)
+        acc = tl.dot(b, tl.trans(high), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def decoded_mm_kernel(
     a_ptr,
     b_ptr,
@@ -76,29 +101,16 @@ def decoded_mm_kernel(
     alpha_ptr,
     bias_ptr,
     out_ptr,
-    M,
-    N,
-    K,
-    stride_a_batch,
-    stride_am,
-    stride_ak,
-    stride_b_batch,
-    stride_bn,
-    stride_bk,
-    stride_as_batch,
-    stride_asm,
-    stride_ask,
-    stride_bs_batch,
-    stride_bsn,
-    stride_bsk,
-    stride_out_batch,
-    stride_out_m,
-    stride_out_n,
-    stride_split: tl.int64,
+    M, N, K,
+    stride_a_batch, stride_am, stride_ak,
+    stride_b_batch, stride_bn, stride_bk,
+    stride_as_batch, stride_asm, stride_ask,
+    stride_bs_batch, stride_bsn, stride_bsk,
+    stride_out_batch, stride_out_m, stride_out_n, stride_split: tl.int64,
     k_per_split,
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of one matrix of the batch (grid axis 0), over one range of k (axis 1)."""
     A_FORMAT: tl.constexpr = FORMATS.a
     B_FORMAT: tl.constexpr = FORMATS.b
@@ -111,13 +123,11 @@ def decoded_mm_kernel(
     B_STORED: tl.constexpr = FORMATS.b_scales
     A_BLOCK: tl.constexpr = FORMATS.a_block
     B_BLOCK: tl.constexpr = FORMATS.b_block
-    B_LINES: tl.constexpr = FORMATS.b_lines
     A_SWIZZLED: tl.constexpr = FORMATS.a_swizzled
     B_SWIZZLED: tl.constexpr = FORMATS.b_swizzled
     SPLIT_A: tl.constexpr = FORMATS.split_a
     COMPUTE: tl.constexpr = FORMATS.compute
     A_COMPUTE: tl.constexpr = tl.float16 if SPLIT_A else COMPUTE
-    PRECISION: tl.constexpr = FORMATS.precision
     NATIVE: tl.constexpr = FORMATS.native
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -150,25 +160,9 @@ def decoded_mm_kernel(
             a_operand, m[:, None], (m < M)[:, None], k0, K, BLOCK_M, BLOCK_K, A_FORMAT,
             A_MICRO, A_BLOCK, A_STORED, A_SWIZZLED, EVEN_K, A_COMPUTE, NATIVE,
         )  # fmt: skip
-        if A_SCALING == "block" or B_SCALING == "block":
-            dots = tl.dot(b, tl.trans(a), input_precision=PRECISION)
-            if A_SCALING == "block":
-                dots *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
-            if B_SCALING == "block":
-                line = (n // B_LINES)[:, None]
-                dots *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
-            acc += dots
-        elif SPLIT_A:
-            high = a.to(COMPUTE)
-            low = (a.to(tl.float32) - high.to(tl.float32)).to(COMPUTE)
-            acc = tl.dot(b, tl.trans(low), acc, input_precision=PRECISION)
-            acc = tl.dot(b, tl.trans(high), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
-    if A_SCALING == "line" or A_SCALING == "whole":
-        acc *= scale_of_lines(a_operand, m[None, :], (m < M)[None, :], A_SCALING)
-    if B_SCALING == "line" or B_SCALING == "whole":
-        acc *= scale_of_lines(b_operand, n[:, None], (n < N)[:, None], B_SCALING)
+        acc = _accumulate(acc, a, b, a_operand, b_operand, m, n, M, N, k0, FORMATS)
+    acc = scale_by_lines(acc, a_operand, m[None, :], (m < M)[None, :], A_SCALING)
+    acc = scale_by_lines(acc, b_operand, n[:, None], (n < N)[:, None], B_SCALING)
     if alpha_ptr is not None:
         acc *= tl.load(alpha_ptr)
     store_tile(acc, out, m[None, :], n[:, None], M, N, FORMATS.interpreted)

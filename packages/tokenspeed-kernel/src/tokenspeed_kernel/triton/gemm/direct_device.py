@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_block, scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_by_lines, scale_of_block, store_tile, tile_of
 from tokenspeed_kernel.triton.gemm.direct import SCALE_BLOCKS, SCALE_LINES
 
 _SCALE_LINES, _SCALE_BLOCKS = tl.constexpr(SCALE_LINES), tl.constexpr(SCALE_BLOCKS)
@@ -66,6 +66,32 @@ def _block_scales(
 
 
 @triton.jit
+def _accumulate(acc, x, w, a_operand, b_operand, m, n, n0, M, N, k0, SCALING: tl.constexpr, TILE: tl.constexpr):
+    """``acc + x @ w.T``, with block scales applied to the partial sum of this step."""
+    # Triton 3.6 does not pass a constexpr's field to another function as a constexpr.
+    A_SCALING: tl.constexpr = SCALING.a
+    A_STORED: tl.constexpr = SCALING.a_stored
+    B_STORED: tl.constexpr = SCALING.b_stored
+    B_LINES: tl.constexpr = SCALING.b_lines
+    BLOCK_N: tl.constexpr = TILE.n
+    if SCALING.b == "block":
+        # Load the scales before the dot, so that the loads overlap the MMA.
+        a_scales, b_scales = _block_scales(
+            a_operand, b_operand, m, n, n0, M, N, k0 // SCALING.block, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
+        )
+        dots = tl.dot(x, tl.trans(w))
+        if A_SCALING == "block":
+            acc += dots * (a_scales * b_scales)
+        else:
+            acc += dots * b_scales
+    elif TILE.partial:
+        acc += tl.dot(x, tl.trans(w))
+    else:
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
 def direct_mm_kernel(
     a,
     b,
@@ -73,38 +99,19 @@ def direct_mm_kernel(
     b_scale_ptr,
     bias_ptr,
     out_ptr,
-    M,
-    N,
-    K,
-    batches,
-    stride_a_batch,
-    stride_am,
-    stride_ak,
-    stride_b_batch,
-    stride_bn,
-    stride_bk,
-    stride_as_batch,
-    stride_asm,
-    stride_ask,
-    stride_bs_batch,
-    stride_bsn,
-    stride_bsk,
-    stride_out_batch,
-    stride_out_m,
-    stride_out_n,
-    stride_split: tl.int64,
+    M, N, K, batches,
+    stride_a_batch, stride_am, stride_ak,
+    stride_b_batch, stride_bn, stride_bk,
+    stride_as_batch, stride_asm, stride_ask,
+    stride_bs_batch, stride_bsn, stride_bsk,
+    stride_out_batch, stride_out_m, stride_out_n, stride_split: tl.int64,
     k_per_split,
     SCALING: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Tiles of one or more matrices, over one range of k (grid axis 1). a and b are tensors, or tensor descriptors."""
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b
-    # Triton 3.6 does not pass a constexpr's field to another function as a constexpr.
-    A_STORED: tl.constexpr = SCALING.a_stored
-    B_STORED: tl.constexpr = SCALING.b_stored
-    B_LINES: tl.constexpr = SCALING.b_lines
-    BLOCK: tl.constexpr = SCALING.block
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_K: tl.constexpr = TILE.k
@@ -139,28 +146,13 @@ def direct_mm_kernel(
         b_operand = Operand(b_from, stride_bn, stride_bk, b_scale, stride_bsn, stride_bsk)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if B_SCALING == "block":
-            tl.static_assert(BLOCK % BLOCK_K == 0)
+            tl.static_assert(SCALING.block % BLOCK_K == 0)
         for k0 in range(first, last, BLOCK_K):
             x = _lines(a_operand, m0, M, k0, K, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
             w = _lines(b_operand, n0, N, k0, K, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
-            if B_SCALING == "block":
-                # Load the scales before the dot, so that the loads overlap the MMA.
-                a_scales, b_scales = _block_scales(
-                    a_operand, b_operand, m, n, n0, M, N, k0 // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
-                )
-                dots = tl.dot(x, tl.trans(w))
-                if A_SCALING == "block":
-                    acc += dots * (a_scales * b_scales)
-                else:
-                    acc += dots * b_scales
-            elif TILE.partial:
-                acc += tl.dot(x, tl.trans(w))
-            else:
-                acc = tl.dot(x, tl.trans(w), acc)
-        if A_SCALING == "line" or A_SCALING == "whole":
-            acc *= scale_of_lines(a_operand, m, m < M, A_SCALING)
-        if B_SCALING == "line" or B_SCALING == "whole":
-            acc *= scale_of_lines(b_operand, n, n < N, B_SCALING)
+            acc = _accumulate(acc, x, w, a_operand, b_operand, m, n, n0, M, N, k0, SCALING, TILE)
+        acc = scale_by_lines(acc, a_operand, m, m < M, A_SCALING)
+        acc = scale_by_lines(acc, b_operand, n, n < N, B_SCALING)
         target = out_ptr + batch * stride_out_batch + split * stride_split
         store_tile(acc, Output(target, stride_out_m, stride_out_n, bias_ptr), m, n, M, N, TILE.interpreted)
 

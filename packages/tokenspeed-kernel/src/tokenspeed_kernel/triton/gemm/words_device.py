@@ -91,28 +91,41 @@ def _beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _weights(words, scales, present, scale_present, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Loads and dequantises one step of b, as four tiles of weights; see `_decode`."""
+    ROWS: tl.constexpr = TILE.n
+    WORDS: tl.constexpr = TILE.k // 4
+    STEP_BLOCKS: tl.constexpr = TILE.k // BLOCK
+    COMPUTE: tl.constexpr = TILE.compute
+    PTX: tl.constexpr = TILE.ptx
+    if TILE.even_k:
+        word = tl.load(words)
+        byte = tl.load(scales)
+    else:
+        word = tl.load(words, mask=present, other=0)
+        byte = tl.load(scales, mask=scale_present, other=0)
+    if BLOCK == 32:
+        scale = decode_e8m0(byte)
+    else:
+        scale = decode_fp8(byte, "e4m3fn", TILE.native)
+    scale = tl.broadcast_to(scale[:, :, None], (ROWS, STEP_BLOCKS, BLOCK // 4)).reshape(ROWS, WORDS)
+    return _decode(word, scale, BLOCK, COMPUTE, PTX)
+
+
+@triton.jit
 def words_mm_kernel(
     a_ptr,
     b_ptr,
     b_scale_ptr,
-    alpha_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_bn,
-    stride_bsn,
-    stride_bsk,
-    stride_out_m,
-    stride_out_n,
-    stride_split: tl.int64,
+    alpha_ptr, bias_ptr, out_ptr,
+    M, N, K,
+    stride_am, stride_bn,
+    stride_bsn, stride_bsk,
+    stride_out_m, stride_out_n, stride_split: tl.int64,
     steps,
-    BLOCK: tl.constexpr,
-    SWIZZLED: tl.constexpr,
+    BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile (grid axis 0), over one range of k (axis 1) of ``steps * TILE.k`` elements.
 
     ``BLOCK``: elements along k that share a scale. a is unchanged or arranged, see `words`.
@@ -137,7 +150,6 @@ def words_mm_kernel(
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
     lane = tl.arange(0, WORDS)
-    block = tl.arange(0, BLOCK_K // BLOCK)
     words = b_ptr.to(tl.pointer_type(tl.int16)) + own.to(tl.int64)[:, None] * (stride_bn // 2) + lane[None, :]
     if ARRANGED:
         fours = a_ptr + m.to(tl.int64)[None, :] * stride_am + tl.arange(0, BLOCK_K)[:, None]
@@ -153,29 +165,16 @@ def words_mm_kernel(
     for step in range(first, last):
         if TILE.asynchronous:
             wait_for_products()
-        at = step * (BLOCK_K // BLOCK) + block[None, :]
+        at = step * (BLOCK_K // BLOCK) + tl.arange(0, BLOCK_K // BLOCK)[None, :]
         if SWIZZLED:
             location = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
         else:
             location = scales + at * stride_bsk
         present = step * WORDS + lane < K // 4
-        if EVEN_K:
-            word = tl.load(words + step * WORDS)
-            byte = tl.load(location)
-            within = (m < M)[None, :]
-        else:
-            word = tl.load(words + step * WORDS, mask=present[None, :], other=0)
-            byte = tl.load(location, mask=at < K // BLOCK, other=0)
-            if ARRANGED:  # the arranged copy of a is padded with zeros
-                within = (m < M)[None, :]
-            else:
-                within = (m < M)[None, :] & present[:, None]
-        if BLOCK == 32:
-            scale = decode_e8m0(byte)
-        else:
-            scale = decode_fp8(byte, "e4m3fn", TILE.native)
-        scale = tl.broadcast_to(scale[:, :, None], (ROWS, BLOCK_K // BLOCK, BLOCK // 4)).reshape(ROWS, WORDS)
-        w0, w1, w2, w3 = _decode(word, scale, BLOCK, COMPUTE, PTX)
+        w0, w1, w2, w3 = _weights(words + step * WORDS, location, present[None, :], at < K // BLOCK, BLOCK, TILE)
+        within = (m < M)[None, :]
+        if not (EVEN_K or ARRANGED):  # the arranged copy of a is padded with zeros
+            within = (m < M)[None, :] & present[:, None]
         if ARRANGED:
             x = tl.load(fours + step * BLOCK_K, mask=within, other=0.0).to(COMPUTE)
             acc0 = tl.dot(_beside(_beside(w0, w1, ROWS, WORDS), _beside(w2, w3, ROWS, WORDS), ROWS, 2 * WORDS), x, acc0)

@@ -40,36 +40,65 @@ def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
     return system, weights
 
 
+@triton.jit
+def _log2_decays(raw, A_log, dt_bias, head, channel, channel_inside, SHAPE: tl.constexpr):
+    """The log2 decays of tokens in some channels, from the raw gates."""
+    bias = 0.0
+    if SHAPE.gates == 2:
+        bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
+    return bounded(log_decay(raw.to(tl.float32), bias, A_log, head, SHAPE.gates)) * _LOG2_E
+
+
+@triton.jit
+def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.constexpr):
+    """Adds the contribution of some channels to the K K^T and Q K^T of a block.
+
+    ``running``: the running sums of log2 decays; ``lower``, ``upper``: the sums of the block's halves.
+    """
+    if tl.min(tl.minimum(lower, upper), axis=0) >= -_STEEPEST:
+        distance = running - lower[None, :]
+        after = tl.exp2(distance)
+        columns = tl.trans((keys * tl.exp2(-distance)).to(TILE.pairs))
+        weights = tl.dot((queries * after).to(TILE.pairs), columns, weights, input_precision=TILE.precision)
+        system = tl.dot((keys * after).to(TILE.pairs), columns, system, input_precision=TILE.precision)
+    else:
+        system, weights = _one_by_one(system, weights, keys, queries, running, TILE)
+    return system, weights
+
+
+@triton.jit
+def _causal(weights, own, q_factor, k_factor, token):
+    """scale * P of a block from its Q K^T, whose diagonal is ``own``."""
+    weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
+    return tl.where(token[:, None] >= token[None, :], weights, 0.0)
+
+
+@triton.jit
+def _inverse(system, part, k_factor, token, TILE: tl.constexpr):
+    """The inverse of I + A of a block, from its K K^T."""
+    system *= (part * k_factor)[:, None] * k_factor[None, :]
+    system = tl.where(token[:, None] > token[None, :], system, 0.0)
+    return inverse_of(system, TILE.block_levels, TILE)
+
+
 @triton.jit(do_not_specialize=["batch", "tokens", "channels"])
 def channel_blocks_kernel(
     q,
     k,
     g,
     beta,
-    A_log,
-    dt_bias,
+    A_log, dt_bias,
     cu_seqlens,
-    sums,
-    totals,
-    inverses,
-    scores,
-    factors,
+    sums, totals, inverses, scores, factors,
     scale,
-    batch,
-    tokens,
-    channels,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    g_token,
-    g_head,
-    g_channel,
-    beta_token,
-    beta_head,
+    batch, tokens, channels,
+    q_token, q_head,
+    k_token, k_head,
+    g_token, g_head, g_channel,
+    beta_token, beta_head,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Computes the diagonal block of both matrices for one block of a chunk and one value head.
 
     Where no channel decays too much within half a block, the decays of all pairs are split at the block's middle. One of the two
@@ -98,11 +127,8 @@ def channel_blocks_kernel(
     row = (start + token).to(tl.int64)
     inside = start + token < end
     at_row = row * v_heads + head
-    system = tl.zeros([BLOCK, BLOCK], tl.float32)
-    weights = tl.zeros([BLOCK, BLOCK], tl.float32)
-    own = tl.zeros([BLOCK], tl.float32)
-    q_squares = tl.zeros([BLOCK], tl.float32)
-    k_squares = tl.zeros([BLOCK], tl.float32)
+    system, weights = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    own, q_squares, k_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, channels, TILE.k, disable_licm=True):
         # Give a thread 4 adjacent channels (16 bytes of float32). With 8 (16 bytes of a 16-bit float), the reductions would use two
         # layouts.
@@ -112,11 +138,7 @@ def channel_blocks_kernel(
         queries = tl.load(q + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0).to(tl.float32)
         keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0).to(tl.float32)
         raw = tl.load(g + row[:, None] * g_token + head * g_head + channel[None, :] * g_channel, mask=there, other=0.0)
-        bias = 0.0
-        if SHAPE.gates == 2:
-            bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
-        logs = bounded(log_decay(raw.to(tl.float32), bias, A_log, head, SHAPE.gates)) * _LOG2_E
-        logs = tl.where(there, logs, 0.0)
+        logs = tl.where(there, _log2_decays(raw, A_log, dt_bias, head, channel, channel_inside, SHAPE), 0.0)
         q_squares += tl.sum(queries * queries, axis=1)
         k_squares += tl.sum(keys * keys, axis=1)
         own += tl.sum(queries * keys, axis=1)
@@ -126,14 +148,7 @@ def channel_blocks_kernel(
         tl.store(sums + at_row[:, None] * SHAPE.k_dim + channel[None, :], running, mask=there)
         at_total = (number.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel
         tl.store(totals + at_total, lower + upper, mask=channel_inside)
-        if tl.min(tl.minimum(lower, upper), axis=0) >= -_STEEPEST:
-            distance = running - lower[None, :]
-            after = tl.exp2(distance)
-            columns = tl.trans((keys * tl.exp2(-distance)).to(TILE.pairs))
-            weights = tl.dot((queries * after).to(TILE.pairs), columns, weights, input_precision=TILE.precision)
-            system = tl.dot((keys * after).to(TILE.pairs), columns, system, input_precision=TILE.precision)
-        else:
-            system, weights = _one_by_one(system, weights, keys, queries, running, TILE)
+        system, weights = _within(system, weights, keys, queries, running, lower, upper, TILE)
     one = tl.full([BLOCK], 1.0, tl.float32)
     q_factor = (tl.rsqrt(q_squares + SHAPE.eps) if SHAPE.l2norm else one) * scale
     k_factor = tl.rsqrt(k_squares + SHAPE.eps) if SHAPE.l2norm else one
@@ -141,14 +156,11 @@ def channel_blocks_kernel(
     tl.store(factors + at_row, k_factor, mask=inside)
     tl.store(factors + size + at_row, q_factor, mask=inside)
     tl.store(factors + 2 * size + at_row, k_factor, mask=inside)
-    weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
-    weights = tl.where(token[:, None] >= token[None, :], weights, 0.0)
     at = at_row[:, None] * TILE.chunk + number % BLOCKS * BLOCK + token[None, :]
+    weights = _causal(weights, own, q_factor, k_factor, token)
     tl.store(scores + at, weights.to(TILE.dtype), mask=inside[:, None])
     part = strength(tl.load(beta + row * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32), SHAPE.gates)
-    system *= (part * k_factor)[:, None] * k_factor[None, :]
-    system = tl.where(token[:, None] > token[None, :], system, 0.0)
-    inverse = inverse_of(system, TILE.block_levels, TILE)
+    inverse = _inverse(system, part, k_factor, token, TILE)
     tl.store(inverses + at_row[:, None] * BLOCK + token[None, :], inverse.to(TILE.solver), mask=inside[:, None])
 
 
@@ -174,32 +186,42 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
     return system, weights
 
 
+@triton.jit
+def _over_chunk(running, of_block, start, end, v_heads, channel, token, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The running sums of log2 decays over a chunk, from those over each block, and the total over the chunk.
+
+    ``of_block``: pointers to the totals of the chunk's first block.
+    """
+    BLOCKS: tl.constexpr = TILE.chunk // TILE.block
+    K: tl.constexpr = TILE.k
+    total = tl.zeros([K], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        present = channel < tl.where(start + block * TILE.block < end, SHAPE.k_dim, 0)
+        total += tl.load(of_block + block * v_heads * SHAPE.k_dim, mask=present, other=0.0)
+        if block + 1 < BLOCKS:
+            running = tl.where((token // TILE.block == block + 1)[:, None], running + total[None, :], running)
+    return running, total
+
+
 @triton.jit(do_not_specialize=["batch", "tokens", "channels"])
 def channel_chunks_kernel(
     q,
     k,
     beta,
     cu_seqlens,
-    sums,
-    totals,
-    inverses,
+    sums, totals, inverses,
     solve,
     scores,
     factors,
     decays,
     scaled,
-    batch,
-    tokens,
-    channels,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    beta_token,
-    beta_head,
+    batch, tokens, channels,
+    q_token, q_head,
+    k_token, k_head,
+    beta_token, beta_head,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Computes the off-diagonal blocks of both matrices for one chunk and one value head, then solves the chunk's system.
 
     Pairs are grouped by a boundary between two blocks: i lies within some number of blocks behind the boundary, and j within the
@@ -234,12 +256,7 @@ def channel_chunks_kernel(
         keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0)
         running = tl.load(sums + at_row[:, None] * SHAPE.k_dim + channel[None, :], mask=there, other=0.0)
         of_block = totals + (chunk.to(tl.int64) * BLOCKS * v_heads + head) * SHAPE.k_dim + channel
-        total = tl.zeros([K], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            present = channel < tl.where(start + block * TILE.block < end, SHAPE.k_dim, 0)
-            total += tl.load(of_block + block * v_heads * SHAPE.k_dim, mask=present, other=0.0)
-            if block + 1 < BLOCKS:
-                running = tl.where((token // TILE.block == block + 1)[:, None], running + total[None, :], running)
+        running, total = _over_chunk(running, of_block, start, end, v_heads, channel, token, SHAPE, TILE)
         wide_keys, wide_queries = keys.to(tl.float32), queries.to(tl.float32)
         kept = tl.exp2(running)
         at = at_row[:, None] * SHAPE.width + channel[None, :]

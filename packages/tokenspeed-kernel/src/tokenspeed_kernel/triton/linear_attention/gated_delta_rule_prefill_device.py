@@ -8,11 +8,33 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import wait_for_products
 
 
+@triton.jit
+def _initial_state(at, slot, has_initial_state, sequence, channel, column_inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Loads a program's tile of a sequence's initial state, zeros if there is none."""
+    K: tl.constexpr = TILE.k
+    V: tl.constexpr = TILE.v
+    state = tl.zeros([K, V], tl.float32)
+    if SHAPE.initial:
+        started = tl.where(slot >= 0, tl.load(has_initial_state + sequence).to(tl.int32), 0)
+        held = (channel < started * SHAPE.k_dim)[:, None] & column_inside[None, :]
+        state = tl.load(at, mask=held, other=0.0).to(tl.float32)
+    return state
+
+
+@triton.jit
+def _chunk_result(state, keys, queries, values, solution, weights, in_factor, read_factor, TILE: tl.constexpr):
+    """Returns what a chunk writes to the state at each token's key, and its outputs. ``state``: in front of the chunk."""
+    rounded = state.to(TILE.dtype)
+    recalled = tl.dot(keys.to(TILE.dtype), rounded, input_precision=TILE.precision)
+    errors = values.to(tl.float32) - recalled * in_factor[:, None]
+    written = tl.dot(solution, errors.to(TILE.dtype), input_precision=TILE.precision)
+    result = tl.dot(queries.to(TILE.dtype), rounded, input_precision=TILE.precision) * read_factor[:, None]
+    return written, tl.dot(weights, written.to(TILE.dtype), result, input_precision=TILE.precision)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def chunk_states_kernel(
-    keys_in,
-    queries_in,
-    keys_out,
+    keys_in, queries_in, keys_out,
     v,
     solve,
     scores,
@@ -24,21 +46,15 @@ def chunk_states_kernel(
     has_initial_state,
     out,
     tokens,
-    k_token,
-    k_head,
-    q_token,
-    q_head,
-    keys_out_token,
-    keys_out_head,
-    v_token,
-    v_head,
+    k_token, k_head,
+    q_token, q_head,
+    keys_out_token, keys_out_head,
+    v_token, v_head,
     slot_stride,
-    state_head,
-    state_row,
-    state_column,
+    state_head, state_row, state_column,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """A program updates some columns of a value head's state, chunk after chunk of one sequence, and computes their outputs.
 
     Args:
@@ -61,13 +77,7 @@ def chunk_states_kernel(
     slot = tl.load(state_slots + sequence)
     at_state = states + slot.to(tl.int64) * slot_stride + head * state_head
     at_state += channel[:, None] * state_row + column[None, :] * state_column
-    K: tl.constexpr = TILE.k
-    V: tl.constexpr = TILE.v
-    state = tl.zeros([K, V], tl.float32)
-    if SHAPE.initial:
-        started = tl.where(slot >= 0, tl.load(has_initial_state + sequence).to(tl.int32), 0)
-        held = (channel < started * SHAPE.k_dim)[:, None] & column_inside[None, :]
-        state = tl.load(at_state, mask=held, other=0.0).to(tl.float32)
+    state = _initial_state(at_state, slot, has_initial_state, sequence, channel, column_inside, SHAPE, TILE)
     size = tokens.to(tl.int64) * v_heads
     chunk = first // TILE.chunk + sequence
     for start in range(first, end, TILE.chunk):
@@ -86,12 +96,7 @@ def chunk_states_kernel(
         in_factor = tl.load(factors + at_row, mask=inside, other=0.0)
         read_factor = tl.load(factors + size + at_row, mask=inside, other=0.0)
         out_factor = tl.load(factors + 2 * size + at_row, mask=inside, other=0.0)
-        rounded = state.to(TILE.dtype)
-        recalled = tl.dot(keys.to(TILE.dtype), rounded, input_precision=TILE.precision)
-        errors = values.to(tl.float32) - recalled * in_factor[:, None]
-        written = tl.dot(solution, errors.to(TILE.dtype), input_precision=TILE.precision)
-        result = tl.dot(queries.to(TILE.dtype), rounded, input_precision=TILE.precision) * read_factor[:, None]
-        result = tl.dot(weights, written.to(TILE.dtype), result, input_precision=TILE.precision)
+        written, result = _chunk_result(state, keys, queries, values, solution, weights, in_factor, read_factor, TILE)
         if SHAPE.per_channel:
             lasting = tl.load(
                 decays + (chunk.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel, mask=channel_inside, other=0.0

@@ -291,25 +291,16 @@ def _block(
 @triton.jit
 def grouped_gemm_kernel(
     x,
-    x_row_stride,
-    x_column_stride,
+    x_row_stride, x_column_stride,
     x_scale,
-    w,
-    w_up,
-    w_expert_rows,
-    w_up_rows,
-    w_expert_stride,
-    w_row_stride,
-    w_column_stride,
+    w, w_up, w_expert_rows, w_up_rows,
+    w_expert_stride, w_row_stride, w_column_stride,
     w_scale,
-    scale_expert_stride,
-    scale_row_stride,
-    scale_column_stride,
+    scale_expert_stride, scale_row_stride, scale_column_stride,
     global_scale,
     global_scale_stride,
     bias,
-    bias_expert_stride,
-    bias_stride,
+    bias_expert_stride, bias_stride,
     y,
     y_row_stride,
     order,
@@ -320,12 +311,10 @@ def grouped_gemm_kernel(
     N,
     K,
     top_k,
-    alpha,
-    limit,
-    beta,
+    alpha, limit, beta,
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """The first projection with its activation if ``gated``, else the second; ``N`` output features from ``K`` input features.
 
     w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors an

@@ -167,6 +167,87 @@ def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.cons
 
 
 @triton.jit
+def _narrow(
+    counts, weights, ends, last, row, vocab_stride, short, left, is_short, low, high, above_count, above_weight,
+    stage, k, limit, largest, scale, floor, LANES: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Narrows the range to its part ``last``, and copies its keys when they are few, or compares all pairs of the last few.
+
+    Args:
+        counts, weights: of the tokens from each element of ``ends`` on.
+        left: the number of tokens to read, of ``short`` if ``is_short``, else of ``row``.
+
+    Returns:
+        ``(low, high, above_count, above_weight, inside, left, is_short)``
+    """
+    if last < _PARTS - 1:
+        above_count = at_index(counts, last + 1)
+        above_weight = at_index(weights, last + 1)
+        high = tl.minimum(high, at_index(ends, last + 1) - 1)
+    inside = at_index(counts, last) - above_count
+    low = at_index(ends, last)
+    if (low < high) & (is_short == 0) & (inside <= SHORT):
+        # Tighten the range to existing keys. If all are equal, as is common for 16-bit logits, the search ends.
+        left, low, high = _copy(row, vocab_stride, left, low, high, short, 2 * LANES)
+        is_short += 1
+    if (low < high) & (is_short != 0) & (inside <= FEW):
+        few, low, high = _copy(short, 1, left, low, high, short + SHORT, LANES)
+        low, above_count, above_weight, inside = _last_of_few(
+            short + SHORT, few, stage, above_count, above_weight, k, limit, largest, scale, floor
+        )
+        high = low
+    return low, high, above_count, above_weight, inside, left, is_short
+
+
+@triton.jit
+def _search(
+    row, vocab_stride, short, number, low_key, high_key, first, reach, base_count, base_weight, stage, k, limit,
+    largest, scale, floor, LANES: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Searches for the cutoff of one stage, see `find_cutoff`. ``first``, ``reach``: the first logit, and the logits per part.
+
+    Returns whether it is in the range, whether the tokens above the range stay below the limit, the cutoff's key, the number and
+    the weight of the tokens above it, and the number of tokens that have this key.
+    """
+    part = tl.arange(0, _PARTS)
+    low = low_key
+    high = high_key
+    above_count = base_count
+    above_weight = base_weight
+    inside = low * 0
+    # The first step splits the range of logits into equal parts, later steps split the range of keys.
+    ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
+    ends = tl.minimum(tl.maximum(ends, low), high)
+    # If the range is a guess, the tokens above it may reach the limit on their own.
+    before = tl.where(stage == 0, above_count < k, above_weight.to(tl.float64) < limit)
+    found = before.to(tl.int32)
+    going = found
+    left = number
+    is_short = going * 0
+    while going != 0:
+        if is_short != 0:
+            counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES // 4)
+        else:
+            counts, weights = _sums(row, vocab_stride, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
+        counts += above_count
+        weights += above_weight
+        crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
+        last = tl.sum(crossed.to(tl.int32), axis=0) - 1
+        if last < 0:
+            # Fewer than k tokens have a weight, or the guessed range was wrong.
+            found = going * 0
+            going = going * 0
+        else:
+            low, high, above_count, above_weight, inside, left, is_short = _narrow(
+                counts, weights, ends, last, row, vocab_stride, short, left, is_short, low, high, above_count, above_weight,
+                stage, k, limit, largest, scale, floor, LANES, SHORT,
+            )  # fmt: skip
+            going = (low < high).to(tl.int32)
+            ends = tl.minimum(low + part * (((high - low) >> _PART_BITS) + 1), 0x7FFFFFFF)
+    return found, before, low, above_count, above_weight, inside
+
+
+@triton.jit
 def find_cutoff(
     row,
     vocab_stride,
@@ -206,7 +287,6 @@ def find_cutoff(
         are invalid if the cutoff lies outside the range. If it lies below the range and ``complete`` holds, the result is valid and
         keeps all tokens in the range.
     """
-    part = tl.arange(0, _PARTS)
     cutoff_key = low_key
     # Adding zeros makes this a tensor: Triton specialises an argument of 1 to a constant.
     whole = tl.zeros([], tl.int32) + vocab
@@ -219,52 +299,10 @@ def find_cutoff(
     for stage in range(2):
         if (right != 0) & tl.where(stage == 0, restricted, ~(p >= 1.0)):
             limit = limit_of(p, kept)
-            low = low_key
-            high = high_key
-            above_count = base_count
-            above_weight = base_weight
-            inside = low * 0
-            # The first step splits the range of logits into equal parts, later steps split the range of keys.
-            ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
-            ends = tl.minimum(tl.maximum(ends, low), high)
-            # If the range is a guess, the tokens above it may reach the limit on their own.
-            before = tl.where(stage == 0, above_count < k, above_weight.to(tl.float64) < limit)
-            found = before.to(tl.int32)
-            going = found
-            left = number
-            is_short = going * 0
-            while going != 0:
-                if is_short != 0:
-                    counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES // 4)
-                else:
-                    counts, weights = _sums(row, vocab_stride, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
-                counts += above_count
-                weights += above_weight
-                crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
-                last = tl.sum(crossed.to(tl.int32), axis=0) - 1
-                if last < 0:
-                    # Fewer than k tokens have a weight, or the guessed range was wrong.
-                    found = going * 0
-                    going = going * 0
-                else:
-                    if last < _PARTS - 1:
-                        above_count = at_index(counts, last + 1)
-                        above_weight = at_index(weights, last + 1)
-                        high = tl.minimum(high, at_index(ends, last + 1) - 1)
-                    inside = at_index(counts, last) - above_count
-                    low = at_index(ends, last)
-                    if (low < high) & (is_short == 0) & (inside <= SHORT):
-                        # Tighten the range to existing keys. If all are equal, as is common for 16-bit logits, the search ends.
-                        left, low, high = _copy(row, vocab_stride, left, low, high, short, 2 * LANES)
-                        is_short += 1
-                    if (low < high) & (is_short != 0) & (inside <= FEW):
-                        few, low, high = _copy(short, 1, left, low, high, short + SHORT, LANES)
-                        low, above_count, above_weight, inside = _last_of_few(
-                            short + SHORT, few, stage, above_count, above_weight, k, limit, largest, scale, floor
-                        )
-                        high = low
-                    going = (low < high).to(tl.int32)
-                    ends = tl.minimum(low + part * (((high - low) >> _PART_BITS) + 1), 0x7FFFFFFF)
+            found, before, low, above_count, above_weight, inside = _search(
+                row, vocab_stride, short, number, low_key, high_key, first, reach, base_count, base_weight, stage, k, limit,
+                largest, scale, floor, LANES, SHORT,
+            )  # fmt: skip
             if found != 0:
                 weight = token_weights(from_sort_key(low.to(tl.int32)), largest, scale, floor)
                 needed = k - above_count

@@ -137,6 +137,34 @@ def _count_sample(
 
 
 @triton.jit
+def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total, groups, restricted):
+    """Returns `_ERRORS` standard errors of (weight down to the cutoff) - p * (total weight).
+
+    Args:
+        weight, counts, others: float32 or int32 [BINS], the weight of a bin's tokens, its group maxima, its other sampled tokens.
+        reaching, few: `range_of_cutoff`'s count of group maxima down to a bin, and whether that count is small.
+        part, share, total: p, the tokens that one sampled token represents, and the total weight.
+    """
+    side = tl.where(tl.arange(0, BINS) <= cutoff, 1.0 - part, part)
+    # Every sampled token adds its own variance.
+    deviation = tl.where(few, 0.0, share * weight * side)
+    variance = tl.sum(others * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
+    deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
+    variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
+    error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
+    # The sample may miss tokens above the cutoff that are not their group's maximum. The expected number of these is `hidden`.
+    above = at_index(reaching, cutoff).to(tl.float32)
+    hidden = above * above / (2.0 * groups)
+    hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
+    error += hidden * at_index(weight, cutoff)
+    # The i-th largest token shares its group with a larger token with probability i / groups, and at most sum / w tokens weigh
+    # w or more. Together these bound the variance of the hidden weight among the few largest tokens.
+    few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
+    error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
+    return error
+
+
+@triton.jit
 def range_of_cutoff(
     logits,
     vocab_stride,
@@ -198,22 +226,7 @@ def range_of_cutoff(
         part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
         wanted = tl.where(restricted, k.to(tl.float32), part * total)
         cutoff = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
-        # The error of (weight down to the cutoff) - p * (total weight): every sampled token adds its own variance.
-        side = tl.where(bin <= cutoff, 1.0 - part, part)
-        deviation = tl.where(few, 0.0, share * weight * side)
-        variance = tl.sum(others * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
-        deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
-        variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
-        error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
-        # The sample may miss tokens above the cutoff that are not their group's maximum. The expected number of these is `hidden`.
-        above = at_index(reaching, cutoff).to(tl.float32)
-        hidden = above * above / (2.0 * groups)
-        hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
-        error += hidden * at_index(weight, cutoff)
-        # The i-th largest token shares its group with a larger token with probability i / groups, and at most sum / w tokens weigh
-        # w or more. Together these bound the variance of the hidden weight among the few largest tokens.
-        few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
-        error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
+        error = _error_of(weight, counts, others, reaching, few, cutoff, part, share, total, groups, restricted)
         # Widen the target by the error: the last bin for the target plus the error, the first bin for the target minus the error.
         low_bins = tl.minimum(tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1, _LAST)
         high_bins = tl.minimum(tl.sum((sums < wanted - error).to(tl.int32), axis=0), _LAST - 1)

@@ -68,37 +68,155 @@ def group_maxima_kernel(
 
 
 @triton.jit
+def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, lists, small, TOKENS: tl.constexpr):
+    """``(threshold, counts, lists)``: the key that a row's tokens must reach to be listed, and whether few enough tokens do.
+
+    Args:
+        maxima: sort keys of all group maxima; ``keys``: fewer keys, each the largest of several groups.
+        lists: whether the row's tokens are listed at all.
+        small: whether k is so small that the group maxima alone give a threshold. Else ``counts`` is their histogram.
+    """
+    threshold = largest_key.to(tl.int64)  # of a greedy row
+    counts = tl.zeros([BINS], tl.int32)
+    if draws & lists:
+        if small:
+            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
+        else:
+            largest = from_sort_key(largest_key)
+            counts = group_counts(maxima, largest, scale)
+            bins, lists = bins_to_list(counts, vocab, TOKENS * 5 // 8, _NEGLIGIBLE, floor)
+            threshold = end_of(bins, largest, scale)
+    return threshold, counts, lists
+
+
+@triton.jit
+def _list_groups(maxima, threshold, groups, listed, GROUPS: tl.constexpr):
+    """Lists the groups whose maximum reaches the threshold, and returns their number."""
+    group = tl.arange(0, GROUPS)
+    reaches = (maxima >= threshold) & (group < groups)
+    tl.store(listed + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
+    reaching = tl.sum(reaches.to(tl.int32), axis=0)
+    tl.debug_barrier()  # the stores must be visible to the program's other threads
+    return reaching
+
+
+@triton.jit
+def _list_tokens(
+    logits, vocab_stride, vocab, threshold, listed, reaching, length, draws, scratch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tokens of the listed groups that reach the threshold, the first TOKENS of them, in ``scratch``.
+
+    Returns their number, which may be larger. For a greedy row it lists nothing, and also returns the smallest id.
+    """
+    SIZE: tl.constexpr = BLOCKS * RUN
+    lane = tl.arange(0, LANES)
+    count = tl.zeros([], tl.int32)
+    first = tl.full([LANES], _NO_TOKEN, tl.int32)
+    for begin in range(0, reaching * SIZE, LANES):
+        index = begin + lane
+        chosen = tl.load(listed + index // SIZE, mask=index < reaching * SIZE, other=0).to(tl.int32)
+        ids = ids_of_groups(index, chosen, length, BLOCK, BLOCKS, RUN)
+        live = (index < reaching * SIZE) & (ids < vocab)
+        x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+        key = sort_key(x)
+        found = live & (key >= threshold)
+        if draws:
+            position = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+            tl.store(scratch + position, packed(key, ids), mask=found & (position < TOKENS))
+            count += tl.sum(found.to(tl.int32), axis=0)
+        else:
+            first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
+    return count, first
+
+
+@triton.jit
+def _draw_from_list(
+    scratch, count, least, keeps, p, u, largest, scale, floor, FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """`draw_listed` with the smaller of two tile sizes that holds ``count`` tokens. They precede the drawable tokens."""
+    drawable = scratch + TOKENS
+    if count <= FEW:
+        token, decides, last, kept = draw_listed(
+            scratch, drawable, count, least, keeps, p, u, largest, scale, floor, FEW, PAIRS // FEW
+        )
+    else:
+        token, decides, last, kept = draw_listed(
+            scratch, drawable, count, least, keeps, p, u, largest, scale, floor, TOKENS, PAIRS // TOKENS
+        )
+    return token, decides, last, kept
+
+
+@triton.jit
+def _decide(
+    logits, vocab_stride, vocab, maxima, threshold, groups, length, draws, restricted, k, p, largest_key, scale, floor,
+    seed, offset, scratch, out,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
+    FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tokens that reach the threshold, and decides the row by them if possible.
+
+    Returns the token, whether the row is decided, and the results ``last`` and ``kept`` of its state.
+    """
+    largest = from_sort_key(largest_key)
+    token = tl.full([], _NO_TOKEN, tl.int64)
+    decided = tl.where(draws, 0, 1)
+    last, kept = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    listed = scratch + TOKENS
+    reaching = _list_groups(maxima, threshold, groups, listed, GROUPS)
+    count, first = _list_tokens(
+        logits, vocab_stride, vocab, threshold, listed, reaching, length, draws, scratch, BLOCK, BLOCKS, RUN, LANES, TOKENS
+    )
+    if draws:
+        tl.debug_barrier()
+        if count <= TOKENS:
+            least = most_below(threshold.to(tl.int32), largest, scale, floor)
+            keeps = tl.where(restricted, k, vocab).to(tl.int64)
+            u = None
+            if out is not None:
+                u = uniform(tl.load(seed), tl.load(offset))
+            token, decides, last, kept = _draw_from_list(
+                scratch, count, least, keeps, p, u, largest, scale, floor, FEW, TOKENS, PAIRS
+            )
+            decided = decides.to(tl.int32)
+    else:
+        token = tl.min(first, axis=0).to(tl.int64)
+        last = packed(largest_key, tl.min(first, axis=0))
+    return token, decided, last, kept
+
+
+@triton.jit
+def _store_state(state, largest_key, decided, low, high, last, kept, RESULT: tl.constexpr):
+    """Stores the state of a row, with the result ``last``, ``kept`` if it has no other place."""
+    field = tl.arange(0, STATE)
+    initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
+    initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
+    if RESULT:
+        initial = tl.where(field == LAST, last, tl.where(field == KEPT, kept, initial))
+    tl.store(state + field, initial)
+
+
+@triton.jit
 def decide_kernel(
     logits,
-    row_stride,
-    vocab_stride,
-    vocab,
+    row_stride, vocab_stride, vocab,
     maxima,
     temperature,
-    top_k,
-    top_p,
-    seed,
-    offset,
+    top_k, top_p,
+    seed, offset,
     min_p,
     state,
     scratch,
-    out,
-    out_stride,
+    out, out_stride,
     rank,
     groups,
     length,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    FEW: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    READ: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr,
+    FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    SAMPLE: tl.constexpr, READ: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Initialises a row's state and decides rows that are greedy or that their largest logits decide.
 
     For a decided row it writes the token, or without ``out`` the cutoff token and the kept weight. It reads only the groups whose
@@ -126,75 +244,22 @@ def decide_kernel(
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
     limited = restricted | (~(p >= 1.0))
-    # For small k the group maxima alone give a threshold.
     small = restricted & (k <= TOKENS // 2)
     lists = limited
     if min_p is not None:
         lists |= floor > 0
-    # The threshold of a greedy row is the largest logit itself.
-    threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
-    counts = tl.zeros([BINS], tl.int32)
-    if draws & lists:
-        if small:
-            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
-        else:
-            counts = group_counts(maxima, largest, scale)
-            bins, lists = bins_to_list(counts, vocab, TOKENS * 5 // 8, _NEGLIGIBLE, floor)
-            threshold = end_of(bins, largest, scale)
+    threshold, counts, lists = _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, lists, small, TOKENS)
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int64)
-    low = tl.full([], 0, tl.int64)
-    high = tl.full([], -1, tl.int64)
-    last = tl.full([], 0, tl.int64)
-    kept = tl.full([], 0, tl.int64)
+    low, high = tl.full([], 0, tl.int64), tl.full([], -1, tl.int64)
+    last, kept = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     if (~draws) | lists:
-        reaches = (maxima >= threshold) & (group < groups)
-        tl.store(scratch + TOKENS + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
-        reaching = tl.sum(reaches.to(tl.int32), axis=0)
-        tl.debug_barrier()  # the stores must be visible to the program's other threads
-
-        SIZE: tl.constexpr = BLOCKS * RUN
-        lane = tl.arange(0, LANES)
-        count = tl.zeros([], tl.int32)
-        first = tl.full([LANES], _NO_TOKEN, tl.int32)
-        for begin in range(0, reaching * SIZE, LANES):
-            index = begin + lane
-            chosen = tl.load(scratch + TOKENS + index // SIZE, mask=index < reaching * SIZE, other=0).to(tl.int32)
-            ids = ids_of_groups(index, chosen, length, BLOCK, BLOCKS, RUN)
-            live = (index < reaching * SIZE) & (ids < vocab)
-            x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
-            key = sort_key(x)
-            found = live & (key >= threshold)
-            if draws:
-                position = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
-                tl.store(scratch + position, packed(key, ids), mask=found & (position < TOKENS))
-                count += tl.sum(found.to(tl.int32), axis=0)
-            else:
-                first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
-
-        if draws:
-            tl.debug_barrier()
-            if count <= TOKENS:
-                least = most_below(threshold.to(tl.int32), largest, scale, floor)
-                keeps = tl.where(restricted, k, vocab).to(tl.int64)
-                u = None
-                if out is not None:
-                    u = uniform(tl.load(seed + row), tl.load(offset + row))
-                drawable = scratch + TOKENS
-                if count <= FEW:
-                    token, decides, last, kept = draw_listed(
-                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, FEW, PAIRS // FEW
-                    )
-                else:
-                    token, decides, last, kept = draw_listed(
-                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, TOKENS, PAIRS // TOKENS
-                    )
-                decided = decides.to(tl.int32)
-        else:
-            token = tl.min(first, axis=0).to(tl.int64)
-            last = packed(largest_key, tl.min(first, axis=0))
+        token, decided, last, kept = _decide(
+            logits, vocab_stride, vocab, maxima, threshold, groups, length, draws, restricted, k, p, largest_key, scale, floor,
+            seed + row, offset + row, scratch, out, BLOCK, BLOCKS, RUN, GROUPS, LANES, FEW, TOKENS, PAIRS,
+        )  # fmt: skip
     if (decided == 0) & limited:
         # The listed tokens outweigh the others so far that they contain top-p's cutoff token, whatever the others weigh.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
@@ -209,13 +274,7 @@ def decide_kernel(
     if out is not None:  # noqa: SIM102 (this is known at compile time)
         if decided != 0:
             tl.store(out + row * out_stride, token)
-
-    field = tl.arange(0, STATE)
-    initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
-    initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
-    if out is None:
-        initial = tl.where(field == LAST, last, tl.where(field == KEPT, kept, initial))
-    tl.store(state + row * STATE + field, initial)
+    _store_state(state + row * STATE, largest_key, decided, low, high, last, kept, out is None)
 
 
 # Not specialised: for a constant vocabulary of 1, Triton 3.9 generates code that overwrites registers before an atomic's result has
@@ -296,6 +355,77 @@ def weigh_kernel(
                 tl.store(pairs + row * vocab + first + position, copied(x, ids), mask=found)
 
 
+@triton.jit
+def _sum_kept_copies(
+    pairs, segments, above, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, SOME: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Stores the kept weight of each chunk: of its tokens above the range, and of its copied tokens that are kept."""
+    for begin in range(0, chunks, SOME):
+        some = begin + tl.arange(0, SOME)
+        inside = some < chunks
+        first = tl.load(segments + some * 3, mask=inside, other=0)
+        copies = tl.load(segments + some * 3 + 1, mask=inside, other=0)
+        kept = tl.load(above + some, mask=inside, other=0)
+        most = tl.max(copies, axis=0)
+        for slot in range(0, most, SLOTS):
+            index = slot + tl.arange(0, SLOTS)
+            mine = index[None, :] < copies[:, None]
+            pair = tl.load(pairs + first[:, None] + index[None, :], mask=mine, other=0)
+            x = logit_of(pair)
+            weight = token_weights(x, largest, scale, floor)
+            is_in = mine & is_kept(sort_key(x), number_of(pair), cutoff_key, cutoff_token)
+            kept += tl.sum(tl.where(is_in, weight, 0), axis=1)
+        tl.store(totals + some, kept, mask=inside)
+
+
+@triton.jit
+def _sum_kept(logits, vocab_stride, vocab, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, CHUNK: tl.constexpr):
+    """Stores the kept weight of each chunk, from the whole row."""
+    for one in range(chunks):
+        ids = one * CHUNK + tl.arange(0, CHUNK)
+        weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token)
+        tl.store(totals + one, tl.sum(weight, axis=0))
+
+
+@triton.jit
+def _cutoff_of(
+    logits, vocab_stride, vocab, state, totals, above, segments, pairs, short, chunks, restricted, k, p,
+    largest_key, scale, floor,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Finds a row's cutoff token, and replaces the weight of each chunk by its kept weight. Returns the token's key and id."""
+    largest = from_sort_key(largest_key)
+    cutoff_key = tl.full([], _NO_KEY, tl.int32)
+    cutoff_token = tl.zeros([], tl.int32)
+    low = tl.load(state + LOW)
+    high = tl.load(state + HIGH)
+    chunk = tl.arange(0, CHUNKS)
+    live = chunk < chunks
+    total = tl.sum(tl.load(totals + chunk, mask=live, other=0), axis=0)
+    number = tl.load(state + COPIED).to(tl.int32)
+    lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
+    right = tl.zeros([], tl.int32)
+    if low <= high:
+        base_weight = tl.sum(tl.load(above + chunk, mask=live, other=0), axis=0)
+        base_count = tl.sum(tl.load(segments + chunk * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
+        cutoff_key, cutoff_token, right = find_cutoff(
+            pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
+            scale, floor, low <= lowest_key, LANES, SHORT,
+        )  # fmt: skip
+    if right != 0:
+        _sum_kept_copies(pairs, segments, above, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, SOME, SLOTS)
+    else:
+        none = total * 0
+        whole = tl.zeros([], tl.int32) + vocab
+        cutoff_key, cutoff_token, right = find_cutoff(
+            logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
+            restricted, k, p, largest, scale, floor, restricted | True, LANES, SHORT,
+        )  # fmt: skip
+        _sum_kept(logits, vocab_stride, vocab, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, CHUNK)
+    tl.debug_barrier()  # the stores must be visible to all threads of the program
+    return cutoff_key, cutoff_token
+
+
 # Values that depend on the row length are not specialised, so that fewer variants are compiled.
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def finish_kernel(
@@ -350,55 +480,11 @@ def finish_kernel(
         cutoff_key = tl.full([], _NO_KEY, tl.int32)
         cutoff_token = tl.zeros([], tl.int32)
         if restricted | (~(p >= 1.0)):
-            low = tl.load(state + LOW)
-            high = tl.load(state + HIGH)
-            chunk = tl.arange(0, CHUNKS)
-            live = chunk < chunks
-            total = tl.sum(tl.load(totals + chunk, mask=live, other=0), axis=0)
-            number = tl.load(state + COPIED).to(tl.int32)
-            short += row * (SHORT + FEW)
-            lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
-            above += row * chunks
-            segments += row * chunks * 3
-            pairs += row * vocab
-            right = tl.zeros([], tl.int32)
-            if low <= high:
-                base_weight = tl.sum(tl.load(above + chunk, mask=live, other=0), axis=0)
-                base_count = tl.sum(tl.load(segments + chunk * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
-                cutoff_key, cutoff_token, right = find_cutoff(
-                    pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
-                    scale, floor, low <= lowest_key, LANES, SHORT,
-                )  # fmt: skip
-            if right != 0:
-                for begin in range(0, chunks, SOME):
-                    some = begin + tl.arange(0, SOME)
-                    inside = some < chunks
-                    first = tl.load(segments + some * 3, mask=inside, other=0)
-                    copies = tl.load(segments + some * 3 + 1, mask=inside, other=0)
-                    kept = tl.load(above + some, mask=inside, other=0)
-                    most = tl.max(copies, axis=0)
-                    for slot in range(0, most, SLOTS):
-                        index = slot + tl.arange(0, SLOTS)
-                        mine = index[None, :] < copies[:, None]
-                        pair = tl.load(pairs + first[:, None] + index[None, :], mask=mine, other=0)
-                        x = logit_of(pair)
-                        weight = token_weights(x, largest, scale, floor)
-                        kept += tl.sum(
-                            tl.where(mine & is_kept(sort_key(x), number_of(pair), cutoff_key, cutoff_token), weight, 0), axis=1
-                        )
-                    tl.store(totals + some, kept, mask=inside)
-            else:
-                none = total * 0
-                whole = tl.zeros([], tl.int32) + vocab
-                cutoff_key, cutoff_token, right = find_cutoff(
-                    logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
-                    restricted, k, p, largest, scale, floor, restricted | True, LANES, SHORT,
-                )  # fmt: skip
-                for one in range(chunks):
-                    ids = one * CHUNK + tl.arange(0, CHUNK)
-                    weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token)
-                    tl.store(totals + one, tl.sum(weight, axis=0))
-            tl.debug_barrier()  # the stores must be visible to all threads of the program
+            cutoff_key, cutoff_token = _cutoff_of(
+                logits, vocab_stride, vocab, state, totals, above + row * chunks, segments + row * chunks * 3, pairs + row * vocab,
+                short + row * (SHORT + FEW), chunks, restricted, k, p, largest_key, scale, floor,
+                CHUNK, CHUNKS, LANES, SHORT, SOME, SLOTS,
+            )  # fmt: skip
         if out is not None:
             u = uniform(tl.load(seed + row), tl.load(offset + row))
             token = draw_from_row(

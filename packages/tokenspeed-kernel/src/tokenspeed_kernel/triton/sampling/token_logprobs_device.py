@@ -87,6 +87,37 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
+    """Merges the spans of a row. Returns its largest logit, the log of the sum of exponentials relative to it, and the LSE."""
+    span = tl.arange(0, SPANS)
+    own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
+    totals = tl.load(parts + (row * spans + span) * 2 + 1, mask=span < spans, other=0.0)
+    # Take the maximum of sort keys, so that NaN propagates.
+    largest = from_sort_key(tl.max(sort_key(own_largest), axis=0))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    # A span of -inf adds nothing, whatever the scale.
+    nearness = tl.where(own_largest == float("-inf"), 0.0, tl.exp2((own_largest - shift) * _scale_of(inverse)))
+    log_total = tl.log2(tl.sum(totals * nearness, axis=0)) * LN_2
+    lse = shift * inverse + log_total
+    return largest, log_total, tl.where(largest < float("inf"), lse, float("nan"))
+
+
+@triton.jit
+def _threshold_of_groups(maxima, count, top_k, LANES: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns a key that at least top_k group maxima reach.
+
+    The group maxima are folded into LANES keys, to shorten the search. At least top_k keys reach the threshold, so at least top_k
+    groups do.
+    """
+    fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    keys = tl.full([LANES], _NO_KEY, tl.int32)
+    for begin in range(0, count, CHUNK):
+        keys = tl.maximum(keys, tl.max(tl.load(maxima + begin + fold, mask=begin + fold < count, other=_NO_KEY), axis=0))
+    threshold, _ = threshold_of(keys, keys != _NO_KEY, top_k, 0)
+    return threshold
+
+
+@triton.jit
 def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.constexpr):
     """Lists the groups above a threshold, and the first top_k groups equal to it. Returns the number above, and the number
     equal."""
@@ -153,13 +184,10 @@ def token_logprobs_kernel(
     GROUP: tl.constexpr,
     TOP: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    SPANS: tl.constexpr,
-    LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    K: tl.constexpr,
+    SPANS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Merges the spans of a row, and finds its most probable tokens.
 
     ``count``: groups per row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, then groups equal to it.
@@ -168,17 +196,7 @@ def token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     inverse = _inverse_of(temperature, row)
-    span = tl.arange(0, SPANS)
-    own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
-    totals = tl.load(parts + (row * spans + span) * 2 + 1, mask=span < spans, other=0.0)
-    # Take the maximum of sort keys, so that NaN propagates.
-    largest = from_sort_key(tl.max(sort_key(own_largest), axis=0))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    # A span of -inf adds nothing, whatever the scale.
-    nearness = tl.where(own_largest == float("-inf"), 0.0, tl.exp2((own_largest - shift) * _scale_of(inverse)))
-    log_total = tl.log2(tl.sum(totals * nearness, axis=0)) * LN_2
-    lse = shift * inverse + log_total
-    lse = tl.where(largest < float("inf"), lse, float("nan"))
+    largest, log_total, lse = _merged(parts, row, spans, inverse, SPANS)
     tl.store(lse_out + row * lse_stride, lse)
 
     token = tl.load(tokens + row * tokens_stride).to(tl.int64) - first_token
@@ -191,13 +209,7 @@ def token_logprobs_kernel(
         maxima += row * spans * (SPAN // GROUP)
         listed = scratch + row * (most_groups + top_k)
         ties = listed + most_groups
-        # Fold the group maxima into LANES keys, to shorten the search. At least top_k keys reach the threshold, so at least top_k
-        # groups do.
-        fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        keys = tl.full([LANES], _NO_KEY, tl.int32)
-        for begin in range(0, count, CHUNK):
-            keys = tl.maximum(keys, tl.max(tl.load(maxima + begin + fold, mask=begin + fold < count, other=_NO_KEY), axis=0))
-        threshold, _ = threshold_of(keys, keys != _NO_KEY, top_k, 0)
+        threshold = _threshold_of_groups(maxima, count, top_k, LANES, CHUNK)
         above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
         # Each group equal to the threshold holds a token with exactly this logit. The first such groups hold the first such tokens.
         reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))

@@ -83,20 +83,16 @@ def causal_conv1d_prefill_kernel(
     has_initial_state,
     out,
     batch,
-    x_token,
-    x_channel,
+    x_token, x_channel,
     slot_stride,
     row_stride,
     state_channel,
     state_slots_stride,
     initial_stride,
-    out_token,
-    out_channel,
+    out_token, out_channel,
     SHAPE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Computes a block of tokens of one sequence for some channels, token after token.
 
     Each input is loaded once, and stays in registers while the next tokens need it. The program of a sequence's first block also

@@ -154,6 +154,30 @@ def _advanced(state, x, b, decays, DTYPE: tl.constexpr):
     return tl.dot(tl.trans(decayed), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
 
 
+@triton.jit
+def _state_before(left, decays, number, segment, part, SHAPE: tl.constexpr):
+    """Returns the state before a segment: the initial state, decayed, plus the contributions of the segments before it."""
+    there = part.rows[:, None] & part.columns[None, :]
+    first = number - segment.index
+    state = tl.load(_left_by(left, first, part, SHAPE), mask=there, other=0.0)
+    for i in range(segment.index):
+        before = first + i + 1
+        decay = tl.load(decays + before.to(tl.int64) * SHAPE.heads + part.head)
+        state = state * tl.exp(decay) + tl.load(_left_by(left, before, part, SHAPE), mask=there, other=0.0)
+    return state
+
+
+@triton.jit
+def _chunk_result(state, x, b, c, decays, in_chunk, DTYPE: tl.constexpr):
+    """Returns (causal scores with decays) @ x + (C @ state before the chunk, decayed)."""
+    since = decays.whole[:, None] - decays.whole[None, :] + (decays.part[:, None] - decays.weight[None, :])
+    since = tl.where(in_chunk[:, None] >= in_chunk[None, :], since, -float("inf"))
+    scores = tl.dot(c, tl.trans(b), input_precision="ieee")
+    scores = (scores * tl.exp(since)).to(DTYPE)
+    y = tl.dot(c, tl.trans(state.to(DTYPE)), input_precision="ieee") * tl.exp(decays.whole + decays.part)[:, None]
+    return tl.dot(scores, x, y, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["batch", "size"])
 def ssd_segments_kernel(
     x,
@@ -167,29 +191,20 @@ def ssd_segments_kernel(
     has_initial_state,
     left,
     decays,
-    batch,
-    size,
-    dt_min,
-    dt_max,
-    x_token,
-    x_head,
-    x_dim,
-    dt_token,
-    dt_head,
-    B_token,
-    B_group,
-    B_dim,
+    batch, size,
+    dt_min, dt_max,
+    x_token, x_head, x_dim,
+    dt_token, dt_head,
+    B_token, B_group, B_dim,
     slot_stride,
-    state_head,
-    state_row,
-    state_column,
+    state_head, state_row, state_column,
     slots_stride,
     initial_stride,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """Writes each segment's contribution to the state into ``left`` at the index of the next segment.
 
     ``left`` at the index of a sequence's first segment gets the initial state. The next launch reads the initial state from there,
@@ -240,42 +255,27 @@ def ssd_prefill_kernel(
     has_initial_state,
     left,
     decays,
-    batch,
-    size,
-    dt_min,
-    dt_max,
-    x_token,
-    x_head,
-    x_dim,
-    dt_token,
-    dt_head,
-    B_token,
-    B_group,
-    B_dim,
+    batch, size,
+    dt_min, dt_max,
+    x_token, x_head, x_dim,
+    dt_token, dt_head,
+    B_token, B_group, B_dim,
     slot_stride,
-    state_head,
-    state_row,
-    state_column,
+    state_head, state_row, state_column,
     slots_stride,
     initial_stride,
     C,
     D,
     z,
     out,
-    C_token,
-    C_group,
-    C_dim,
-    z_token,
-    z_head,
-    z_dim,
-    out_token,
-    out_head,
-    out_dim,
+    C_token, C_group, C_dim,
+    z_token, z_head, z_dim,
+    out_token, out_head, out_dim,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """Computes the results of one head, or of some of its channels, for one segment; the last segment also stores the state."""
     BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
     number = tl.program_id(0) // BLOCKS
@@ -289,12 +289,7 @@ def ssd_prefill_kernel(
         at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
         state = _initial(states, at, segment.sequence, state_slots, slots_stride, has_initial_state, initial_stride, part)
     else:
-        first = number - segment.index
-        state = tl.load(_left_by(left, first, part, SHAPE), mask=there, other=0.0)
-        for i in range(segment.index):
-            before = first + i + 1
-            decay = tl.load(decays + before.to(tl.int64) * SHAPE.heads + part.head)
-            state = state * tl.exp(decay) + tl.load(_left_by(left, before, part, SHAPE), mask=there, other=0.0)
+        state = _state_before(left, decays, number, segment, part, SHAPE)
     steps = steps_of(A, dt_bias, part.head, dt_min, dt_max)
     x_rows = Rows(x, x_token, x_head, x_dim)
     B_rows = Rows(B, B_token, B_group, B_dim)
@@ -311,13 +306,7 @@ def ssd_prefill_kernel(
         b = _rows_of(B_rows, token, group, part.column, inside, part.columns, DTYPE)
         c = _rows_of(C_rows, token, group, part.column, inside, part.columns, DTYPE)
         values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
-        # y = (causal scores with decays) @ x + (C @ state before the chunk, decayed).
-        since = of_chunk.whole[:, None] - of_chunk.whole[None, :] + (of_chunk.part[:, None] - of_chunk.weight[None, :])
-        since = tl.where(in_chunk[:, None] >= in_chunk[None, :], since, -float("inf"))
-        scores = tl.dot(c, tl.trans(b), input_precision="ieee")
-        scores = (scores * tl.exp(since)).to(DTYPE)
-        y = tl.dot(c, tl.trans(state.to(DTYPE)), input_precision="ieee") * tl.exp(of_chunk.whole + of_chunk.part)[:, None]
-        y = tl.dot(scores, values, y, input_precision="ieee")
+        y = _chunk_result(state, values, b, c, of_chunk, in_chunk, DTYPE)
         gate = None
         if z is not None:
             gate = _rows_of(z_rows, token, part.head, part.row, inside, part.rows, DTYPE).to(tl.float32)
