@@ -5,6 +5,7 @@ python packages/tokenspeed-kernel/benchmarks/table.py    # prints them
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -203,6 +204,13 @@ def made(name: str) -> str:
     return section.make(json.loads(section.report.read_text()))
 
 
-if __name__ == "__main__":
-    for name in SECTIONS:
+def main() -> None:
+    """Prints the sections that the command line names; all by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", nargs="*", default=[*SECTIONS], help="all by default: " + "; ".join(SECTIONS))
+    for name in parser.parse_args().section:
         print(made(name), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
