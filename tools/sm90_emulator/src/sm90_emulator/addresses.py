@@ -22,12 +22,12 @@ _taken: dict[Allocation, tuple[StorageWeakRef, Allocation]] = {}
 def add(tensor: torch.Tensor) -> None:
     """Makes the memory of a CPU tensor accessible as long as it exists."""
     view, storage = (allocation_of(tensor, "tensor", bounds) for bounds in ("view", "storage"))
-    _taken[view] = StorageWeakRef(tensor.untyped_storage()), storage  # type: ignore[no-untyped-call]
+    _taken[view] = StorageWeakRef(tensor.untyped_storage()), storage
 
 
 def accessible(bounds: Bounds) -> list[Allocation]:
     """The accessible memory."""
-    for freed in [view for view, (storage, _) in _taken.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+    for freed in [view for view, (storage, _) in _taken.items() if storage.expired()]:
         del _taken[freed]
     return [view if bounds == "view" else storage for view, (_, storage) in _taken.items()]
 

@@ -64,7 +64,7 @@ def emulated_sm90(
             would use the emulator instead of CuteDSL's runtime.
         ValueError: ``copies`` or ``bounds`` is invalid.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise RuntimeError("emulated_sm90() in a process that uses a GPU: its programs would find the emulator's runtime")
     when = copies or ("random" if seed else "early")
     if when not in ("early", "late", "random"):

@@ -79,7 +79,7 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) ->
 
 @gelu_and_mul.cases
 def _() -> list[Case]:
-    tanh = {"approximate": "tanh"}
+    tanh: dict[str, Any] = {"approximate": "tanh"}
     return [
         Case("one pair, float32", _inputs(2, dtype=torch.float32)),
         Case("gemma-3-27b decode 4, one of 8 ranks", _inputs(4, 2 * 2688, **tanh)),

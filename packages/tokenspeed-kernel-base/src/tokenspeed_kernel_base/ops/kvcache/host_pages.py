@@ -67,7 +67,7 @@ class HostPages:
         check.require(staging_pages >= 1, "staging_pages", "at least 1", staging_pages)
         self.caches, self.pages, self.staging_pages = tuple(caches), pages, staging_pages
         device = caches[0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         pinned = self._stream is not None
         self.tensors = tuple(torch.empty(pages, *cache.shape[1:], dtype=cache.dtype, pin_memory=pinned) for cache in caches)
         page_bytes = max(cache.shape[1:].numel() * cache.element_size() for cache in caches)

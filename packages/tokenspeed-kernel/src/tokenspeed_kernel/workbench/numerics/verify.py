@@ -266,7 +266,7 @@ def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
 def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> Any:
     """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and synchronises."""
     result = op.function(**arguments, override=spec.name)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # so that a failed launch is attributed to this call
     return result
 

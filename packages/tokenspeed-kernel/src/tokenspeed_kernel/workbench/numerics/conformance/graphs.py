@@ -122,7 +122,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
         for name, tensor in written_to(op, inputs.prepared).items():
             tensor.copy_(untouched[name])
 
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         eager, eagerly_written = run()
