@@ -6,8 +6,8 @@
 
     results = run_world(ranks_of, 2, (shape,))     # one result per rank
 
-Cases with a ``world_size`` are verified and timed in a world of that size. The processes run this Python interpreter, and import the
-function's module. Those on CPUs are forked from a server process that has imported the core once; those on GPUs are spawned.
+Cases with a ``world_size`` are verified and timed in a world of that size. The processes run this Python interpreter, and import
+the function's module. Those on CPUs are forked from a server process that has imported the core once; those on GPUs are spawned.
 """
 
 from __future__ import annotations
