@@ -487,13 +487,13 @@ def _run(registries_wanted: int, requests_each: int, derandomize: bool) -> colle
 
 
 def test_selection_agrees_with_the_oracle() -> None:
-    seen = _run(registries_wanted=1000, requests_each=20, derandomize=True)
-    assert seen["pairs"] >= 20_000
+    seen = _run(registries_wanted=300, requests_each=20, derandomize=True)
+    assert seen["pairs"] >= 6_000
     # The comparison needs variety: each outcome must have occurred often.
     for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "traits"):
-        assert seen[outcome] >= 500, seen
+        assert seen[outcome] >= 150, seen
     for outcome in ("override", "override refused", "tie"):
-        assert seen[outcome] >= 50, seen
+        assert seen[outcome] >= 15, seen
 
 
 @pytest.mark.slow
