@@ -27,10 +27,13 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 from . import grids
 from .grids import Launch
+from .interpreting import patch_language_once
 
 # The first call of an operator is slower than later ones, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("operators")
+
+patch_language_once()
 
 
 @pytest.fixture
