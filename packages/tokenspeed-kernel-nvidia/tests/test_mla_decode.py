@@ -156,8 +156,8 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks are accumulated in registers, and more in memory, while row maxima rise. Tensor-core accumulators
-    have few bits.
+    """Two blocks are accumulated in registers, and more in memory, while row maxima rise. The emulator accumulates fp8 MMAs with as
+    few bits as Hopper does.
     """
     monkeypatch.setattr(mla_decode, "Fp8Config", partial(Fp8Config, summed=2))
     with emulated(sm_count, seed=3, copies="late", limited_fp8_accumulation=True):

@@ -133,7 +133,8 @@ def _lds(instruction: str, offsets: np.ndarray, waves: int) -> float:
 
 
 def test_lds_bandwidth() -> None:
-    # Read: 256 bytes a clock (CDNA 4 white paper), half of it for a pair of SIMDs. Write: 64-byte ports, shared with addresses.
+    # Reads: 256 bytes a clock (CDNA 4 white paper), half of it for a pair of SIMDs. Writes: two ports of 64 bytes a clock, which
+    # addresses use, too.
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=16) == pytest.approx(256, rel=0.1)
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=1) == pytest.approx(128, rel=0.1)
     assert 75 < _lds("ds_write_b128 v0, v[4:7]", LANES * 16, waves=16) < 128

@@ -147,7 +147,7 @@ def bits(x_ptr, y_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def reinterpret(x_ptr, out_ptr, n, block: tl.constexpr):
-    """out = float32 x with its sign bit flipped and its lowest mantissa bit set, through an integer of the same bits."""
+    """Bitcasts float32 x to int32, flips the sign bit, sets the lowest mantissa bit, and bitcasts back."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n).to(tl.int32, bitcast=True)
     tl.store(out_ptr + at, ((x ^ -0x80000000) | 1).to(tl.float32, bitcast=True), mask=at < n)

@@ -6,7 +6,8 @@ Another architecture brings a module with these names. Kernels import no other n
 * ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout whose
   reads as an MFMA operand have no bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
-* ``copies``: copies to LDS that bypass registers, and reads from LDS that do not wait for all of them.
+* ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
+  flight.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ class LongestFirst:
 
     @cute.jit
     def seek(self, at: Search, index: Int32, sequences: Any, batch: Int32, kv_heads: Int32) -> Search:
-        """Finds the ``index``-th tile, from the state of a smaller index on."""
+        """Advances a search to the ``index``-th tile. ``at`` is the state of an earlier tile."""
         section, members, heads, first_head = at.section, at.members, at.heads, at.first_head
         start, q_len, kv_len, tiles = at.start, at.q_len, at.kv_len, at.tiles
         level, passed, at_level, head_count = at.level, at.passed, at.at_level, at.head_count

@@ -60,7 +60,7 @@ def mha_decode_with_kvcache(
         # Scale of the scores; bmm2_scale is that of the output.
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        # Tokens to the left, without the token itself, as here; FlashInfer passes one more to the kernels.
+        # FlashInfer's window_left excludes the token itself, as ours does; FlashInfer adds 1 before it calls its kernels.
         window_left=window_left,
         out=written,
         sinks=sinks_of(sinks),

@@ -63,7 +63,7 @@ def mha_prefill(
         bmm2_scale=1.0,
         o_sf_scale=-1.0,  # the output is not block-scaled
         batch_size=len(lengths),
-        # Tokens to the left, without the token itself, as here; FlashInfer passes one more to the kernels.
+        # FlashInfer's window_left excludes the token itself, as ours does; FlashInfer adds 1 before it calls its kernels.
         window_left=window_left,
         cum_seq_lens_q=starts,
         cum_seq_lens_kv=starts,

@@ -63,7 +63,7 @@ class PeerMemory:
         link: the link between the ranks' devices, the same on every rank: ``"nvlink, no multicast"``,
             ``"nvlink, multicast not used"``, ``"pcie"``, ``"mixed"``, ``"unknown"`` if PyTorch cannot tell, ``"host memory"``
             between processes on CPUs.
-        one_shot_bytes: bytes of the largest message for one shot, with rows rounded up to `UNIT`.
+        one_shot_bytes: bytes of the largest message for one shot, each row padded to a multiple of `UNIT` bytes.
         two_shot_bytes: bytes of the largest message for two shots.
         share_bytes: bytes of two_shot_bytes that one rank owns.
         memory: this process's tensors of the memory: on GPUs its own, on CPUs those of all ranks, in rank order.

@@ -122,7 +122,8 @@ def verify_draft_probs(
     path[:, :1] = 0
     node, length = torch.zeros_like(rows), torch.ones_like(rows)  # the walk's node, and how many nodes it has reached
     a, b = torch.ones(batch, dtype=torch.float64, device=device), torch.zeros(batch, dtype=torch.float64, device=device)
-    rejected = torch.zeros_like(rows, dtype=torch.bool)  # whether r must still be divided by its sum
+    # Whether the last draft of the node was rejected. If so, r is divided by its sum before it is compared again.
+    rejected = torch.zeros_like(rows, dtype=torch.bool)
 
     def left() -> Tensor:
         """The residual r of every sequence."""

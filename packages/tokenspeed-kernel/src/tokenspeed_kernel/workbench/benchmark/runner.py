@@ -75,7 +75,7 @@ class Implementation:
 
     Attributes:
         name: in tables.
-        setup: does the work that an engine does once, and returns the call to time; its arguments depend on the program.
+        setup: does the work that an engine does once, and returns the call to time. The program defines the arguments of ``setup``.
         package: the distribution whose version is reported.
         ours: whether it is this project's, not a baseline.
         portable: whether it is this project's portable kernel, for comparison; long calls are measured only a few times.

@@ -28,7 +28,7 @@ COPIED = 4  # named barriers, one per value warpgroup, for `MemorySums.row_sums`
 
 @dataclass(frozen=True)
 class MemorySums:
-    """Accumulators in global memory. Their factors, and row max and row sum, lie after the notes in shared memory."""
+    """Accumulators in global memory. Their rescale factors, row max and row sum lie after the notes in shared memory."""
 
     config: Fp8Config
     results: Results
@@ -89,7 +89,7 @@ class MemorySums:
         return self.results.values_offset(Int32(pair), chunk) + ((2 * (lane & 3) + c) * 4 + ((lane >> 2) & 3)) * 16
 
     def factors_of(self, call: Call, half: Int32) -> cute.Pointer:
-        """Returns the address of a warpgroup's factors of the heads' accumulators in memory.
+        """Returns the shared-memory address of a warpgroup's rescale factors, one a head, for the accumulators in global memory.
 
         Each thread keeps one factor; the upper 64 threads duplicate those of the lower 64.
         """

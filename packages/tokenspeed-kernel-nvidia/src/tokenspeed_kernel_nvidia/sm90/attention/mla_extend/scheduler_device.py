@@ -86,7 +86,7 @@ class ExtendWork:
 
     @cute.jit
     def lengths_of(self, call: Call, sequence: Int32):
-        """Returns a sequence's tokens in the cache, those before its new tokens, and the number of new tokens."""
+        """Returns three token counts of a sequence: in the cache, in the prefix before its new tokens, and new."""
         length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
         length = cutlass.max(length, 0)
         _, count = self.queries_of(call, sequence)

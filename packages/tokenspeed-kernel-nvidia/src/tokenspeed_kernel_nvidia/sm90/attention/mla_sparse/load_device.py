@@ -93,7 +93,7 @@ class Gatherer:
 
         Args:
             source: address of row ``lane % 16`` of the warp.
-            chosen: a bit per lane: whether that row holds a key.
+            chosen: a ballot mask; bit r is set if row r of the warp holds a key.
         """
         lane = cute.arch.lane_idx()
         row, chunk = lane // LANES, lane % LANES

@@ -22,7 +22,8 @@ LARGEST = 448.0  # the largest e4m3 value
 def elements_of_word(word: int) -> tuple[int, ...]:
     """The accumulator elements that are packed into a word of the A operand.
 
-    Word ``r + 2 h + 4 s`` holds row r of key positions 16 h to 16 h + 15 in group s of 32 keys, see `convert_device`.
+    In lane t of a quad, word ``r + 2 h + 4 s`` packs four elements of the lane's row r. Their key positions are ``16 h + 4 t`` to
+    ``16 h + 4 t + 3`` in the s-th group of 32 keys, see `convert_device`.
     """
     first = 4 * (word // 4 * 4 + word // 2 % 2 * 2) + word % 2 * 2
     return first, first + 1, first + 4, first + 5
