@@ -150,7 +150,7 @@ def _draw_from_list(
 @triton.jit
 def _decide(
     logits, vocab_stride, vocab, maxima, threshold, groups, length, draws, restricted, k, p, largest_key, scale, floor,
-    seed, offset, scratch, out,
+    row, seed, offset, scratch, out,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _decide(
             keeps = tl.where(restricted, k, vocab).to(tl.int64)
             u = None
             if out is not None:
-                u = uniform(tl.load(seed), tl.load(offset))
+                u = uniform(tl.load(seed + row), tl.load(offset + row))
             token, decides, last, kept = _draw_from_list(
                 scratch, count, least, keeps, p, u, largest, scale, floor, FEW, TOKENS, PAIRS
             )
@@ -258,7 +258,7 @@ def decide_kernel(
     if (~draws) | lists:
         token, decided, last, kept = _decide(
             logits, vocab_stride, vocab, maxima, threshold, groups, length, draws, restricted, k, p, largest_key, scale, floor,
-            seed + row, offset + row, scratch, out, BLOCK, BLOCKS, RUN, GROUPS, LANES, FEW, TOKENS, PAIRS,
+            row, seed, offset, scratch, out, BLOCK, BLOCKS, RUN, GROUPS, LANES, FEW, TOKENS, PAIRS,
         )  # fmt: skip
     if (decided == 0) & limited:
         # The listed tokens outweigh the others so far that they contain top-p's cutoff token, whatever the others weigh.
