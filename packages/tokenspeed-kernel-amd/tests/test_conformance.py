@@ -126,7 +126,7 @@ def wrong_kernel(request: pytest.FixtureRequest) -> Iterator[KernelSpec]:
 
 @pytest.mark.parametrize("wrong_kernel", SMALL, indirect=True)
 def test_the_kit_finds_a_wrong_stride_in_a_small_call(gfx950: torch.device, wrong_kernel: KernelSpec) -> None:
-    with pytest.raises(AssertionError, match=f"wrong_{wrong_kernel.mode}: strides: "):
+    with pytest.raises(AssertionError, match=f"wrong_{wrong_kernel.mode}, strides: "):
         check_small_call(wrong_kernel, gfx950)
 
 
