@@ -155,7 +155,7 @@ def roofline(gpu: str) -> str:
 
 
 def speeds() -> str:
-    """A card a GPU: the speed of each operator relative to the fastest baseline, with a mark a call."""
+    """One plot for each GPU: every operator's speed relative to the fastest baseline, with one mark for each call."""
     return _cards(_card(_families(gpu).device.name, _speeds_plot(_families(gpu)), f"{gpu}-speeds") for gpu in GPUS)
 
 

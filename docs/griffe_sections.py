@@ -21,7 +21,7 @@ _CHANGES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=\S)::$", ":"),
     # An example outside of a section Examples would be a quotation in Markdown.
     (r"^>>> (?:.+\n?)+", r"```pycon\n\g<0>\n```\n"),
-    # "kernel, operator: names." describes two attributes. After a space Griffe expects a type.
+    # An entry such as "kernel, operator: names." describes two attributes. Griffe would read the word after the space as a type.
     (r"^    (\w+(?:, \w+)+): ", lambda found: f"    {found[1].replace(' ', _NO_BREAK_SPACE)}: "),
 )
 

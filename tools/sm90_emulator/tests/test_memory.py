@@ -109,7 +109,7 @@ ATOMICS: dict[str, Callable[[int, int], int]] = {
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str, space: str) -> None:
-    """Lanes apply them in order, each to the result of the one before, and get the value before."""
+    """The lanes of a warp execute an atomic one after another. Each lane gets the value that the preceding lane stored."""
     bits = int(name[-2:])
     values = DRAW.integers(0, 2**bits, LANES, dtype=np.dtype(f"u{bits // 8}"))
     letter, result = ("r", "%r100") if bits == 32 else ("d", "%d40")

@@ -16,7 +16,7 @@ from tokenspeed_kernel_amd.gluon.layouts_device import key_width
 
 @gluon.jit
 def load_keys(q, keys):
-    """Loads keys from LDS, [keys, head_dim], transposed in the layout of `qk_mma`'s right operand."""
+    """Loads keys, [keys, head_dim] in LDS, and transposes them into the layout of `qk_mma`'s right operand."""
     layout: gl.constexpr = q.type.layout.parent
     return copies.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
 

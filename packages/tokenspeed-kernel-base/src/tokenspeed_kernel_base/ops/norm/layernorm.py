@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, residual_traits
+from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, empty_outputs, residual_traits
 
 
 @operator(
@@ -90,8 +90,7 @@ def _(check: Checker, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
 
 @layernorm.fake
 def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
+    return empty_outputs(x, residual)
 
 
 @recipe

@@ -37,6 +37,12 @@ def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
     check.same_shape("residual", residual, "x", x, {x.dtype, *wide})
 
 
+def empty_outputs(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """The outputs' shapes and dtypes: the normalised tensor and, with a residual, the sum."""
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
+
+
 @operator(
     "norm",
     "rmsnorm",
@@ -103,8 +109,7 @@ def _(check: Checker, x: Tensor, weight: Tensor, eps: float, residual: Tensor | 
 
 @rmsnorm.fake
 def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
+    return empty_outputs(x, residual)
 
 
 @recipe

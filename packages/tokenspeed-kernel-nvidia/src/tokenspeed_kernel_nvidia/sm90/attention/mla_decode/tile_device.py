@@ -161,7 +161,7 @@ class Call:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Layout of a configuration's shared memory. `shared_memory` makes it.
+    """The shared-memory layout of a configuration, made by `shared_memory`.
 
     Attributes:
         stored: dtype that the tiles are declared with.
