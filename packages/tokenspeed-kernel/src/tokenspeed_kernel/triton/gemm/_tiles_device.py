@@ -58,7 +58,7 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
-    """Returns the accumulator, multiplied by `scale_of_lines` if the operand has one scale for each line."""
+    """Returns the accumulator, multiplied by `scale_of_lines` if the operand has one scale per line, or one in all."""
     if SCALING == "line" or SCALING == "whole":
         acc *= scale_of_lines(operand, line, inside, SCALING)
     return acc
