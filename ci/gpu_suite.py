@@ -4,8 +4,8 @@
     python ci/gpu_suite.py --part 2/2
 
 A hash of a test's name determines its part, so that slow tests are spread evenly. Each part is added to `gpu_suite.json`; a part of
-another commit or machine starts a new record. Compiled code stays in the caches on disk, for all workers and parts. No test starts
-after the time limit. Tests that still run 30 s later are recorded as hanging, and the process ends.
+another commit or machine starts a new record. Parts may run at once, one a GPU. Compiled code stays in the caches on disk, for all
+workers and parts. No test starts after the time limit. Tests that run 30 s longer are recorded as hanging, and the process ends.
 
 The script needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message
 is truncated to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import fcntl
 import json
 import os
 import shlex
@@ -190,8 +191,10 @@ def main() -> int:
     command = shlex.join(["python", "ci/gpu_suite.py", *sys.argv[1:]])
 
     def save() -> None:
-        record = added(chosen.record, suite.result(command), described(chosen.commit))
-        chosen.record.write_text(json.dumps(record, indent=1) + "\n")
+        with Path(__file__).open() as lock:  # another part may end at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = added(chosen.record, suite.result(command), described(chosen.commit))
+            chosen.record.write_text(json.dumps(record, indent=1) + "\n")
 
     suite = Suite(chosen.part, chosen.seconds, chosen.full, save)
     options = f"-m nvidia -n {chosen.workers} --dist worksteal -q --tb=short --show-capture=no -rfE".split()
