@@ -17,7 +17,9 @@ from torch import Tensor
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.parameters import tensor_arguments, with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
@@ -370,3 +372,14 @@ def test_get_operator() -> None:
     with pytest.raises(KeyError, match=r"no operator rmsnrom; did you mean rmsnorm\?"):
         get_operator("rmsnrom")
     assert [str(op) for op in operators()] == sorted(str(op) for op in operators())
+
+
+def test_tensors_are_converted_also_in_objects() -> None:
+    op = moe_apply.operator
+    arguments = op.complete(op.all_cases()[0].build("cpu"))
+    moved = with_tensors(op.parameters, arguments, lambda tensor: tensor.to("meta"))
+    assert {name: tensor.device.type for name, tensor in tensor_arguments(op.parameters, moved)} == {
+        name: "meta" for name, _ in tensor_arguments(op.parameters, arguments)
+    }
+    assert "weights.w13_weight" in dict(tensor_arguments(op.parameters, moved))
+    assert moved["plan"] is arguments["plan"]

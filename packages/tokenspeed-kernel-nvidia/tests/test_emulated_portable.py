@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 pytest.importorskip("sm90_emulator")
@@ -16,16 +18,20 @@ import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from sm90_emulator.machine import LaunchReport
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.conformance.guards import LAYOUTS
 from tokenspeed_kernel_base.cases import Recipe
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.parameters import NO_LIMIT
+from tokenspeed_kernel_base.parameters import NO_LIMIT, with_tensors
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 
-def _launches(kernel: str, name: str) -> list[LaunchReport]:
+def _launches(kernel: str, name: str, layout: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[LaunchReport]:
     """The launches of a kernel for a case of its operator, with copies, MMAs and warps progressing at random times."""
     spec = KernelRegistry.get().get_by_name(kernel)
-    (case,) = (case for case in get_operator(spec.mode).all_cases() if case.name == name)
+    op = get_operator(spec.mode)
+    (case,) = (case for case in op.all_cases() if case.name == name)
+    drawn = case.make
+    case = replace(case, make=lambda draw: with_tensors(op.parameters, op.complete(drawn(draw)), layout))
     with emulated_sm90(seed=1, triton=True) as emulator:
         result = verify_case(spec, case)
     assert result.status is Status.PASSED, result.reason
@@ -53,6 +59,12 @@ def test_a_kernel_with_warpgroup_mma_agrees_with_the_reference_in_any_order(oper
 def test_tensor_descriptors_bring_tiles() -> None:
     launches = _launches("triton_mm", "fp8 per tensor, 130 tokens, bias")
     assert all(launch.copied_bytes and launch.products for launch in launches)
+
+
+def test_an_fp8_cache_whose_elements_are_not_adjacent() -> None:
+    """Its rows are loaded one element at a time, with a mask where head_dim is no power of two."""
+    every_second = LAYOUTS["every second element"]
+    assert _launches("triton_mha_decode_with_kvcache", "head_dim 80, fp8 cache, logit cap 5", every_second)
 
 
 @pytest.mark.parametrize(

@@ -290,12 +290,10 @@ def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any])
     return frozenset(p.name for p in optional if not left(p))
 
 
-def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with meta tensors in place of tensors, to compute outputs' shapes without allocating memory."""
-
-    def convert(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
+def with_tensors(
+    parameters: Iterable[Parameter], arguments: Mapping[str, Any], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """The arguments with ``convert(tensor)`` in place of each tensor, also in the fields of objects."""
     converted = dict(arguments)
     for parameter in parameters:
         value = arguments[parameter.name]
@@ -309,6 +307,11 @@ def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[
             inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
             converted[parameter.name] = parameter.cls(**inner)
     return converted
+
+
+def on_meta(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with meta tensors in place of tensors, to compute outputs' shapes without allocating memory."""
+    return with_tensors(parameters, arguments, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
 
 def resources_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:

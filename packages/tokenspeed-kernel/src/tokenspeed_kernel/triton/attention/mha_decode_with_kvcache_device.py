@@ -50,7 +50,7 @@ def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if BLOCK == WIDTH:
         rows = tl.load(pointers)
     else:
-        rows = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0)
+        rows = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
     return rows
 
 
