@@ -37,7 +37,7 @@ from tokenspeed_kernel.workbench.numerics.verify import (
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
-from tokenspeed_kernel_base.parameters import NO_LIMIT, Kind, tensor_arguments
+from tokenspeed_kernel_base.parameters import NO_LIMIT, Kind, tensor_arguments, with_tensors
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -131,7 +131,7 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> lis
     op, spec = space.op, space.spec
     plain, arguments = ({**op.complete(case.build(space.device, space.seed)), option: value} for _ in range(2))
     try:
-        op.check_call(plain)
+        op.check_call(with_tensors(op.parameters, plain, Tensor.cpu))  # on a GPU the tensors' values are not checked
     except (TypeError, ValueError) as refused:
         return [] if str(refused).startswith(f"{op.mode}: ") else [f"is refused in the words of somebody else: {refused}"]
     rejected = refusal(op, spec, plain)

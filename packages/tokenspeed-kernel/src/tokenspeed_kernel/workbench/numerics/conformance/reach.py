@@ -20,6 +20,7 @@ from torch import Tensor
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -82,9 +83,10 @@ def _changed_on_host(operator: str, case: Case, seed: int) -> tuple[dict[str, An
 
 def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
     """Returns a case's prepared arguments on the device, with other values where values must not matter."""
+    op = get_operator(spec.operator)
     arguments, changed = _changed_on_host(spec.operator, case, seed)
-    moved = {n: value.to(device) if isinstance(value, Tensor) else value for n, value in {**arguments, **changed}.items()}
-    return get_operator(spec.operator).prepared(moved, spec)
+    moved = with_tensors(op.parameters, {**arguments, **changed}, lambda tensor: tensor.to(device))
+    return op.prepared(moved, spec)
 
 
 def _main() -> None:
