@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -110,7 +111,7 @@ def _portable(inputs: Inputs) -> Call:
 
 
 def _own(inputs: Inputs) -> Call:
-    return functools.partial(ours.mm, **inputs)
+    return functools.partial(ours.mm, **{name: inputs[name] for name in inspect.signature(ours.mm).parameters})
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +16,14 @@ from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 
 from .flashinfer_stand_in import source_reader
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the parameter ``cutedsl_kernel`` runs for the name of each CuteDSL kernel."""
+    if "cutedsl_kernel" in metafunc.fixturenames:
+        with every_kernel() as registry:
+            names = sorted(spec.name for spec in registry.list_kernels() if spec.solution == "cutedsl")
+        metafunc.parametrize("cutedsl_kernel", names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,18 +41,26 @@ def sm90() -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
-    """The registry with this package's kernels, as if CuteDSL were installed."""
-    monkeypatch.setattr(_machine, "dsl_gap", lambda: None)
+@contextlib.contextmanager
+def every_kernel() -> Iterator[KernelRegistry]:
+    """The registry with this package's kernels inside the block, as if CuteDSL were installed."""
     registry = KernelRegistry.get()
     names = {spec.name for spec in registry.list_kernels()}
-    with registry.transaction() as added:
-        if "cutedsl_mha_prefill_64" not in names:
-            tokenspeed_kernel_nvidia.register()
-    yield registry
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_machine, "dsl_gap", lambda: None)
+        with registry.transaction() as added:
+            if "cutedsl_mha_prefill_64" not in names:
+                tokenspeed_kernel_nvidia.register()
+        yield registry
     for spec in added:
         registry.unregister(spec.name)
+
+
+@pytest.fixture
+def registered() -> Iterator[KernelRegistry]:
+    """See `every_kernel`."""
+    with every_kernel() as registry:
+        yield registry
 
 
 @pytest.fixture
