@@ -188,7 +188,9 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str
     assert_none_wrong(findings)
 
 
-@pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [ROUNDED[0], *(pytest.param(x, marks=pytest.mark.slow) for x in (*ROUNDED[1:], {"dtype": torch.float16}))], ids=str
+)
 def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
     """No spills at DeepSeek-V3's sizes, no loops around buffer instructions, no bank conflicts in the tiled GEMMs."""
     cpu = torch.device("cpu")
