@@ -63,6 +63,8 @@ def _check(op: Operator[Any, Any], case: Case, options: dict[str, Any], opcheck:
     arguments = op.complete(case.build(default_device()))
     eager = _copied(op, arguments)
     wanted = lowering.as_list(op.function(**eager))
+    if op.padded is not None and wanted and op.counted_rows(arguments) != wanted[0].shape[0]:
+        pytest.skip("the rows behind the last sequence may have any values")
     provided = {**arguments, **{name: torch.zeros_like(t) for name, t in op.named(arguments, wanted).items()}}
     same = _same(op, arguments)
     if options.get("dynamic") and not ON_GPU:

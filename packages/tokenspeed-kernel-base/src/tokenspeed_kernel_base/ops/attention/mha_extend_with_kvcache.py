@@ -265,6 +265,7 @@ def _() -> list[Case]:
         ),
         Case("no new tokens", paged([20, 0], [0, 0], **causal)),
         Case("no sequences", paged([], [], **causal, return_lse=True)),
+        Case("no sequences, but rows behind", paged([], [], **causal, padding=5)),
         Case(
             "gpt-oss-120b sliding layer 8 x 1024 of 8192",
             paged(long, stretch, **gpt_oss, page_size=64, window_left=127),

@@ -222,6 +222,7 @@ def _() -> list[Case]:
         Case("nothing but rows behind the last sequence", ragged([0], 8, 2, padding=5)),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),
+        Case("no sequences, but rows behind", ragged([], 8, 2, padding=5)),
         Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),
         Case("gpt-oss-120b sliding layer 16 x 8192", ragged([8192] * 16, **gpt_oss, window_left=127), large=True),
         *(

@@ -264,6 +264,7 @@ def _() -> list[Case]:
         Case("gpt-oss-120b sliding layer, trees of 16", _mixed([200, 150], [16, 16], **gpt_oss, window_left=127, trees=True)),
         Case("no new tokens", _mixed([20, 0], [0, 0], **gqa)),
         Case("no sequences", _mixed([], [], **gqa, return_lse=True)),
+        Case("no sequences, but rows behind", _mixed([], [], **gqa, padding=5)),
         Case("gpt-oss-120b full layer, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **gpt_oss, page_size=64), large=True),
         Case(
             "gpt-oss-120b sliding layer, 30 decode at 8192, 2 chunks",

@@ -239,6 +239,7 @@ def _() -> list[Case]:
         ),
         Case("no new tokens", paged([20, 0], [0, 0], **causal)),
         Case("no sequences", paged([], [], **causal, return_lse=True)),
+        Case("deepseek-v3, 16 of its heads, no sequences, but rows behind", paged([], [], **sharded, padding=70)),
         Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 8 x 1024 of 8192", paged([8192] * 8, [1024] * 8, **sharded), large=True),
         Case(

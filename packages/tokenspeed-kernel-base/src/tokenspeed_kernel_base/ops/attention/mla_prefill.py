@@ -205,6 +205,7 @@ def _() -> list[Case]:
         ),
         Case("rows and keys behind the last sequence", ragged([5, 9], 3, 3, 40, 24, kv_lengths=[8, 20], padding=7)),
         Case("no sequences", ragged([], 8, 8, **deepseek_v3, return_lse=True)),
+        Case("no sequences, but rows behind", ragged([], 8, 8, **deepseek_v3, padding=5)),
         Case(
             "chunks to what came before them, float32, lse",
             ragged([5, 0, 33, 1], 3, 3, 40, 24, torch.float32, kv_lengths=[70, 20, 0, 129], is_causal=False, return_lse=True),

@@ -264,7 +264,7 @@ def attend_newest(
             written for them.
         tree_mask: as in `mha_with_kvcache`.
     """
-    if out.numel() == 0 and (lse is None or lse.numel() == 0):
+    if cache_seqlens.shape[0] == 0 or (out.numel() == 0 and (lse is None or lse.numel() == 0)):
         return
     cache_seqlens, cu_seqlens_q, sinks = cache_seqlens.contiguous(), dense(cu_seqlens_q), dense(sinks)
     device, batch = q.device, cache_seqlens.shape[0]

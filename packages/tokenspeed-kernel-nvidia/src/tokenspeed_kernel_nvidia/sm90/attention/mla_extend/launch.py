@@ -100,7 +100,7 @@ def mla_extend_with_kvcache(
     tokens, heads, _ = q.shape
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     written = q.new_empty(tokens, heads, kv_lora_rank, dtype=output_dtype(q)) if out is None else out
-    if tokens:
+    if tokens and cache_seqlens.shape[0]:
         if not kv_cache.shape[0]:  # all sequences are empty, but a TMA descriptor needs memory to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         # Upper bound of a sequence's new tokens, which sizes the index space of work items. The caller's bound is often loose.

@@ -172,7 +172,7 @@ def attend(
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    if tokens:
+    if tokens and cu_seqlens.shape[0] > 1:
         device = q.get_device()
         own_kv = cache_seqlens is not None and not page_size
         launch, sms = _program_of(
