@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tokenspeed_kernel_base import storage
+from tokenspeed_kernel_base.compilation import CompilationForbiddenError, compilations, compile_policy
 from tokenspeed_kernel_nvidia import _machine, _programs
 from tokenspeed_kernel_nvidia.program_backend import Backend, use_backend
 
@@ -305,6 +306,25 @@ def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: p
     monkeypatch.setattr(_programs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"scaling\.scale\.scale is not compiled yet, which needs nvidia-cutlass-dsl"):
         scaling.scale.compile(scaling.Config(2))
+
+
+# -- the compile policy --------------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_forbid_allows_cached_programs_and_stops_others_before_the_compiler(scaling: Any, tmp_path: Path) -> None:
+    config, begun = scaling.Config(2), len(compilations())
+    message = r"scaling\.scale\.scale Config\(factor=2\) is not compiled yet, and the compile policy is forbid"
+    with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=message):
+        fresh(scaling)(config)
+    assert compiled(tmp_path) == 0
+    assert not (tmp_path / "cache").exists(), "a refused call must not wait for a lock"
+    fresh(scaling)(config)
+    (event,) = compilations(begun)
+    assert (event.program, event.compiler, event.seconds > 0) == ("scaling.scale.scale Config(factor=2)", "CuteDSL", True)
+    with compile_policy("forbid"):
+        assert works(fresh(scaling)(config))
+    assert len(compilations(begun)) == compiled(tmp_path) == 1
 
 
 # -- damaged files -------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tokenspeed_kernel_base import compilation
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.storage import locked, part_of, replace_file, set_aside, warn_once
 from tokenspeed_kernel_nvidia.program_backend import Backend, current
@@ -172,6 +173,17 @@ class Program(Generic[ConfigT]):
         file = self.file(config)
         return file is not None and any(whole for _, whole in _kept(file))
 
+    def _told(self, config: ConfigT) -> str:
+        """The program, as the compile policy's messages name it."""
+        return f"{self.name} {config}"
+
+    def _compiled(self, config: ConfigT) -> Any:
+        """Compiles it for a call, if the compile policy allows that."""
+        started = compilation.start(self._told(config), "CuteDSL")
+        compiled = self.compile(config)
+        started.finish()
+        return compiled
+
     def _load(self, config: ConfigT) -> Launch:
         backend = current()
         with self._loading:
@@ -182,17 +194,18 @@ class Program(Generic[ConfigT]):
     def _cached(self, config: ConfigT) -> Launch:
         file = self.file(config)
         if file is None:
-            return _unkept(self.compile(config))
+            return _unkept(self._compiled(config))
         found = _read(file)
         if found is not None:
             return found
+        compilation.refuse_if_forbidden(self._told(config))  # at once: waiting for another process would take as long
         with _alone(file):
             found = _read(file)  # another process may have made it meanwhile
             if found is None:
                 for path, whole in _kept(file):
                     if not whole:
                         set_aside(path, f"the compiled program {path} is damaged, and compiled again")
-                compiled = self.compile(config)
+                compiled = self._compiled(config)
                 if _write(file, compiled):
                     found = _read(file)
                     if found is None:
