@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel_base import storage
+from tokenspeed_kernel_base import config as settings
+from tokenspeed_kernel_base import packs, storage
 from tokenspeed_kernel_base.compilation import CompilationForbiddenError, compilations, compile_policy
 from tokenspeed_kernel_nvidia import _machine, _programs
 from tokenspeed_kernel_nvidia.program_backend import Backend, use_backend
@@ -325,6 +326,39 @@ def test_forbid_allows_cached_programs_and_stops_others_before_the_compiler(scal
     with compile_policy("forbid"):
         assert works(fresh(scaling)(config))
     assert len(compilations(begun)) == compiled(tmp_path) == 1
+
+
+# -- packs --------------------------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing can be cached. A damaged file, and a pack of another compiler, are named, and the program is compiled."""
+    config, pack = scaling.Config(2), tmp_path / "pack"
+    fresh(scaling)(config)
+    pack.mkdir()
+    (tmp_path / "cache").rename(pack / "cutedsl")
+    for lock in (pack / "cutedsl").glob("*.lock"):
+        lock.unlink()
+    packs.write_manifest(pack, {"distributions": {}, "toolchains": {"cutedsl": [*_programs.toolchain()]}})
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(pack))
+    monkeypatch.setattr(settings, "_settings", settings.read_settings())
+    with compile_policy("forbid"):
+        assert works(fresh(scaling)(config))
+        monkeypatch.setenv(_programs.VARIABLE, "off")
+        assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 1
+    with monkeypatch.context() as other:
+        other.setattr(_programs, "toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
+        with pytest.warns(
+            storage.StorageWarning, match=r"programs of cutedsl in the pack .*: they were made with nvidia-cutlass-dsl"
+        ):
+            assert fresh(scaling)._packed(config) is None
+    (file,) = (pack / "cutedsl").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.warns(storage.StorageWarning, match=f"{file.name} is damaged or missing, and not used"):
+        assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 2
 
 
 # -- damaged files -------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Compilation:
         program: the program, with its configuration where the compiler has one.
         compiler: ``"Triton"`` or another compiler's name.
         operator: the operator whose kernel needed it, ``"family.mode"``; empty outside of a kernel's call.
-        kernel: that kernel; empty likewise.
+        kernel: that kernel; of several kernels with one launcher, the first and the number of others; empty likewise.
         call: shapes, dtypes and options of the call; empty likewise.
         seconds: duration of the compilation.
     """
@@ -184,9 +184,10 @@ def calling_kernel() -> Caller | None:
     launchers = _launchers()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        spec = launchers.get(frame.f_code)
-        if spec is not None:
-            return Caller(spec.operator, spec.name, _described(frame))
+        specs = launchers.get(frame.f_code)
+        if specs is not None:
+            others = f" or {len(specs) - 1} with the same launcher" if len(specs) > 1 else ""
+            return Caller(specs[0].operator, specs[0].name + others, _described(frame))
         frame = frame.f_back
     return None
 
@@ -208,11 +209,14 @@ def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _launchers() -> dict[CodeType, KernelSpec]:
-    """Every imported launcher's code, and the kernel. One of several kernels stands for all that share a launcher."""
-    pairs = KernelRegistry.get().launchers()
-    functions = ((inspect.unwrap(getattr(impl, "func", impl)), spec) for spec, impl in pairs)
-    return {function.__code__: spec for function, spec in functions if hasattr(function, "__code__")}
+def _launchers() -> dict[CodeType, list[KernelSpec]]:
+    """Every imported launcher's code, and its kernels: a launcher may be that of several."""
+    found: dict[CodeType, list[KernelSpec]] = {}
+    for spec, impl in KernelRegistry.get().launchers():
+        code = getattr(inspect.unwrap(getattr(impl, "func", impl)), "__code__", None)
+        if code is not None:
+            found.setdefault(code, []).append(spec)
+    return found
 
 
 def _described(frame: FrameType) -> str:

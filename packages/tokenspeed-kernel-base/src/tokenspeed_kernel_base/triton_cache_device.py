@@ -1,7 +1,8 @@
-"""Triton's cache of compiled kernels, with the compile policy in front of the compiler.
+"""Triton's cache of compiled kernels, with packs in front of it, and the compile policy in front of the compiler.
 
 Triton asks its cache manager for a kernel's files, and compiles if there are none. The class of the manager is a public setting of
-Triton. The one here delegates to the manager that was set before, and announces each compilation of a kernel of ours.
+Triton. The one here looks into the packs, then delegates to the manager that was set before. It announces each compilation of a
+kernel of ours.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from triton import knobs
+from triton import __version__, knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import CacheManager, FileCacheManager
 
-from tokenspeed_kernel_base import compilation
+from tokenspeed_kernel_base import compilation, packs
 
+COMPILER = "triton"
 _METADATA = ".json"
 _delegate: Any = FileCacheManager
+
+
+def toolchain() -> list[str]:
+    """Triton's version, and the environment variables that its compilations depend on."""
+    return [f"triton {__version__}", *(f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items()))]
 
 
 class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
@@ -47,11 +55,16 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
         Raises:
             CompilationForbiddenError: it must be compiled, and the policy forbids that.
         """
-        found: dict[str, str] | None = self._cache.get_group(filename)
+        found = self._packed(filename) or self._cache.get_group(filename)
         missing = found is None or knobs.compilation.always_compile
         if missing and filename.endswith(_METADATA) and compilation.called_by_kernels("triton"):
             self._started = compilation.start(filename.removesuffix(_METADATA), "Triton")
         return found
+
+    def _packed(self, filename: str) -> dict[str, str] | None:
+        """The kernel's files in a pack; None if no pack has it."""
+        found = {} if any(self._debugging.values()) else packs.find_folder(COMPILER, self._key, toolchain())
+        return found if filename in found else None
 
     def put_group(self, filename: str, group: dict[str, str]) -> None:
         self._cache.put_group(filename, group)
