@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 CliRunner = pytest.importorskip("typer.testing").CliRunner
 app = pytest.importorskip("tokenspeed_kernel_command.commands").app
 pytest.importorskip("triton")
-emulated_sm90 = pytest.importorskip("sm90_emulator").emulated_sm90
 
 
 def pack(*words: object, code: int = 0) -> str:
@@ -33,8 +36,11 @@ def norm(columns: int) -> torch.Tensor:
     return tk.rmsnorm(halves(2, columns), halves(columns))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sm90_emulator") is None, reason="needs the package sm90-emulator")
 @pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machine.dsl_gap()))
 def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sm90_emulator import emulated_sm90
+
     with tk.shape_capture(tmp_path / "calls"):
         norm(64)
         tk.mm(halves(16, 256), halves(256, 512))
@@ -85,3 +91,40 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
     assert "no-such-model is neither a file of captured calls, nor in the name of an operator's case" in said
     assert "unknown platform 'gtx'" in pack("build", "gpt-oss-120b decode 4", "--arch", "gtx", "-o", tmp_path / "pack", code=2)
     assert "is not used: pack.json cannot be read" in pack("check", tmp_path, code=2)
+
+
+SERVE = """
+import sys
+import torch
+import tokenspeed_kernel as tk
+
+def halves(*shape):
+    return torch.ones(shape, dtype=torch.float16, device="cuda")
+
+if sys.argv[1:]:
+    with tk.shape_capture(sys.argv[1]):
+        tk.rmsnorm(halves(2, 64), halves(64)), tk.mm(halves(16, 256), halves(256, 512))
+assert torch.allclose(tk.rmsnorm(halves(2, 64), halves(64)), halves(2, 64))
+assert torch.equal(tk.mm(halves(16, 256), halves(256, 512)), 256 * halves(16, 512))
+print(len(tk.compilations()))
+"""
+
+
+def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path) -> None:
+    """Built without the GPU; the serving process has empty caches."""
+
+    def serve(place: str, *arguments: str, **settings: str) -> int:
+        """The number of compilations of a process with caches of its own."""
+        caches = {
+            "TRITON_CACHE_DIR": str(tmp_path / place / "triton"),
+            "TOKENSPEED_KERNEL_PROGRAMS": str(tmp_path / place / "programs"),
+        }
+        command = [sys.executable, "-c", SERVE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **caches, **settings}, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert serve("first", str(tmp_path / "calls")) > 0
+    pack("build", tmp_path / "calls", "--arch", "h200", "-o", tmp_path / "pack")
+    allowed = {"TOKENSPEED_KERNEL_PACKS": str(tmp_path / "pack"), "TOKENSPEED_KERNEL_COMPILE_POLICY": "forbid"}
+    assert serve("second", **allowed) == 0

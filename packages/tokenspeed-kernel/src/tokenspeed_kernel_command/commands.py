@@ -221,7 +221,7 @@ def pack_build(
 def pack_check(folder: o.PackName, source: o.CheckedSource = None, jobs: o.Jobs = None, as_json: o.AsJson = False) -> None:
     """Say whether a pack can be used here, and what calls would still compile. Exit code 1 for a damaged file, or if any would.
 
-    Of a call that needs several programs, the first missing one is named.
+    Where a call needs several programs, the first missing one is named.
     """
 
 
