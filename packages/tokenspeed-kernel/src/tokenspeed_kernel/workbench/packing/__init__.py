@@ -15,8 +15,10 @@ import dataclasses
 import importlib.util
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -171,7 +173,16 @@ _calls: list[Call] = []
 _open = contextlib.ExitStack()  # until the process ends
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker process has a parent"
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
 def _begin(source: str, arch: str, cache: str, pack: str | None) -> None:
+    # A worker whose parent was killed would wait for work for ever.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ[config.PREFIX + "PACKS"] = pack or config.OFF
     config.reload_settings()
