@@ -144,14 +144,14 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the current default; Triton 3.9 warns that 3.10 will change it
     import tokenspeed_kernel  # noqa: F401  (declares the kernels)
+    from tokenspeed_kernel.workbench.packing import device_of
     from tokenspeed_kernel_base.operator import get_operator
-    from tokenspeed_kernel_base.platform import named_platform, use_platform
+    from tokenspeed_kernel_base.platform import use_platform
     from tokenspeed_kernel_base.registry import KernelRegistry
 
     registry = KernelRegistry.get()
     spec = registry.get_by_name(kernel)
-    # The largest device of each kind. Its number of SMs/CUs and its memory only affect a kernel's choice of configuration.
-    platform = dataclasses.replace(named_platform(arch), sm_count={"sm_90": 132, "sm_100": 148, "sm_80": 108}.get(arch, 256))
+    platform = device_of(arch)
     if spec.capability.gap(platform) is not None:
         return [], []
     recorder = Recorder(arch, kernel, dump)
@@ -175,39 +175,15 @@ def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
     import torch
 
     from tokenspeed_kernel.workbench.numerics.verify import refusal
+    from tokenspeed_kernel.workbench.packing import blank_draw
     from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 
     with as_rank_of(case.world_size):
-        drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
+        drawn = op.complete(case.make(blank_draw()) if case.large else case.build("cpu"))
     if refusal(op, spec, drawn) is not None:
         return
     with torch.no_grad():
         registry.get_impl(spec.name)(**op.prepared(drawn, spec))
-
-
-def _blank_draw() -> Any:
-    """A `Draw` whose random tensors have shapes but uninitialised values, because untouched memory costs nothing."""
-    import torch
-
-    from tokenspeed_kernel_base.cases import Draw
-
-    class Blank(Draw):
-        def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-            return (
-                torch.empty(shape, dtype=dtype) if math.prod(shape) > 1 << 20 else super().normal(*shape, dtype=dtype, scale=scale)
-            )
-
-        def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            if math.prod(shape) > 1 << 20:
-                return torch.empty(shape, dtype=dtype)
-            return super().uniform(*shape, low=low, high=high, dtype=dtype)
-
-        def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            if math.prod(shape) > 1 << 20:
-                return torch.empty(shape, dtype=dtype)
-            return super().integers(low, high, *shape, dtype=dtype)
-
-    return Blank("cpu")
 
 
 class Recorder:

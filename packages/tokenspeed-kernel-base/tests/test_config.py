@@ -247,7 +247,7 @@ def test_overrides_of_operators_that_do_not_exist(settings_from: Any, toml: Any)
 
 def test_every_variable_is_documented() -> None:
     assert {name.removeprefix(config.PREFIX) for name in config.VARIABLES} == {
-        "CONFIG", "PLATFORM", "VERBOSE", "DISABLE_PLUGINS", "TUNED", "PROGRAMS", "CAPTURE_SHAPES", "PROFILE",
-        "OVERRIDE_<FAMILY>_<MODE>",
+        "CONFIG", "PLATFORM", "VERBOSE", "DISABLE_PLUGINS", "TUNED", "PROGRAMS", "PACKS", "COMPILE_POLICY", "CAPTURE_SHAPES",
+        "PROFILE", "OVERRIDE_<FAMILY>_<MODE>",
     }  # fmt: skip
     assert all(config.VARIABLES.values())

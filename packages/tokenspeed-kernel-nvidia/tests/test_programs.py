@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel_base import storage
+from tokenspeed_kernel_base import config as settings
+from tokenspeed_kernel_base import packs, storage
+from tokenspeed_kernel_base.compilation import CompilationForbiddenError, compilations, compile_policy
 from tokenspeed_kernel_nvidia import _machine, _programs
 from tokenspeed_kernel_nvidia.program_backend import Backend, use_backend
 
@@ -305,6 +307,58 @@ def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: p
     monkeypatch.setattr(_programs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"scaling\.scale\.scale is not compiled yet, which needs nvidia-cutlass-dsl"):
         scaling.scale.compile(scaling.Config(2))
+
+
+# -- the compile policy --------------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_forbid_allows_cached_programs_and_stops_others_before_the_compiler(scaling: Any, tmp_path: Path) -> None:
+    config, begun = scaling.Config(2), len(compilations())
+    message = r"scaling\.scale\.scale Config\(factor=2\) is not compiled yet, and the compile policy is forbid"
+    with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=message):
+        fresh(scaling)(config)
+    assert compiled(tmp_path) == 0
+    assert not (tmp_path / "cache").exists(), "a refused call must not wait for a lock"
+    fresh(scaling)(config)
+    (event,) = compilations(begun)
+    assert (event.program, event.compiler, event.seconds > 0) == ("scaling.scale.scale Config(factor=2)", "CuteDSL", True)
+    with compile_policy("forbid"):
+        assert works(fresh(scaling)(config))
+    assert len(compilations(begun)) == compiled(tmp_path) == 1
+
+
+# -- packs --------------------------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing can be cached. A damaged file, and a pack of another compiler, are named, and the program is compiled."""
+    config, pack = scaling.Config(2), tmp_path / "pack"
+    fresh(scaling)(config)
+    pack.mkdir()
+    (tmp_path / "cache").rename(pack / "cutedsl")
+    for lock in (pack / "cutedsl").glob("*.lock"):
+        lock.unlink()
+    packs.write_manifest(pack, {"distributions": {}, "toolchains": {"cutedsl": [*_programs.toolchain()]}})
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(pack))
+    monkeypatch.setattr(settings, "_settings", settings.read_settings())
+    with compile_policy("forbid"):
+        assert works(fresh(scaling)(config))
+        monkeypatch.setenv(_programs.VARIABLE, "off")
+        assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 1
+    with monkeypatch.context() as other:
+        other.setattr(_programs, "toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
+        with pytest.warns(
+            storage.StorageWarning, match=r"programs of cutedsl in the pack .*: they were made with nvidia-cutlass-dsl"
+        ):
+            assert fresh(scaling)._packed(config) is None
+    (file,) = (pack / "cutedsl").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.warns(storage.StorageWarning, match=f"{file.name} is damaged or missing, and not used"):
+        assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 2
 
 
 # -- damaged files -------------------------------------------------------------------------------------------------------------

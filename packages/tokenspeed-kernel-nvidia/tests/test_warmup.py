@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_base import compilation
 from tokenspeed_kernel_nvidia import _machine, _programs, warmup
 
 PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
@@ -32,6 +33,7 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         def __call__(self, config: Any) -> Any:
             if config == "broken":
                 raise RuntimeError("no such instruction")
+            compilation.start(self.name, "Made-up").finish()
             done.append((self.name, config))
 
     def first(config: Any) -> Any: ...
@@ -84,6 +86,12 @@ def test_the_list_shows_missing_programs(two: list[Any], capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["kept", "to", "to", "to"]
     assert len(two) == 1
+
+
+def test_the_compile_policy_of_calls_does_not_apply(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with compilation.compile_policy("forbid"):
+        assert warmup.main(["wide", "--arch", "sm_90a", "--jobs", "1"]) == 0
+    assert "1 compiled" in capsys.readouterr().out
 
 
 def test_a_failure_is_reported_and_the_rest_is_compiled(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from gpt_oss.engine import Engine
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Event, Request
 from gpt_oss.sampling import Sampling
+from tokenspeed_kernel import CompilationForbiddenError, KernelRegistry, compile_policy, register_kernel
+from tokenspeed_kernel_base import compilation
 
 LENGTHS = (3, 29, 8, 17, 1, 40)
 
@@ -285,3 +287,28 @@ def test_nothing_to_do(model: GptOss) -> None:
     assert engine.idle
     assert engine.step() == []
     assert engine.generate([]) == []
+
+
+def test_compilations_are_counted_and_may_be_forbidden(model: GptOss, prompts: list[list[int]]) -> None:
+    """A forbidden compilation is a failure like any other: the step changes nothing, and the request goes on when it is allowed."""
+    registry, name = KernelRegistry.get(), "compiling_rmsnorm"
+    request = Request(prompts[0], 3)
+    expected = alone(model, request).tokens
+
+    @register_kernel(
+        "norm", "rmsnorm", name=name, solution="made_up", signatures=None, traits={"residual": any, "wide_residual": any}
+    )
+    def compiling(x: Any, weight: Any, eps: float, residual: Any, out: Any, residual_out: Any) -> Any:
+        compilation.start("scale<4>", "Made-up").finish()
+        return registry.get_impl("reference_rmsnorm")(x, weight, eps, residual, out, residual_out)
+
+    try:
+        engine = make_engine(model)
+        engine.add(request)
+        with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=r"for norm\.rmsnorm \(compiling_rmsnorm\)"):
+            engine.step()
+        assert not engine.compilations
+        assert [event.token for _ in range(3) for event in engine.step()] == expected
+        assert {(event.program, event.kernel) for event in engine.compilations} == {("scale<4>", name)}
+    finally:
+        registry.unregister(name)

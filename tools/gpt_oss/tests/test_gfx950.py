@@ -19,6 +19,7 @@ from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
+from tokenspeed_kernel import compile_policy
 
 NEEDED = ("triton", "gfx950_emulator", "tokenspeed_kernel_amd")
 
@@ -46,8 +47,13 @@ def served(config: Config, prompts: list[list[int]], max_tokens: int, temperatur
     cache = PagedKVCache(config, 16, 16, dtype, "cpu")
     samplings = [Sampling(temperature * (number % 2), seed=number) for number in range(len(prompts))]
     requests = [Request(p, max_tokens, s, keep_logits=True) for p, s in zip(prompts, samplings, strict=True)]
+    engine = Engine(model, cache, prefill_tokens=24, max_sequences=len(prompts))
     with listen() as listener:
-        completions = Engine(model, cache, prefill_tokens=24, max_sequences=len(prompts)).generate(requests)
+        completions = engine.generate(requests)
+    compiled = len(engine.compilations)
+    with compile_policy("forbid"):  # the first pass again
+        engine.generate([replace(request, max_tokens=1) for request in requests])
+    assert len(engine.compilations) == compiled
     agreement = compare_with_reference(config, source, completions, dtype, "cpu")
     assert agreement.agrees, agreement
     kernels: dict[str, set[str]] = {}

@@ -43,12 +43,15 @@ VARIABLES: dict[str, str] = {
     PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
     PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory (on); off: none are read or written",
     PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory (on); off: none kept",
+    PREFIX + "PACKS": f"directories of kernel packs, separated by {os.pathsep}; off: none, not even those of installed packages",
+    PREFIX + "COMPILE_POLICY": "what a call does that needs compiling: allow: compile; warn: compile and log; forbid: raise",
     PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call; off: they are not recorded",
     PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
     OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
 }
 
 OFF = "off"
+COMPILE_POLICIES = ("allow", "warn", "forbid")
 
 
 class ConfigurationError(ValueError):
@@ -68,6 +71,8 @@ class Settings:
         platform: name of a platform to pretend, or None for the real one.
         verbose: whether every new selection is logged.
         tuned: directory of tuned results, or ``"off"``; None for the user's cache directory.
+        packs: directories of kernel packs, or None for no packs, not even those of installed packages.
+        compile_policy: one of `COMPILE_POLICIES`.
         capture_path: file that receives the shapes of every call, or None.
         profile: whether every call is put into a range that profilers show.
         profile_folder: folder that receives the times of all calls, or None.
@@ -81,6 +86,8 @@ class Settings:
     platform: str | None = None
     verbose: bool = False
     tuned: str | None = None
+    packs: tuple[Path, ...] | None = ()
+    compile_policy: str = "allow"
     capture_path: Path | None = None
     profile: bool = False
     profile_folder: Path | None = None
@@ -120,6 +127,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     settings = _settings_from_table(_read_toml(path) if path else {}, path)
     disabled = _names(env[PREFIX + "DISABLE_PLUGINS"]) if PREFIX + "DISABLE_PLUGINS" in env else settings.disabled_plugins
     tuned, capture = env.get(PREFIX + "TUNED"), env.get(PREFIX + "CAPTURE_SHAPES")
+    policy = env.get(PREFIX + "COMPILE_POLICY")
     profile, folder = settings.profile, settings.profile_folder
     if PREFIX + "PROFILE" in env:
         profile, folder = _flag_or_folder(PREFIX + "PROFILE", env[PREFIX + "PROFILE"])
@@ -131,6 +139,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         platform=env.get(PREFIX + "PLATFORM") or settings.platform,
         verbose=_flag(PREFIX + "VERBOSE", env[PREFIX + "VERBOSE"]) if PREFIX + "VERBOSE" in env else settings.verbose,
         tuned=directory(tuned) if tuned else settings.tuned,
+        packs=_folders(env[PREFIX + "PACKS"].split(os.pathsep)) if env.get(PREFIX + "PACKS") else settings.packs,
+        compile_policy=_policy(PREFIX + "COMPILE_POLICY", policy) if policy else settings.compile_policy,
         capture_path=_file(PREFIX + "CAPTURE_SHAPES", capture) if capture else settings.capture_path,
         profile=profile,
         profile_folder=folder,
@@ -153,6 +163,17 @@ def _flag(name: str, text: str) -> bool:
     if word is None:
         raise ConfigurationError(f"{name} must be 1 or 0, got {text!r}")
     return word
+
+
+def _folders(paths: list[str]) -> tuple[Path, ...] | None:
+    """Directories from a setting; None for ``off``."""
+    return None if [path.strip().lower() for path in paths] == [OFF] else tuple(Path(path) for path in paths if path)
+
+
+def _policy(name: str, text: str) -> str:
+    if text not in COMPILE_POLICIES:
+        raise ConfigurationError(f"{name} must be one of {', '.join(COMPILE_POLICIES)}, got {text!r}")
+    return text
 
 
 def _file(name: str, text: str) -> Path | None:
@@ -241,6 +262,8 @@ _KEYS: dict[str, type] = {
     "disabled_plugins": list,
     "verbose": bool,
     "tuned": str,
+    "packs": list,
+    "compile_policy": str,
     "capture_shapes": str,
     "profile": bool,
 }
@@ -256,8 +279,9 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
             raise ConfigurationError(f"{source}: unknown key {key!r}{meant}")
         if not isinstance(value, _KEYS[key]):
             raise ConfigurationError(f"{source}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
-    if not all(isinstance(name, str) for name in table.get("disabled_plugins", ())):
-        raise ConfigurationError(f"{source}: disabled_plugins must be a list of str, got {table['disabled_plugins']!r}")
+    for key in ("disabled_plugins", "packs"):
+        if not all(isinstance(name, str) for name in table.get(key, ())):
+            raise ConfigurationError(f"{source}: {key} must be a list of str, got {table[key]!r}")
     return Settings(
         overrides=_overrides_from_table(table.get("overrides", {}), source),
         disabled_plugins=frozenset(table.get("disabled_plugins", ())),
@@ -265,6 +289,8 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
         platform=table.get("platform"),
         verbose=table.get("verbose", False),
         tuned=directory(table.get("tuned", "")),
+        packs=_folders(table.get("packs", [])),
+        compile_policy=_policy(f"{source}: compile_policy", table.get("compile_policy", "allow")),
         capture_path=_file(f"{source}: capture_shapes", table.get("capture_shapes", "")),
         profile=table.get("profile", False),
         source=source,

@@ -10,9 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import sys
 from typing import Any
 
 DEVICE_SUFFIX = "_device"
+
+# Imported once a kernel has imported Triton: makes Triton's compilations subject to the compile policy.
+_TRITON_CACHE = "tokenspeed_kernel_base.triton_cache_device"
 
 
 def import_modules(package: str) -> list[str]:
@@ -64,6 +68,8 @@ class DeviceModule:
         if attribute.startswith("__"):  # introspection tools probe these; they must not trigger the import
             raise AttributeError(attribute)
         value = getattr(importlib.import_module(self.__name), attribute)
+        if "triton" in sys.modules:
+            importlib.import_module(_TRITON_CACHE).install()
         self.__dict__[attribute] = value
         return value
 

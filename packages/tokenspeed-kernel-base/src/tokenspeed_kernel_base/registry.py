@@ -217,6 +217,11 @@ class KernelRegistry:
         with self._lock:
             return [(self.get_by_name(name), self._impls[name]) for name in names]
 
+    def launchers(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
+        """Every kernel whose implementation is imported, private kernels included, and that implementation."""
+        with self._lock:
+            return [(spec, impl) for name, spec in self._specs.items() if callable(impl := self._impls[name])]
+
     def get_impl(self, name: str) -> Callable[..., Any]:
         """A function of all the operator's parameters, in order, that runs the kernel.
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base.platform import current_platform
+
 DSL = "nvidia-cutlass-dsl"
 NEEDED_DSL = (4, 8)
 _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
@@ -35,7 +37,10 @@ def dsl_gap() -> str | None:
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """The number of SMs of a device, by PyTorch's index."""
+    """The number of SMs of a device, by PyTorch's index; negative for CPU tensors, on which kernels run where the platform is a
+    stand-in for a device."""
+    if device < 0:
+        return current_platform().sm_count
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -8,7 +8,8 @@ A kernel's launcher module declares a program for its configurations, and import
         return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
-process loads it from the cache, which imports neither the compiler nor the device code, or compiles it.
+process loads it from a pack (`tokenspeed_kernel_base.packs`) or the cache, which imports neither the compiler nor the device code,
+or compiles it.
 
 A cache file is a shared library followed by a checksum, or an object file if there is no linker; CuteDSL loads those. The file name
 contains a hash of what it was made from: the sources of the declaring module and of all modules of this package that it imports,
@@ -38,6 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tokenspeed_kernel_base import compilation, packs
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.storage import locked, part_of, replace_file, set_aside, warn_once
 from tokenspeed_kernel_nvidia.program_backend import Backend, current
@@ -45,6 +47,8 @@ from tokenspeed_kernel_nvidia.program_backend import Launch as Launch
 
 VARIABLE = "TOKENSPEED_KERNEL_PROGRAMS"
 DSL = "nvidia-cutlass-dsl"
+COMPILER = "cutedsl"
+SUFFIXES = (".so", ".o")
 
 ConfigT = TypeVar("ConfigT", bound=Hashable)
 Declaration = Callable[[ConfigT], tuple[Any, Sequence[Any]]]
@@ -153,8 +157,10 @@ class Program(Generic[ConfigT]):
     def file(self, config: ConfigT) -> Path | None:
         """The cache file, whether it exists or not, without its suffix; None if the cache is off."""
         directory = cache_directory()
-        if directory is None:
-            return None
+        return None if directory is None else directory / self._file_name(config)
+
+    def _file_name(self, config: ConfigT) -> str:
+        """The name of its file in a cache or a pack, without its suffix."""
         key = {
             "format": _FORMAT,
             "program": self.name,
@@ -165,12 +171,23 @@ class Program(Generic[ConfigT]):
             "settings": [os.environ.get(f"CUTE_DSL_{name}") for name in _SETTINGS],
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return directory / f"{self.name}.{digest[:24]}"
+        return f"{self.name}.{digest[:24]}"
 
     def is_kept(self, config: ConfigT) -> bool:
         """Whether the cache has it."""
         file = self.file(config)
         return file is not None and any(whole for _, whole in _kept(file))
+
+    def _told(self, config: ConfigT) -> str:
+        """The program, as the compile policy's messages name it."""
+        return f"{self.name} {config}"
+
+    def _compiled(self, config: ConfigT) -> Any:
+        """Compiles it for a call, if the compile policy allows that."""
+        started = compilation.start(self._told(config), "CuteDSL")
+        compiled = self.compile(config)
+        started.finish()
+        return compiled
 
     def _load(self, config: ConfigT) -> Launch:
         backend = current()
@@ -179,20 +196,32 @@ class Program(Generic[ConfigT]):
                 self._loaded[backend, config] = backend.launcher(self._cached(config))
             return self._loaded[backend, config]
 
+    def _packed(self, config: ConfigT) -> Launch | None:
+        """The program from a pack; None if no pack has it. A backend with its own cache uses no packs, which are for GPUs."""
+        if current().directory() is not None:
+            return None
+        name = self._file_name(config)
+        path = packs.find(COMPILER, [name + suffix for suffix in SUFFIXES], toolchain())
+        return None if path is None else _loaded(path)
+
     def _cached(self, config: ConfigT) -> Launch:
+        packed = self._packed(config)
+        if packed is not None:
+            return packed
         file = self.file(config)
         if file is None:
-            return _unkept(self.compile(config))
+            return _unkept(self._compiled(config))
         found = _read(file)
         if found is not None:
             return found
+        compilation.refuse_if_forbidden(self._told(config))  # at once: waiting for another process would take as long
         with _alone(file):
             found = _read(file)  # another process may have made it meanwhile
             if found is None:
                 for path, whole in _kept(file):
                     if not whole:
                         set_aside(path, f"the compiled program {path} is damaged, and compiled again")
-                compiled = self.compile(config)
+                compiled = self._compiled(config)
                 if _write(file, compiled):
                     found = _read(file)
                     if found is None:
@@ -329,7 +358,7 @@ def _sealed(body: bytes) -> bytes:
 
 def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
     """The cache files of a name, and whether each is intact."""
-    for path in (file.with_name(file.name + ".so"), file.with_name(file.name + ".o")):
+    for path in (file.with_name(file.name + suffix) for suffix in SUFFIXES):
         with contextlib.suppress(OSError):
             content = path.read_bytes()
             yield path, content == _sealed(content[: -len(_MARK) - 32])
@@ -337,10 +366,14 @@ def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
 
 def _read(file: Path) -> Launch | None:
     """The cached program of this name; None if there is none, or if it is damaged or does not load."""
-    for path, whole in _kept(file):
-        if whole:
-            with contextlib.suppress(OSError, RuntimeError, AttributeError):  # not for this system: treat as absent
-                return _load_library(path) if path.suffix == ".so" else _load_object(path)
+    loaded = (_loaded(path) for path, whole in _kept(file) if whole)
+    return next((launch for launch in loaded if launch is not None), None)
+
+
+def _loaded(path: Path) -> Launch | None:
+    """The program in an intact file; None if it does not load because it is not for this system."""
+    with contextlib.suppress(OSError, RuntimeError, AttributeError):
+        return _load_library(path) if path.suffix == ".so" else _load_object(path)
     return None
 
 

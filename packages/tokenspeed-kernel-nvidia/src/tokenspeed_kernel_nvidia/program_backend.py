@@ -15,7 +15,8 @@ class Backend:
     """The GPU. An emulator overrides these methods."""
 
     def directory(self) -> Path | None:
-        """The cache directory for this backend's programs; None for that of ``TOKENSPEED_KERNEL_PROGRAMS``."""
+        """The cache directory for this backend's programs; None for that of ``TOKENSPEED_KERNEL_PROGRAMS``. A backend
+        with its own directory uses no kernel packs, because their programs are for GPUs."""
         return None
 
     def compile(self, build: Callable[[str], Any]) -> Any:

@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_kernel.plugins import disable_plugin, discover_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel_base import measured
+from tokenspeed_kernel_base.compilation import (
+    Compilation,
+    CompilationForbiddenError,
+    compilations,
+    compile_policy,
+    set_compile_policy,
+)
 from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, settings
 from tokenspeed_kernel_base.deprecation import deprecated_step
 from tokenspeed_kernel_base.discovery import import_modules
@@ -145,6 +152,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
 __all__ = [
     "ArchVersion",
     "CapabilityRequirement",
+    "Compilation",
+    "CompilationForbiddenError",
     "ConfigurationError",
     "Explanation",
     "HostPages",
@@ -168,6 +177,8 @@ __all__ = [
     "at_least",
     "at_most",
     "between",
+    "compilations",
+    "compile_policy",
     "current_platform",
     "dense_tensor_format",
     "describe_kernel",
@@ -190,6 +201,7 @@ __all__ = [
     "register_tuned_tables",
     "reload_settings",
     "select_kernel",
+    "set_compile_policy",
     "set_selection_policy",
     "settings",
     "shape_capture",

@@ -32,6 +32,7 @@ app = typer.Typer(
     **_PLAIN,
 )
 _plugins = typer.Typer(help="Packages that bring kernels.", **_PLAIN)
+_pack = typer.Typer(help="Kernels that are compiled ahead of time, to ship with an image.", **_PLAIN)
 _capture = typer.Typer(help="What was really called.", **_PLAIN)
 
 
@@ -205,6 +206,25 @@ def warmup(words: o.Words = None, plugin: o.Warmed = None) -> None:
     """
 
 
+@_command("pack", _pack, "build")
+def pack_build(
+    source: o.PackSource, arch: o.PackArch, output: o.PackFolder, jobs: o.Jobs = None, as_json: o.AsJson = False
+) -> None:
+    """Compile what calls need into a folder, for a device that this machine need not have. Exit code 1 if a call cannot be run.
+
+    Each call is run as on the device, but nothing is launched. So the pack has the programs of the kernels that the device would
+    select, in their configurations. Interrupted, the same command goes on. TOKENSPEED_KERNEL_PACKS names packs to processes.
+    """
+
+
+@_command("pack", _pack, "check")
+def pack_check(folder: o.PackName, source: o.CheckedSource = None, jobs: o.Jobs = None, as_json: o.AsJson = False) -> None:
+    """Say whether a pack can be used here, and what calls would still compile. Exit code 1 for a damaged file, or if any would.
+
+    Where a call needs several programs, the first missing one is named.
+    """
+
+
 @_command("show", _plugins, "list")
 def plugin_list(as_json: o.AsJson = False) -> None:
     """List the plugins: loaded, disabled and failed."""
@@ -226,4 +246,5 @@ def merge_files(files: o.Captures, output: o.Into, as_json: o.AsJson = False) ->
 
 
 app.add_typer(_plugins, name="plugins")
+app.add_typer(_pack, name="pack")
 app.add_typer(_capture, name="capture")

@@ -161,6 +161,14 @@ Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
 Warmed = Annotated[str | None, typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]
 
+_CALLS = "A file of captured calls, or a model's name as operators' cases have it: gpt-oss-120b."
+PackSource = Annotated[str, typer.Argument(metavar="CALLS|MODEL", help=_CALLS)]
+CheckedSource = Annotated[str | None, typer.Argument(metavar="[CALLS|MODEL]", help=_CALLS)]
+PackName = Annotated[Path, typer.Argument(metavar="FOLDER", help="The pack.")]
+PackArch = Annotated[str, typer.Option("--arch", help="The device: sm_90a, gfx950, h200, mi355x...")]
+PackFolder = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The new pack.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes; as many as there are cores if left out.")]
+
 Captures = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that shapes were captured to.")]
 CapturedOp = Annotated[str | None, typer.Option("--op", help="Only calls of this operator.")]
 Into = Annotated[Path, typer.Option("-o", "--output", help="The file that receives the sum.")]

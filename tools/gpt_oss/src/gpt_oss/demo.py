@@ -25,6 +25,7 @@ from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import Sampling
 from gpt_oss.tokenizer import tokenizer_of
+from tokenspeed_kernel import compilations
 
 # Their lengths differ, and most are longer than the tiny model's window of 16 tokens.
 PROMPTS = (
@@ -109,7 +110,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a run of the demo."""
+    """The results of a run of the demo.
+
+    Attributes:
+        seconds, steps: duration, and number of passes by phase, without the run that precedes it to load all kernels.
+        compilations: the number of programs that were compiled before this run, and in it.
+    """
 
     options: Options
     config: Config
@@ -117,6 +123,7 @@ class Result:
     texts: Sequence[str]
     seconds: float
     steps: dict[str, int]
+    compilations: tuple[int, int]
     kernels: Sequence[Heard]
     agreement: Agreement | None
 
@@ -145,6 +152,7 @@ class Result:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "steps": self.steps,
+            "compilations": dict(zip(("before", "within"), self.compilations, strict=True)),
             "kernels": [heard.to_dict() for heard in self.kernels],
             "check": self.agreement.to_dict() if self.agreement else None,
         }
@@ -183,6 +191,7 @@ def run(options: Options, console: Console) -> Result:
         with console.status("running every kernel once"):
             engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
     engine.steps = dict.fromkeys(engine.steps, 0)
+    compiled = len(compilations())
     started = time.perf_counter()
     completions = _generate(engine, requests, console)
     seconds = time.perf_counter() - started
@@ -197,6 +206,7 @@ def run(options: Options, console: Console) -> Result:
         [tokenizer.decode(completion.tokens) for completion in completions],
         seconds,
         {phase.value: count for phase, count in engine.steps.items()},
+        (compiled, len(compilations(compiled))),
         listener.heard(),
         agreement,
     )
@@ -261,6 +271,7 @@ def show(result: Result, console: Console) -> None:
     )
     rate = result.tokens / result.seconds
     console.print(f"{result.tokens} tokens in {result.seconds:.2f} s: {rate:.1f} tokens/s ({steps} passes)")
+    console.print("programs compiled: {} before the run, {} in it".format(*result.compilations))
     if result.agreement is not None:
         _show_agreement(result.agreement, console)
 

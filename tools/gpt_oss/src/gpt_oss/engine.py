@@ -25,6 +25,7 @@ from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
 from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import to_device
+from tokenspeed_kernel import Compilation, compilations
 
 # A sequence, and its tokens in a pass.
 _Scheduled = tuple[Running, Sequence["int | None"]]
@@ -93,6 +94,12 @@ class Engine:
         self._running: tuple[Running, ...] = ()
         self._added = 0
         self._in_flight: Flight | None = None
+        self._compiled_before = len(compilations())
+
+    @property
+    def compilations(self) -> list[Compilation]:
+        """The programs that this process has compiled since the engine was made: each made a request wait."""
+        return compilations(self._compiled_before)
 
     @property
     def idle(self) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from vllm.logger import init_logger
 
+from tokenspeed_kernel_base.compilation import compilations
+
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
@@ -28,11 +30,13 @@ def sizes_up_to(most: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def warming(what: str) -> Iterator[None]:
-    """Logs the duration of its block, which is most of the start-up time that this package adds to vLLM.
+    """Logs the duration of its block, which is most of the start-up time that this package adds to vLLM, and how many programs were
+    compiled in it. The compile policy applies: if it forbids compiling, a program that no pack has ends vLLM's start.
 
     Args:
         what: the name of what is warmed up.
     """
-    begun = time.perf_counter()
+    begun, before = time.perf_counter(), len(compilations())
     yield
-    logger.info("tokenspeed_kernel_vllm: called %s in all sizes in %.2f s", what, time.perf_counter() - begun)
+    compiled, seconds = len(compilations(before)), time.perf_counter() - begun
+    logger.info("tokenspeed_kernel_vllm: called %s in all sizes in %.2f s, %d programs compiled", what, seconds, compiled)

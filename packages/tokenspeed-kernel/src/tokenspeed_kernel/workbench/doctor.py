@@ -158,6 +158,8 @@ def _settings() -> list[Setting]:
         setting("disabled_plugins", ", ".join(sorted(settings.disabled_plugins)), "none", "DISABLE_PLUGINS"),
         setting("verbose", "true" if settings.verbose else "", "false", "VERBOSE"),
         setting("tuned", settings.tuned, directory, "TUNED"),
+        setting("packs", "off" if settings.packs is None else ", ".join(map(str, settings.packs)), "those installed", "PACKS"),
+        setting("compile_policy", settings.compile_policy.removeprefix("allow"), "allow", "COMPILE_POLICY"),
         setting("capture_shapes", settings.capture_path, "off", "CAPTURE_SHAPES"),
         setting("profile", profile, "false", "PROFILE"),
         *(

@@ -1,0 +1,189 @@
+"""Kernel packs: folders of compiled programs, made ahead of time for one architecture, that processes read and never write.
+
+A pack is looked at before the caches and the compiler. Its manifest, ``pack.json``, has the versions that it was made with, and the
+SHA-256 of every file. A pack of other versions is not used, and a warning says why. A file that its digest does not fit counts as
+absent, and a warning names it. Nothing in a pack is unpickled.
+
+Packs come from the setting ``TOKENSPEED_KERNEL_PACKS``, and from installed packages: entry points of the group
+``tokenspeed_kernel.packs``, each of which is a module in the pack's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.storage import replace_file, warn_once
+
+GROUP = "tokenspeed_kernel.packs"
+MANIFEST = "pack.json"
+FORMAT = 1
+
+
+class PackError(ValueError):
+    """A folder is not a pack that this installation can use; the message says why."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack.
+
+    Attributes:
+        folder: where it is.
+        manifest: the content of its manifest.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The SHA-256 of every file, by the path within the pack."""
+        files: Mapping[str, str] = self.manifest["files"]
+        return files
+
+    def is_intact(self, name: str) -> bool:
+        """Whether a file can be read and its digest fits."""
+        try:
+            return hashlib.sha256((self.folder / name).read_bytes()).hexdigest() == self.files[name]
+        except OSError:
+            return False
+
+    def file(self, name: str) -> Path | None:
+        """A file of the pack; None if the pack does not list it.
+
+        Warns:
+            StorageWarning: the file is damaged, and counts as absent.
+        """
+        if name not in self.files:
+            return None
+        if self.is_intact(name):
+            return self.folder / name
+        warn_once(f"{self.folder / name} is damaged or missing, and not used: build the pack again")
+        return None
+
+
+def read_pack(folder: Path) -> Pack:
+    """Reads a pack's manifest. Compares the versions of this project's packages, of which every kernel's source is part.
+
+    Raises:
+        PackError: there is no manifest, it is damaged, or it names other versions.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        version, made_with, _ = manifest["format"], manifest["distributions"], {**manifest["files"], **manifest["toolchains"]}
+    except OSError as error:
+        raise PackError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    if version != FORMAT:
+        raise PackError(f"it has format {version}, this release reads format {FORMAT}")
+    for name, wanted in sorted(made_with.items()):
+        found = installed_version(name)
+        if found not in (None, wanted):
+            raise PackError(f"it was made with {name} {wanted}, this is {found}")
+    return Pack(folder, manifest)
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def packs() -> tuple[Pack, ...]:
+    """The packs of this process, in order of precedence: those of the setting, then those of installed packages.
+
+    Warns:
+        StorageWarning: a pack cannot be used.
+    """
+    folders = config.settings().packs
+    return () if folders is None else _usable(folders)
+
+
+@functools.cache
+def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
+    return tuple(_read([(folder, str(folder)) for folder in folders] + [*_installed()]))
+
+
+def _installed() -> Iterator[tuple[Path, str]]:
+    """Folders of packs that installed packages bring, and names for messages."""
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            yield Path(entry.load().__file__).parent, f"{entry.name} ({entry.value})"
+        except Exception as error:  # importing may raise anything, and must not affect other packs
+            warn_once(f"the pack {entry.name} ({entry.value}) is not used: {type(error).__name__}: {error}")
+
+
+def _read(folders: Sequence[tuple[Path, str]]) -> Iterator[Pack]:
+    for folder, name in folders:
+        try:
+            yield read_pack(folder)
+        except PackError as error:
+            warn_once(f"the pack {name} is not used: {error}")
+
+
+def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path | None:
+    """A compiled program from the packs.
+
+    Args:
+        compiler: the name of a compiler, which is that of its folder in a pack.
+        names: file names in this folder, the preferred first.
+        toolchain: versions of everything that this process would compile the program with.
+
+    Returns:
+        The path of the first intact file; None if no pack has one.
+
+    Warns:
+        StorageWarning: a file is damaged, or a pack was made with another toolchain.
+    """
+    for pack in _made_with(compiler, toolchain):
+        for name in names:
+            path = pack.file(f"{compiler}/{name}")
+            if path is not None:
+                return path
+    return None
+
+
+def find_folder(compiler: str, folder: str, toolchain: Sequence[str]) -> dict[str, str]:
+    """All files of a folder in a compiler's folder, by name; empty unless a pack has the folder, and all of it is intact.
+
+    Args and warnings are those of `find`.
+    """
+    for pack in _made_with(compiler, toolchain):
+        prefix = f"{compiler}/{folder}/"
+        found = {name.removeprefix(prefix): pack.file(name) for name in pack.files if name.startswith(prefix)}
+        if found and None not in found.values():
+            return {name: str(path) for name, path in found.items()}
+    return {}
+
+
+def _made_with(compiler: str, toolchain: Sequence[str]) -> Iterator[Pack]:
+    for pack in packs():
+        made = pack.manifest["toolchains"].get(compiler)
+        if made == [*toolchain]:
+            yield pack
+        elif made is not None:
+            warn_once(f"programs of {compiler} in the pack {pack.folder} are not used: {toolchain_gap(made, toolchain)}")
+
+
+def toolchain_gap(made: Sequence[str], toolchain: Sequence[str]) -> str:
+    """What differs between the toolchain of a pack and this process's."""
+    theirs, ours = (", ".join(each for each in some if each not in other) for some, other in ((made, toolchain), (toolchain, made)))
+    return f"they were made with {theirs or 'less'}, this is {ours or 'less'}"
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes the manifest of a pack whose files are in place, with their digests, as the last step of making it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    files = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    replace_file(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1) + "\n")

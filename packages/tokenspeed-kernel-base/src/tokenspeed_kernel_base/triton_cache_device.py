@@ -1,0 +1,82 @@
+"""Triton's cache of compiled kernels, with packs in front of it, and the compile policy in front of the compiler.
+
+Triton asks its cache manager for a kernel's files, and compiles if there are none. The class of the manager is a public setting of
+Triton. The one here looks into the packs, then delegates to the manager that was set before. It announces each compilation of a
+kernel of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from triton import __version__, knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.runtime.cache import CacheManager, FileCacheManager
+
+from tokenspeed_kernel_base import compilation, packs
+
+COMPILER = "triton"
+_METADATA = ".json"
+_delegate: Any = FileCacheManager
+
+
+def toolchain() -> list[str]:
+    """Triton's version, and the environment variables that its compilations depend on."""
+    return [f"triton {__version__}", *(f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items()))]
+
+
+class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
+    """A cache manager for one compiled kernel. Triton makes one per compilation or look-up.
+
+    Args:
+        key: hash of everything that the kernel was made from.
+        override, dump: a folder for debugging instead of the cache.
+    """
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        self._key, self._debugging = key, {"override": override, "dump": dump}
+        self._started: compilation.Started | None = None
+
+    @functools.cached_property
+    def _cache(self) -> Any:
+        """The delegate, made on demand: it creates a folder, which a read-only file system refuses."""
+        return _delegate(self._key, **self._debugging)
+
+    def get_file(self, filename: str) -> str | None:
+        return self._cache.get_file(filename)  # type: ignore[no-any-return]
+
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:
+        return self._cache.put(data, filename, binary=binary)  # type: ignore[no-any-return]
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The kernel's files, by name; None if it must be compiled.
+
+        Raises:
+            CompilationForbiddenError: it must be compiled, and the policy forbids that.
+        """
+        found = self._packed(filename) or self._cache.get_group(filename)
+        missing = found is None or knobs.compilation.always_compile
+        if missing and filename.endswith(_METADATA) and compilation.called_by_kernels("triton"):
+            self._started = compilation.start(filename.removesuffix(_METADATA), "Triton")
+        return found
+
+    def _packed(self, filename: str) -> dict[str, str] | None:
+        """The kernel's files in a pack; None if no pack has it."""
+        found = {} if any(self._debugging.values()) else packs.find_folder(COMPILER, self._key, toolchain())
+        return found if filename in found else None
+
+    def put_group(self, filename: str, group: dict[str, str]) -> None:
+        self._cache.put_group(filename, group)
+        if self._started is not None:
+            self._started.finish()
+            self._started = None
+
+
+def install() -> None:
+    """Makes Triton use `PolicyCache`, unless it does already."""
+    global _delegate
+    current = knobs.cache.manager_class
+    if current is not PolicyCache:
+        _delegate = current or FileCacheManager
+        knobs.cache.manager_class = PolicyCache

@@ -1,0 +1,44 @@
+"""CuteDSL's programs for kernel packs, through the entry point group ``tokenspeed_kernel.packing``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel_base.platform import PlatformInfo
+from tokenspeed_kernel_nvidia import _programs
+from tokenspeed_kernel_nvidia.program_backend import Backend, Launch, use_backend
+
+COMPILER = _programs.COMPILER
+
+
+class _NoLaunches(Backend):
+    """Compiles and loads programs as for a GPU, and launches nothing."""
+
+    def launcher(self, launch: Launch) -> Launch:
+        def skip(*arguments: Any) -> None:
+            """Launches nothing."""
+
+        return skip
+
+
+def toolchain() -> list[str]:
+    """The versions that a program depends on."""
+    return [*_programs.toolchain()]
+
+
+def is_program(name: str) -> bool:
+    """Whether a file of the cache belongs into a pack."""
+    return name.endswith(_programs.SUFFIXES) and not name.startswith(".")
+
+
+@contextlib.contextmanager
+def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
+    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep what they were given, so this process
+    must not launch afterwards either."""
+    os.environ[_programs.VARIABLE] = str(folder)
+    with use_backend(_NoLaunches()):
+        yield

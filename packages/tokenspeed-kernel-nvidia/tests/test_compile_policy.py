@@ -1,0 +1,105 @@
+"""The compile policy with real compilers: Triton for sm_90, on the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel_base.compilation import CompilationForbiddenError, compilations, compile_policy
+
+triton = pytest.importorskip("triton")
+emulated_sm90 = pytest.importorskip("sm90_emulator").emulated_sm90
+
+KERNEL = "triton_rmsnorm"
+
+
+def call() -> Any:
+    return tk.rmsnorm(torch.ones(2, 64), torch.ones(64), override=KERNEL)
+
+
+def forget() -> None:
+    """Makes Triton look its kernels up on disk again, as a new process does."""
+    from tokenspeed_kernel.triton.norm.rmsnorm_device import rmsnorm_kernel
+
+    rmsnorm_kernel.device_caches.clear()
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An emulated H200 for Triton, with an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    forget()
+    with emulated_sm90(triton=True):
+        yield
+    forget()
+
+
+def test_triton_compiles_once_and_loads_from_disk_under_forbid(emulated: None) -> None:
+    begun = len(compilations())
+    call()
+    (event,) = compilations(begun)
+    assert (event.program, event.compiler, event.operator, event.kernel) == (
+        "rmsnorm_kernel",
+        "Triton",
+        "norm.rmsnorm",
+        KERNEL,
+    )
+    assert event.call.startswith("x float32[2, 64], weight float32[64]")
+    assert event.seconds > 0
+    call()
+    forget()
+    with compile_policy("forbid"):
+        assert torch.allclose(call(), torch.ones(2, 64))
+    assert len(compilations(begun)) == 1
+
+
+def test_forbid_stops_triton_before_it_compiles(emulated: None, tmp_path: Path) -> None:
+    begun = len(compilations())
+    message = r"rmsnorm_kernel is not compiled yet for norm\.rmsnorm \(triton_rmsnorm\), call x float32\[2, 64\]"
+    with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=message):
+        call()
+    assert not [*(tmp_path / "triton").rglob("*.json")]
+    call()  # the refused call left nothing behind
+    assert len(compilations(begun)) == 1
+
+
+def test_kernels_of_others_are_left_alone(emulated: None) -> None:
+    """Only kernels of packages that register kernels, and what their launchers launch, are subject to the policy."""
+    from tokenspeed_kernel.triton.norm.rmsnorm_device import rmsnorm_kernel
+
+    call()
+    x, begun = torch.ones(2, 128), len(compilations())
+    with compile_policy("forbid"):
+        compiled = rmsnorm_kernel.warmup(
+            x, x, x, x, x, 2, 128, 1e-6, 128, 128, 1, 128, 128,
+            HAS_RESIDUAL=False, ROWS=2, BLOCK=128, ONE_PASS=True, INTERPRETED=False, EARLY=False, grid=(1,),
+        )  # fmt: skip
+    assert compiled is not None
+    assert len(compilations()) == begun
+
+
+def test_a_cache_manager_that_was_set_before_is_used(emulated: None) -> None:
+    from triton.runtime.cache import FileCacheManager
+
+    used: list[str] = []
+
+    class Own(FileCacheManager):
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            used.append(key)
+            super().__init__(key, override, dump)
+
+    triton.knobs.cache.manager_class = Own
+    from tokenspeed_kernel_base.triton_cache_device import install
+
+    install()
+    begun = len(compilations())
+    call()
+    assert used
+    assert len(compilations(begun)) == 1
+    del triton.knobs.cache.manager_class
+    install()

@@ -1,0 +1,130 @@
+"""``tokenspeed-kernel pack``: a pack is built and checked without a GPU, then its programs are used under the policy ``forbid``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel_base import config, packs, storage
+from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
+
+CliRunner = pytest.importorskip("typer.testing").CliRunner
+app = pytest.importorskip("tokenspeed_kernel_command.commands").app
+pytest.importorskip("triton")
+
+
+def pack(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["pack", *map(str, words), "--jobs", "1"])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.output
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float16)
+
+
+def norm(columns: int) -> torch.Tensor:
+    return tk.rmsnorm(halves(2, columns), halves(columns))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sm90_emulator") is None, reason="needs the package sm90-emulator")
+@pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machine.dsl_gap()))
+def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sm90_emulator import emulated_sm90
+
+    with tk.shape_capture(tmp_path / "calls"):
+        norm(64)
+        tk.mm(halves(16, 256), halves(256, 512))
+    folder = tmp_path / "pack"
+    shown = json.loads(pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, "--json"))
+    assert {(each["compiler"], each["operator"]) for each in shown["programs"]} == {
+        ("Triton", "norm.rmsnorm"),
+        ("CuteDSL", "gemm.mm"),
+    }
+    manifest = packs.read_pack(folder).manifest
+    assert manifest["arch"] == "sm_90"
+    assert {each["kernel"] for each in manifest["calls"]} == {"triton_rmsnorm", "cutedsl_mm_float16"}
+    assert {path.name for path in folder.iterdir()} == {"pack.json", "triton", "cutedsl"}
+    assert {Path(name).suffix for name in manifest["files"]} == {".json", ".ptx", ".cubin", ".so"}
+    assert "is not empty" in pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, code=2)
+
+    # Another process's caches are empty, and it may not compile.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PROGRAMS", str(tmp_path / "programs"))
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(folder))
+    monkeypatch.setattr(config, "_settings", config.read_settings())
+    compiled = len(tk.compilations())
+    with tk.compile_policy("forbid"):
+        with emulated_sm90(triton=True):
+            assert torch.allclose(norm(64), halves(2, 64))
+            with pytest.raises(tk.CompilationForbiddenError, match=r"rmsnorm_kernel is not compiled yet for norm\.rmsnorm"):
+                norm(128)
+        kept = [config for config in mm_program.configs() if mm_program._packed(config) is not None]
+        assert [config.dtype for config in kept] == ["float16"]
+    assert len(tk.compilations()) == compiled
+    assert not (tmp_path / "programs").exists()
+
+    # What another trace would still compile, and damage.
+    with tk.shape_capture(tmp_path / "more"):
+        norm(64)
+        norm(128)
+    (program,) = (folder / "cutedsl").iterdir()
+    program.write_bytes(b"")
+    storage.warn_once.cache_clear()
+    said = pack("check", folder, tmp_path / "more", code=1)
+    assert "1 of 2 calls would compile" in said
+    assert "rmsnorm_kernel is not compiled yet for norm.rmsnorm (triton_rmsnorm), call x float16[2, 128]" in said
+    assert f"damaged: cutedsl/{program.name}" in said
+
+
+def test_what_cannot_be_packed(tmp_path: Path) -> None:
+    said = pack("build", "no-such-model", "--arch", "sm_90a", "-o", tmp_path / "pack", code=2)
+    assert "no-such-model is neither a file of captured calls, nor in the name of an operator's case" in said
+    assert "unknown platform 'gtx'" in pack("build", "gpt-oss-120b decode 4", "--arch", "gtx", "-o", tmp_path / "pack", code=2)
+    assert "is not used: pack.json cannot be read" in pack("check", tmp_path, code=2)
+
+
+SERVE = """
+import sys
+import torch
+import tokenspeed_kernel as tk
+
+def halves(*shape):
+    return torch.ones(shape, dtype=torch.float16, device="cuda")
+
+if sys.argv[1:]:
+    with tk.shape_capture(sys.argv[1]):
+        tk.rmsnorm(halves(2, 64), halves(64)), tk.mm(halves(16, 256), halves(256, 512))
+assert torch.allclose(tk.rmsnorm(halves(2, 64), halves(64)), halves(2, 64))
+assert torch.equal(tk.mm(halves(16, 256), halves(256, 512)), 256 * halves(16, 512))
+print(len(tk.compilations()))
+"""
+
+
+def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path) -> None:
+    """Built without the GPU; the serving process has empty caches."""
+
+    def serve(place: str, *arguments: str, **settings: str) -> int:
+        """The number of compilations of a process with caches of its own."""
+        caches = {
+            "TRITON_CACHE_DIR": str(tmp_path / place / "triton"),
+            "TOKENSPEED_KERNEL_PROGRAMS": str(tmp_path / place / "programs"),
+        }
+        command = [sys.executable, "-c", SERVE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **caches, **settings}, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert serve("first", str(tmp_path / "calls")) > 0
+    pack("build", tmp_path / "calls", "--arch", "h200", "-o", tmp_path / "pack")
+    allowed = {"TOKENSPEED_KERNEL_PACKS": str(tmp_path / "pack"), "TOKENSPEED_KERNEL_COMPILE_POLICY": "forbid"}
+    assert serve("second", **allowed) == 0

@@ -1,0 +1,91 @@
+"""``pack``: makes kernel packs, and says what a pack has and lacks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from tokenspeed_kernel.workbench import packing
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, progress
+from tokenspeed_kernel.workbench.packing import Outcome
+from tokenspeed_kernel.workbench.watching import ReplayError
+from tokenspeed_kernel_base.packs import PackError, read_pack, toolchain_gap
+
+_INTERRUPTED = 130
+
+
+def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: bool) -> None:
+    outcomes = _followed(source, packing.build(source, arch, output, _jobs(jobs)), "compiling")
+    pack = read_pack(output)
+    programs, failed = pack.manifest["programs"], [outcome for outcome in outcomes if outcome.error]
+    if as_json:
+        print_json({"pack": str(output), "arch": pack.manifest["arch"], "files": len(pack.files), "programs": programs})
+    else:
+        rows = [[each["compiler"], each["kernel"], each["program"], f"{each['seconds']:.1f}"] for each in programs]
+        print_table(["compiler", "kernel", "program", "seconds"], sorted(rows))
+        typer.echo(f"\n{len(programs)} programs compiled for {len(outcomes)} calls on {pack.manifest['arch']}, in {output}")
+    _show_failures(failed)
+    raise typer.Exit(bool(failed))
+
+
+def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool) -> None:
+    try:
+        pack = read_pack(folder)
+    except PackError as error:
+        fail(f"the pack {folder} is not used: {error}")
+    damaged = [name for name in pack.files if not pack.is_intact(name)]
+    gaps = {}
+    for compiler in packing.compilers():
+        made, here = pack.manifest["toolchains"].get(compiler.COMPILER), compiler.toolchain()
+        if made is not None and made != here:
+            gaps[compiler.COMPILER] = toolchain_gap(made, here)
+    outcomes: list[Outcome] = []
+    if source is not None:
+        with tempfile.TemporaryDirectory() as cache:
+            work = packing.run(source, pack.manifest["arch"], Path(cache), folder.absolute(), _jobs(jobs))
+            outcomes = _followed(source, work, "checking")
+    missing, failed = [o for o in outcomes if o.missing], [o for o in outcomes if o.error]
+    if as_json:
+        calls = [{"operator": o.operator, "case": o.case, "kernel": o.kernel, "missing": o.missing} for o in missing]
+        print_json({"pack": str(folder), "damaged": damaged, "other_versions": gaps, "calls": len(outcomes), "missing": calls})
+    else:
+        for name in damaged:
+            typer.echo(f"damaged: {name}")
+        for name, gap in gaps.items():
+            typer.echo(f"programs of {name} are not used: {gap}")
+        for outcome in missing:
+            typer.echo(outcome.missing)
+        typer.echo(f"{len(pack.files)} files for {pack.manifest['arch']}, {len(damaged)} damaged")
+        if source is not None:
+            typer.echo(f"{len(missing)} of {len(outcomes)} calls would compile")
+    _show_failures(failed)
+    raise typer.Exit(bool(damaged or gaps or missing or failed))
+
+
+def _jobs(given: int | None) -> int:
+    return given or max(1, len(os.sched_getaffinity(0)))
+
+
+def _followed(source: str, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
+    """All outcomes, with a progress bar."""
+    done = []
+    try:
+        with progress(len(packing.calls_of(source)), what) as begin:
+            for outcome in outcomes:
+                begin(f"{outcome.operator} {outcome.case}")
+                done.append(outcome)
+    except (OSError, LookupError, ReplayError, ValueError) as error:
+        fail(error.args[0] if isinstance(error, LookupError) else error)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted after {len(done)} calls; the same command goes on with the rest", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+    return done
+
+
+def _show_failures(failed: list[Outcome]) -> None:
+    for outcome in failed:
+        typer.echo(f"not run: {outcome.operator}, {outcome.case}: {outcome.error}", err=True)

@@ -1,0 +1,237 @@
+"""Makes kernel packs, on a machine without a GPU: runs calls as on a device, compiles what they need, and launches nothing.
+
+The calls are captured ones, or the operators' cases of a model. Each call goes through the operator's function, so selection,
+launchers and configurations are those of the device. Worker processes share the work.
+
+A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``, a module with ``COMPILER``, its name;
+``toolchain()``, its versions; ``is_program(name)``, whether a file belongs into a pack; and ``compiling_into(folder, platform)``, a
+context manager in which it compiles into a folder and launches nothing. `tokenspeed_kernel.workbench.packing.triton` is Triton's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.watching import load_cases
+from tokenspeed_kernel_base import config, packs
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
+from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
+from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
+
+GROUP = "tokenspeed_kernel.packing"
+# SMs/CUs of the largest device of an architecture. They only affect a kernel's choice of configuration.
+SM_COUNTS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+_OTHER_SM_COUNT = 256
+# While a pack is made, its programs are in this folder of it, so that an interrupted build goes on.
+BUILDING = ".building"
+# Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
+_UNCOMPILED = frozenset({"reference", "torch"})
+
+Call = tuple[str, Case]
+
+
+def device_of(arch: str) -> PlatformInfo:
+    """A pretended device by its architecture's or its own name, with a number of SMs/CUs."""
+    platform = named_platform(arch)
+    return dataclasses.replace(platform, sm_count=SM_COUNTS.get(platform.arch, _OTHER_SM_COUNT))
+
+
+def calls_of(source: str) -> list[Call]:
+    """The calls of a capture's file, or the operators' cases whose name contains the source: a model's name.
+
+    Raises:
+        OSError, ReplayError: the file cannot be read, or a call in it cannot be recreated.
+        LookupError: there is no such file, and no case has this in its name.
+    """
+    if Path(source).is_file():
+        return [(found.operator, found.case) for found in load_cases(source)]
+    found = [(str(op), case) for op in operators() for case in op.all_cases() if source.lower() in case.name.lower()]
+    if not found:
+        raise LookupError(f"{source} is neither a file of captured calls, nor in the name of an operator's case")
+    return found
+
+
+def compilers() -> list[Any]:
+    """The modules that compile programs for packs, by the compiler's name."""
+    found = [entry.load() for entry in metadata.entry_points(group=GROUP) if not config.settings().plugin_disabled(entry.name)]
+    if importlib.util.find_spec("triton") is not None:
+        found.append(import_module(f"{__name__}.triton"))
+    return sorted(found, key=lambda compiler: compiler.COMPILER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one call.
+
+    Attributes:
+        operator, case: the call.
+        kernel: the kernel that was selected.
+        compiled: programs that were compiled for it.
+        missing: the program that it needs and a pack does not have, with the reason; empty if there is none.
+        error: why the call could not be run; empty if it could.
+    """
+
+    operator: str
+    case: str
+    kernel: str = ""
+    compiled: tuple[Compilation, ...] = ()
+    missing: str = ""
+    error: str = ""
+
+
+def build(source: str, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
+    """Makes a pack. Yields the outcome of each call as it completes; the pack is complete when the iterator is exhausted.
+
+    Raises:
+        FileExistsError: the folder has files that are not an interrupted build's.
+        ValueError, OSError, LookupError: the architecture or the source is unknown, see `device_of` and `calls_of`.
+    """
+    platform, building = device_of(arch), folder / BUILDING
+    if folder.exists() and {path.name for path in folder.iterdir()} - {BUILDING}:
+        raise FileExistsError(f"{folder} is not empty: name a new folder, or remove it")
+    outcomes = []
+    for outcome in run(source, arch, building, None, jobs):
+        outcomes.append(outcome)
+        yield outcome
+    made = compilers()
+    for compiler in made:
+        _gather(building / compiler.COMPILER, folder / compiler.COMPILER, compiler)
+    shutil.rmtree(building)
+    packs.write_manifest(
+        folder,
+        {
+            "arch": platform.arch,
+            "device": f"{platform.device_name}, {platform.sm_count} SMs or CUs",
+            "distributions": _distributions(),
+            "toolchains": {each.COMPILER: each.toolchain() for each in made if (folder / each.COMPILER).is_dir()},
+            "calls": [{"operator": each.operator, "case": each.case, "kernel": each.kernel} for each in outcomes if not each.error],
+            "programs": [dataclasses.asdict(each) for outcome in outcomes for each in outcome.compiled],
+        },
+    )
+
+
+def run(source: str, arch: str, cache: Path, pack: Path | None, jobs: int) -> Iterator[Outcome]:
+    """Runs calls as on a device, in worker processes, and yields their outcomes as they complete. Nothing is launched.
+
+    Args:
+        source: see `calls_of`.
+        arch: see `device_of`.
+        cache: the folder that programs are compiled into.
+        pack: compile nothing, but find what the pack does not have; None compiles.
+        jobs: the number of processes.
+    """
+    count = len(calls_of(source))
+    context = multiprocessing.get_context("spawn")  # the compilers' threads do not survive a fork
+    work = (source, arch, str(cache), str(pack) if pack else None)
+    with ProcessPoolExecutor(min(jobs, count), mp_context=context, initializer=_begin, initargs=work) as pool:
+        running = [pool.submit(_run, index) for index in range(count)]
+        try:
+            yield from (done.result() for done in as_completed(running))
+        except BaseException:  # interrupted, or closed
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _gather(source: Path, target: Path, compiler: Any) -> None:
+    """Moves a compiler's programs, without its locks and temporary files."""
+    for path in [path for path in source.rglob("*") if path.is_file() and compiler.is_program(path.name)]:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+
+
+def _distributions() -> dict[str, str]:
+    """The versions of this project's distributions and of those that register kernels."""
+    from tokenspeed_kernel_base.registry import KernelRegistry
+
+    packages = {spec.package for spec in KernelRegistry.get().list_kernels()} | {"tokenspeed_kernel_base", "tokenspeed_kernel"}
+    versions = {name: packs.installed_version(name) for name in (package.replace("_", "-") for package in sorted(packages))}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+# -- a worker process --------------------------------------------------------------------------------------------------------------
+
+_calls: list[Call] = []
+_open = contextlib.ExitStack()  # until the process ends
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker process has a parent"
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _begin(source: str, arch: str, cache: str, pack: str | None) -> None:
+    # A worker whose parent was killed would wait for work for ever.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ[config.PREFIX + "PACKS"] = pack or config.OFF
+    config.reload_settings()
+    set_compile_policy("forbid" if pack else "allow")
+    _calls[:] = calls_of(source)
+    # Emulated: kernels take CPU tensors.
+    platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
+    _open.enter_context(torch.no_grad())
+    for compiler in compilers():
+        _open.enter_context(compiler.compiling_into(Path(cache) / compiler.COMPILER, platform))
+
+
+def _run(index: int) -> Outcome:
+    operator, case = _calls[index]
+    outcome = Outcome(operator, case.name)
+    begun = len(compilations())
+    try:
+        with as_rank_of(case.world_size):
+            op = get_operator(operator)
+            arguments = op.complete(case.make(blank_draw()) if case.large else case.build("cpu"))
+            chosen = op.consider_prepared(op.request(arguments), arguments, None).chosen
+            if chosen is not None:
+                outcome = dataclasses.replace(outcome, kernel=chosen.name)
+                if chosen.solution not in _UNCOMPILED:
+                    op.function(**op.prepared(arguments, chosen))
+    except CompilationForbiddenError as error:
+        return dataclasses.replace(outcome, missing=str(error))
+    except Exception as error:  # a call that cannot be run is an outcome like the others
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        outcome = dataclasses.replace(outcome, error=text)
+    return dataclasses.replace(outcome, compiled=tuple(compilations(begun)))
+
+
+def blank_draw() -> Draw:
+    """A `Draw` whose large random tensors have shapes but uninitialised values, because untouched memory costs nothing."""
+
+    class Blank(Draw):
+        def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().normal(*shape, dtype=dtype, scale=scale)
+
+        def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().uniform(*shape, low=low, high=high, dtype=dtype)
+
+        def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().integers(low, high, *shape, dtype=dtype)
+
+    return Blank("cpu")
+
+
+def _is_large(shape: Sequence[int]) -> bool:
+    return math.prod(shape) > 1 << 20

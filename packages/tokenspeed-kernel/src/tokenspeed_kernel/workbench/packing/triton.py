@@ -1,0 +1,37 @@
+"""Triton's programs for packs; see `tokenspeed_kernel.workbench.packing`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.platform import PlatformInfo
+
+_cache = DeviceModule("tokenspeed_kernel_base.triton_cache_device")
+_driver = DeviceModule("tokenspeed_kernel.workbench.packing.triton_driver_device")
+
+COMPILER = "triton"
+# What Triton keeps besides: a list of absolute paths, and intermediate representations, which launches do not need.
+_NEEDLESS = (".source", ".ttir", ".ttgir", ".llir")
+
+
+def toolchain() -> list[str]:
+    """The versions and settings that a program depends on."""
+    found: list[str] = _cache.toolchain()
+    return found
+
+
+def is_program(name: str) -> bool:
+    """Whether a file of Triton's cache belongs into a pack."""
+    return not name.startswith("__grp__") and not name.endswith(_NEEDLESS)
+
+
+@contextlib.contextmanager
+def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
+    """Inside the block, Triton compiles into a folder, for a platform, and launches nothing."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    with _driver.no_launches(platform):
+        yield
