@@ -11,14 +11,17 @@ NAME = "tokenspeed"
 
 
 def register() -> None:
-    """Registers our attention with transformers under the name ``tokenspeed``. May be called any number of times.
+    """Registers attention and experts with transformers under the name ``tokenspeed``. May be called any number of times.
 
-    Models change only if they ask for it: by ``attn_implementation="tokenspeed"``.
+    Models change only if they ask for it, by ``attn_implementation="tokenspeed"`` or ``experts_implementation="tokenspeed"``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     from tokenspeed_kernel_transformers.attention import attention_forward
+    from tokenspeed_kernel_transformers.experts import experts_forward
     from tokenspeed_kernel_transformers.masks import attention_mask
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    ExpertsInterface.register(NAME, experts_forward)

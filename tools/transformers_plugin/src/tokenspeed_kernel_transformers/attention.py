@@ -105,7 +105,7 @@ def _pages(states: Tensor) -> Tensor:
     row = row_pages(heads, tokens)
     _, of_head, of_token, of_element = states.stride()
     if of_element != 1 or (rows > 1 and states.stride(0) != row * of_token):
-        # Of dimensions with one element, a contiguous tensor may have any stride.
+        # A contiguous tensor may have any stride where a dimension has one element.
         states, of_head, of_token = states.contiguous(), tokens * dim, dim
     pages = (rows - 1) * row + tokens
     return states.as_strided((pages, 1, heads, dim), (of_token, of_token, of_head, 1))
