@@ -13,7 +13,7 @@ from tiny_models import generate, make, prompts
 
 import tokenspeed_kernel_transformers
 from tokenspeed_kernel import dequantize_mxfp4, quantize_mxfp4
-from tokenspeed_kernel_transformers.experts import arrange, experts_forward
+from tokenspeed_kernel_transformers.experts import arrange, experts_forward, is_experts
 from tokenspeed_kernel_transformers.kernels import NotServedError
 
 MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -25,7 +25,7 @@ def registered() -> None:
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if is_experts(module)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel_transformers.experts import arrange, forget
+from tokenspeed_kernel_transformers.experts import arrange, forget, is_experts
 from tokenspeed_kernel_transformers.kernels import NotServedError, kernel_of
 from tokenspeed_kernel_transformers.layers import GatedMLP, RMSNorm, is_gated_mlp, is_norm
 from tokenspeed_kernel_transformers.receipt import Receipt, Row
@@ -154,8 +154,7 @@ def _mixers(model: Any) -> list[Row]:
 
 
 def _experts_layers(model: Any) -> list[Any]:
-    # The attribute that transformers' `use_experts_implementation` adds.
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if is_experts(module)]
 
 
 def _experts(model: Any) -> list[Row]:

@@ -67,8 +67,9 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     layer: Any = module
     refused = {
         "experts without a gate": not layer.has_gate,
-        "a norm after each expert": layer.has_post_expert_norm,
-        "experts divided among ranks": layer._is_expert_parallel,
+        # Older releases lack these two attributes. They do not tell how experts are divided, so any process group counts.
+        "a norm after each expert": getattr(layer, "has_post_expert_norm", False),
+        "experts divided among ranks": getattr(layer, "_is_expert_parallel", torch.distributed.is_initialized()),
         f"weights of {layer.gate_up_proj.dtype}": not layer.gate_up_proj.is_floating_point() or layer.gate_up_proj.itemsize < 2,
         "weights that are not on a device": layer.gate_up_proj.is_meta,
     }
@@ -92,6 +93,11 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     arranged = Arranged(plan, OPS.moe_apply.prepare(weights, plan))
     setattr(layer, _ATTRIBUTE, arranged)
     return arranged
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module has the attributes that transformers' ``use_experts_implementation`` adds."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
 
 
 def forget(module: torch.nn.Module) -> None:
