@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers: `nox -s transformers` installs it")
+pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: `nox -s transformers` installs it")
 
 import transformers
 from tiny_models import generate, make, padding, prompts

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers: `nox -s transformers` installs it")
+pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: `nox -s transformers` installs it")
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "h200_transformers.py"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers: `nox -s transformers` installs it")
+pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: `nox -s transformers` installs it")
 
 from tiny_models import CONFIGURATIONS, generate, make, padding, prompts
 

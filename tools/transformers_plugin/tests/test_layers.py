@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers: `nox -s transformers` installs it")
+pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: `nox -s transformers` installs it")
 
 from tiny_models import make
 from torch.nn import functional
