@@ -26,12 +26,15 @@ HOPPER = "tools/sm90_emulator"
 AMD = "packages/tokenspeed-kernel-amd"
 NVIDIA = "packages/tokenspeed-kernel-nvidia"
 VLLM_PLUGIN = "tools/vllm_plugin"
+TRANSFORMERS_PLUGIN = "tools/transformers_plugin"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
 TRITONS = ("triton==3.6.0", "triton==3.9.0")
 # The releases that the vLLM plugin is tested with. They pin another PyTorch, and are installed without what they require.
 VLLMS = ("vllm==0.26.0", "vllm==0.33.0")
+# The releases that the transformers plugin is tested with: the oldest that it accepts, and the newest.
+TRANSFORMERS = ("transformers==5.17.0", "transformers==5.24.0")
 # Compiles the NVIDIA wheel's kernels; its runtime needs no GPU to be installed.
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 # Compiles C where there is no compiler.
@@ -60,8 +63,10 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
-    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`.
-    others = [part for path in (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN) for part in ("--ignore", path)]
+    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`, the other plugin
+    # by `transformers`.
+    ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN)
+    others = [part for path in ignored for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
@@ -117,6 +122,16 @@ def vllm(session: nox.Session, release: str) -> None:
     arguments = session.posargs or ["-n", "auto", f"{VLLM_PLUGIN}/tests"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     session.run("python", "-m", "pytest", *arguments, env=environment)
+
+
+@nox.session
+@nox.parametrize("release", TRANSFORMERS)
+def transformers(session: nox.Session, release: str) -> None:
+    """The plugin in transformers' own models, with random weights, on a CPU. Arguments go to pytest."""
+    _install(session, "test", "build", runtime=False)
+    session.install("-e", TRANSFORMERS_PLUGIN, release)
+    arguments = session.posargs or ["-n", "auto", f"{TRANSFORMERS_PLUGIN}/tests"]
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -1,0 +1,188 @@
+"""`generate` of Llama-3.1-8B with random weights on one H200: tokens per second beside sdpa and eager attention.
+
+    python tools/transformers_plugin/benchmarks/h200_transformers.py --output h200_transformers.json
+    python tools/transformers_plugin/benchmarks/h200_transformers.py --device cpu --tiny --tokens 4 --prompts 24 --batches 1 2
+
+Each variant generates greedily with each batch and each length of prompts. The first call, which compiles kernels, is not
+measured. ``prefill`` is in prompt tokens per second: the time of a call that generates one token. ``decode`` is in new tokens per
+second: the difference between a call that generates ``--tokens`` tokens and a call that generates one. Times are the medians of
+``--repeats`` calls. Before a variant is measured, its first logits are compared with sdpa's; a row says if they differ. A
+variant that runs out of memory has no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import tokenspeed_kernel_transformers
+from tokenspeed_kernel.workbench.benchmark.runner import metadata_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+TINY: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+# The attention of the model, and the parts that `enable` puts on our kernels.
+VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
+    "eager": ("eager", None),
+    "sdpa": ("sdpa", None),
+    "tokenspeed attention": ("sdpa", {"norms": False, "gated_mlps": False}),
+    "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
+    "tokenspeed": ("sdpa", {}),
+}
+# The largest difference of the first logits from sdpa's, in standard deviations of the logits (root mean square).
+_TOLERANCE = 0.05
+
+
+def parser_of() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[1024, 8192], help="tokens of each prompt")
+    parser.add_argument("--caches", nargs="+", choices=["dynamic", "static"], default=["dynamic"])
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="all by default")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
+    parser.add_argument("--output", type=Path, help="a file for the results, JSON")
+    parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
+    return parser
+
+
+def build(given: argparse.Namespace, attention: str) -> Any:
+    """The model with random weights, the same for each variant."""
+    sizes = dict(TINY if given.tiny else SIZES)
+    if given.layers:
+        sizes["num_hidden_layers"] = given.layers
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(1)
+    with torch.device(given.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    return model.eval()
+
+
+def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
+    """A function that generates some tokens, and returns the first logits."""
+    # Compiling is not what is compared.
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+
+    def call(tokens: int) -> Any:
+        with torch.inference_mode():
+            done = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **options,
+            )
+        return done.logits[0].float()
+
+    return call
+
+
+def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
+    """The median time of a call."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure(given: argparse.Namespace, call: Callable[[int], Any], batch: int, prompt: int) -> dict[str, float]:
+    """Tokens per second of the prefill and of the decode steps."""
+    call(given.tokens)
+    first = seconds(lambda: call(1), given.device, given.repeats)
+    whole = seconds(lambda: call(given.tokens), given.device, given.repeats)
+    return {"prefill": batch * prompt / first, "decode": batch * (given.tokens - 1) / max(whole - first, 1e-9)}
+
+
+def main(words: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs the variants, prints their figures, and returns them."""
+    given = parser_of().parse_args(words)
+    if given.tokens < 2:
+        raise SystemExit("--tokens must be at least 2, because decode steps are measured")
+    rows: list[dict[str, Any]] = []
+    for variant in given.variants:
+        attention, parts = VARIANTS[variant]
+        model = build(given, attention)
+        if parts is not None:
+            print(tokenspeed_kernel_transformers.enable(model, **parts))
+        for batch in given.batches:
+            for prompt in given.prompts:
+                draw = torch.Generator().manual_seed(batch + prompt)
+                ids = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=draw).to(given.device)
+                for cache in given.caches:
+                    row = {"variant": variant, "batch": batch, "prompt": prompt, "cache": cache}
+                    row |= figures(given, model, ids, cache)
+                    print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), sep="  ", flush=True)
+                    rows.append(row)
+        del model
+    if given.output:
+        command = shlex.join(["python", "tools/transformers_plugin/benchmarks/h200_transformers.py", *words])
+        found = dataclasses.asdict(metadata_of(given, command, torch.device(given.device)))
+        found["transformers"] = transformers.__version__
+        given.output.write_text(json.dumps({"measured_on": found, "rows": rows}, indent=1) + "\n")
+    return rows
+
+
+def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str) -> dict[str, Any]:
+    """The figures of a row: the error of the first logits, and tokens per second; or why there are none."""
+    try:
+        call = caller(model, ids, cache)
+        error = difference(model, call, ids)
+        found: dict[str, Any] = {"error": error, **measure(given, call, *ids.shape)}
+        if error > _TOLERANCE:
+            found["problem"] = f"logits differ from sdpa's by more than {_TOLERANCE} standard deviations"
+        return found
+    except torch.OutOfMemoryError:
+        return {"problem": "out of memory"}
+
+
+def difference(model: Any, call: Callable[[int], Any], ids: torch.Tensor) -> float:
+    """How much the first logits differ from those with sdpa attention, in standard deviations of the logits."""
+    got = call(1)
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    expected = caller(model, ids, "dynamic")(1)
+    model.set_attn_implementation(own)
+    return float((got - expected).square().mean().sqrt() / expected.std())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,126 @@
+"""Attention of a layer, for transformers' ``AttentionInterface``: a batch that `masks.attention_mask` describes, or any other."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tokenspeed_kernel_transformers.batch import RAGGED, Batch, kv_heads_of, row_pages, unpack
+from tokenspeed_kernel_transformers.kernels import OPS
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a layer.
+
+    Args:
+        module: the layer.
+        query: ``[batch, heads, q_length, head_dim]``.
+        key, value: ``[batch, kv_heads, kv_length, dim]``, with the new tokens; of a static cache all of it.
+        attention_mask: from `masks.attention_mask`; with any other mask transformers' own attention runs.
+        dropout: 0 unless the model is trained.
+        scaling: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        softcap: if positive, the cap of the scores.
+        s_aux: ``[heads]``, sinks.
+        others: further arguments of transformers' own attention. The window is not read: the mask knows it.
+
+    Returns:
+        The output ``[batch, q_length, heads, v_head_dim]``, and the probabilities if transformers' eager attention ran.
+    """
+    batch = unpack(attention_mask)
+    if batch is None:
+        own = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return _own(module, query, key, value, attention_mask, {**own, **others})
+    if others.get("position_bias") is not None:
+        raise ValueError("tokenspeed_kernel_transformers has no kernel for position_bias; choose another attn_implementation")
+    options = {
+        "window_left": batch.window_left,
+        "logit_cap": softcap or 0.0,
+        "sinks": s_aux,
+        "softmax_scale": scaling,
+    }
+    rows, heads, tokens, _ = query.shape
+    if batch.layout == RAGGED:
+        out = _ragged(query, key, value, batch, options)
+    else:
+        out = _paged(query, key, value, batch, options, row_pages(kv_heads_of(module.config), key.shape[2]))
+    return out.view(rows, tokens, heads, value.shape[3]), None
+
+
+def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any]) -> Tensor:
+    """Prefill. Keys and values of several rows are copied, because rows are not adjacent in a cache."""
+    tokens = query.shape[2]
+    q, k, v = (_rows(states[:, :, :tokens]) for states in (query, key, value))
+    out: Tensor = OPS.mha_prefill(q, k, v, batch.table, max_seqlen=tokens, **options)
+    return out
+
+
+def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any], row: int) -> Tensor:
+    """New tokens after cached ones. The cache is viewed as pages of one token; a contiguous cache is not copied.
+
+    ``row``: pages between rows, as the mask function assumed.
+    """
+    rows, _, tokens, _ = query.shape
+    _, heads, length, _ = key.shape
+    lengths, pages = batch.table[:rows], batch.table[rows:].view(rows, length)
+    if rows > 1 and row != row_pages(heads, length):
+        shift = row_pages(heads, length) - row
+        pages = pages + torch.arange(0, rows * shift, shift, dtype=torch.int32, device=pages.device).unsqueeze(1)
+    cache = {"k_cache": _pages(key), "v_cache": _pages(value), "page_table": pages, "cache_seqlens": lengths}
+    q = _rows(query)
+    out: Tensor
+    if tokens == 1:
+        out = OPS.mha_decode_with_kvcache(q, **cache, max_seqlen_k=length, **options)
+    else:
+        cu_seqlens = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+        out = OPS.mha_with_kvcache(q, cu_seqlens, **cache, max_seqlen_q=tokens, max_seqlen_k=length, **options)
+    return out
+
+
+def _rows(states: Tensor) -> Tensor:
+    """``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _pages(states: Tensor) -> Tensor:
+    """``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of head 0.
+
+    The rows' pages do not overlap: only pages of head 0 are named in a page table.
+    """
+    rows, heads, tokens, dim = states.shape
+    row = row_pages(heads, tokens)
+    _, of_head, of_token, of_element = states.stride()
+    if of_element != 1 or (rows > 1 and states.stride(0) != row * of_token):
+        # A contiguous tensor may have any stride where a dimension has one element.
+        states, of_head, of_token = states.contiguous(), tokens * dim, dim
+    pages = (rows - 1) * row + tokens
+    return states.as_strided((pages, 1, heads, dim), (of_token, of_token, of_head, 1))
+
+
+def _own(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' own attention: sdpa, or eager where sdpa lacks a feature that the layer uses."""
+    if not options["softcap"] and options["s_aux"] is None:
+        forward: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    else:
+        # Models' own function, in the module of the layer's class, by transformers' convention.
+        forward = sys.modules[type(module).__module__].eager_attention_forward
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    out, probabilities = forward(module, query, key, value, mask, **options)
+    return out, probabilities

@@ -1,0 +1,153 @@
+"""Norms and gated MLPs: modules that take the place of a model's own, by PyTorch's ``set_submodule``.
+
+They keep the parameters and their names, so that saving and loading are as before. A module is recognised by what it computes,
+not by its class: it is called once and compared with our formula.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_kernel_transformers.kernels import OPS, NotServedError, kernel_of
+
+# The operator of an activation and its options, beside PyTorch's function.
+_ACTIVATIONS: tuple[tuple[str, dict[str, str], Callable[[Tensor], Tensor]], ...] = (
+    ("silu_and_mul", {}, functional.silu),
+    ("gelu_and_mul", {"approximate": "none"}, functional.gelu),
+    ("gelu_and_mul", {"approximate": "tanh"}, lambda x: functional.gelu(x, approximate="tanh")),
+)
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class RMSNorm(torch.nn.Module):
+    """An RMS norm by `rmsnorm`, which rounds once. Many of transformers' own round before the multiplication by weight, too."""
+
+    def __init__(self, own: Any) -> None:
+        """
+        Args:
+            own: the model's norm. It computes calls with gradients.
+
+        Raises:
+            NotServedError: it is no RMS norm of ours, or no kernel is eligible.
+        """
+        super().__init__()
+        self.weight = _parameter(own, "weight")
+        self.eps = self.variance_epsilon = _eps(own)
+        self.own = [own]  # in a list, so that its parameter is not registered twice
+        # Some norms multiply by 1 + weight.
+        self.offset = self._offset()
+        self.kernel = kernel_of("rmsnorm", x=self.weight.new_empty(1, len(self.weight)), weight=self.weight.data, eps=self.eps)
+
+    def _offset(self) -> float:
+        x = torch.randn(2, len(self.weight), generator=torch.Generator().manual_seed(1)).to(self.weight.device)
+        with torch.no_grad():
+            expected = self.own[0](x).float()
+            normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+            for offset in (0.0, 1.0):
+                if torch.allclose(normed * (offset + self.weight.float()), expected, rtol=1e-2, atol=1e-2):
+                    return offset
+        raise NotServedError("it computes something else than an RMS norm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last axis of x."""
+        if torch.is_grad_enabled():
+            own: Tensor = self.own[0](x)
+            return own
+        weight = self.offset + self.weight.float() if self.offset else self.weight
+        out: Tensor = OPS.rmsnorm(x, weight, self.eps)
+        return out
+
+
+class GatedMLP(torch.nn.Module):
+    """``down(act(gate(x)) * up(x))``, with both projections in one tensor for `silu_and_mul` or `gelu_and_mul`."""
+
+    gate_proj: torch.nn.Linear
+    up_proj: torch.nn.Linear
+    down_proj: torch.nn.Linear
+    act_fn: Callable[[Tensor], Tensor]
+
+    def __init__(self, own: Any) -> None:
+        """
+        Args:
+            own: the model's MLP. Its projections remain where they are.
+
+        Raises:
+            NotServedError: it is no gated MLP of ours, or no kernel is eligible.
+        """
+        super().__init__()
+        for name in _PROJECTIONS:
+            projection = getattr(own, name)
+            if type(projection) is not torch.nn.Linear:
+                raise NotServedError(f"its projections are {type(projection).__name__}, not torch.nn.Linear")
+            _parameter(projection, "weight")
+            setattr(self, name, projection)
+        self.act_fn = own.act_fn
+        self.operator, self.options = self._activation()
+        gate = self.gate_proj.weight
+        x = torch.randn(2, gate.shape[1], generator=torch.Generator().manual_seed(1)).to(gate)
+        with torch.no_grad():
+            if len(inspect.signature(own.forward).parameters) != 1 or not torch.equal(own(x), self._formula(x)):
+                raise NotServedError("it computes something else than a gated MLP")
+        self.kernel = kernel_of(self.operator, x=gate.new_empty(1, 2 * len(gate)), **self.options)
+
+    def _activation(self) -> tuple[str, dict[str, str]]:
+        x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+        with torch.no_grad():
+            for operator, options, function in _ACTIVATIONS:
+                if torch.allclose(self.act_fn(x), function(x), rtol=1e-7, atol=1e-7):
+                    return operator, options
+        raise NotServedError(f"it does not run the activation {type(self.act_fn).__name__}")
+
+    def _formula(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to ``[..., hidden]``."""
+        # torch.compile cannot trace writes to a part of a tensor, and fuses the activation itself.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._formula(x)
+        rows = x.flatten(0, -2)
+        width = len(self.gate_proj.weight)
+        gate_up = x.new_empty(len(rows), 2 * width)
+        for projection, out in zip((self.gate_proj, self.up_proj), gate_up.split(width, 1), strict=True):
+            if projection.bias is None:
+                torch.mm(rows, projection.weight.t(), out=out)
+            else:
+                torch.addmm(projection.bias, rows, projection.weight.t(), out=out)
+        hidden = getattr(OPS, self.operator)(gate_up, **self.options)
+        down: Tensor = self.down_proj(hidden)
+        return down.view(*x.shape[:-1], -1)
+
+
+def is_norm(module: Any) -> bool:
+    """Whether a module looks like an RMS norm."""
+    return "RMSNorm" in type(module).__name__ and not isinstance(module, RMSNorm)
+
+
+def is_gated_mlp(module: Any) -> bool:
+    """Whether a module looks like a gated MLP."""
+    return all(hasattr(module, name) for name in (*_PROJECTIONS, "act_fn")) and not isinstance(module, GatedMLP)
+
+
+def _parameter(module: Any, name: str) -> torch.nn.Parameter:
+    """A parameter, which must be an ordinary one on a device."""
+    parameter = getattr(module, name, None)
+    if not isinstance(parameter, torch.nn.Parameter) or type(parameter.data) is not Tensor or parameter.is_meta:
+        raise NotServedError(f"its {name} is not an ordinary parameter on a device")
+    if hasattr(module, "_hf_hook"):
+        raise NotServedError("accelerate moves its weights")
+    return parameter
+
+
+def _eps(norm: Any) -> float:
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(eps := getattr(norm, name, None), float) and len(inspect.signature(norm.forward).parameters) == 1:
+            return eps
+    raise NotServedError("it has no eps, or takes more than one tensor")

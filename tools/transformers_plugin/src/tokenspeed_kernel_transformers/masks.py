@@ -1,0 +1,169 @@
+"""The mask function: describes a batch for `attention.attention_forward`, or makes the mask of transformers' own attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from tokenspeed_kernel_transformers.batch import PAGED, RAGGED, Batch, kv_heads_of, row_pages
+from tokenspeed_kernel_transformers.kernels import NotServedError
+
+logger = logging.getLogger(__name__)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> Tensor:
+    """The mask of a forward, for transformers' ``AttentionMaskInterface``.
+
+    Args:
+        batch_size, q_length: sizes of the queries.
+        kv_length: tokens of the key states, free slots of a static cache included.
+        q_offset: position of the first query; a tensor for static caches.
+        kv_offset: position of the first key.
+        mask_function: the pattern, as a function of positions.
+        attention_mask: bool ``[batch, positions]``, False for padding. None: there is none.
+        local_size: the window of layers with a sliding window, the token itself included.
+        device: where the mask is made.
+        config: the model's configuration.
+        others: further arguments of transformers' ``sdpa_mask``.
+
+    Returns:
+        A packed `Batch`; or, for a batch that our kernels cannot serve, a bool mask ``[batch, 1, q_length, kv_length]``, with
+        which the layers run transformers' own attention. A log line gives the reason once.
+    """
+    try:
+        window_left = _window_of(mask_function, local_size, kv_length)
+        if q_length > 1 and _is_first(q_offset):
+            batch = _ragged(batch_size, q_length, attention_mask, device, window_left)
+        else:
+            new = q_offset + q_length - kv_offset
+            layout = (kv_length, kv_offset, row_pages(kv_heads_of(config), kv_length))
+            batch = _paged(batch_size, q_length, layout, new, attention_mask, device, window_left)
+        return batch.pack()
+    except NotServedError as error:
+        _say(str(error))
+    mask: Tensor = masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        device=device,
+        config=config,
+        # Always a mask: transformers' eager attention knows no other sign of causality.
+        **{**others, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )
+    return mask
+
+
+def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_length: int) -> int:
+    """``window_left`` of a causal pattern. Raises NotServedError for every other pattern."""
+    if torch.is_grad_enabled():
+        raise NotServedError("gradients are enabled, and kernels are for inference: call the model under torch.inference_mode()")
+    if local_size is None:
+        if mask_function is masking_utils.causal_mask_function:
+            return -1
+        raise NotServedError("the mask is not plainly causal")
+    if torch.compiler.is_compiling():
+        raise NotServedError("a pattern with a window cannot be recognised while torch.compile traces the mask")
+    if not _same(mask_function, masking_utils.sliding_window_causal_mask_function(local_size)):
+        raise NotServedError("the mask is not a plain sliding window")
+    return local_size - 1
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code and enclose the same values."""
+    if inspect.isfunction(one) and inspect.isfunction(other) and one is not other:
+        enclosed = (inspect.getclosurevars(one).nonlocals, inspect.getclosurevars(other).nonlocals)
+        return one.__code__ is other.__code__ and _same(*(tuple(values.items()) for values in enclosed))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or (type(one) is type(other) and isinstance(one, (int, str)) and one == other)
+
+
+def _is_first(q_offset: int | Tensor) -> bool:
+    """Whether no token was cached before. Waits for the device, once per prefill with a static cache, as transformers does."""
+    if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
+        raise NotServedError("the length of a static cache cannot be read while torch.compile traces a prefill")
+    return int(q_offset) == 0
+
+
+def _ragged(batch: int, tokens: int, padding: Tensor | None, device: Any, window_left: int) -> Batch:
+    """The batch of a prefill. A row's padding on the left counts as a sequence of its own, which no token of the row sees.
+
+    Padding on the right needs no care: it comes later than every token.
+    """
+    ends = torch.arange(tokens, (batch + 1) * tokens, tokens, device=device)
+    if padding is None:
+        sequences = ends
+    else:
+        known = padding[:, :tokens]
+        left = (known.cumsum(1) == 0).sum(1)
+        if not _contiguous(known, left, left + known.sum(1)):
+            raise NotServedError("there is padding between a row's tokens")
+        sequences = torch.stack((ends - tokens + left, ends), 1).flatten()
+    return Batch(RAGGED, window_left, torch.nn.functional.pad(sequences, (1, 0)).int())
+
+
+def _paged(
+    batch: int,
+    q_length: int,
+    layout: tuple[int, int, int],
+    new: int | Tensor,
+    padding: Tensor | None,
+    device: Any,
+    window_left: int,
+) -> Batch:
+    """The batch of new tokens after cached ones.
+
+    ``layout``: tokens of the key states, the position of the first one, pages from row to row. ``new``: tokens of the key states
+    without free slots."""
+    tokens, begin, row = layout
+    token = torch.arange(tokens, device=device)
+    if padding is None:
+        lengths, pages = (token < new).sum().expand(batch), token.expand(batch, -1)
+    else:
+        known = torch.nn.functional.pad(padding, (0, max(begin + tokens - padding.shape[1], 0)))
+        known = known[:, begin : begin + tokens] & (token < new)
+        lengths = known.sum(1)
+        # Windows, and several queries, count positions. A single query without a window may skip padding anywhere.
+        if (window_left >= 0 or q_length > 1) and not _contiguous(known, new - lengths, new):
+            raise NotServedError("there is padding between a row's tokens")
+        pages = known.int().argsort(dim=1, descending=True, stable=True)
+    pages = pages + torch.arange(0, batch * row, row, device=device).unsqueeze(1)
+    return Batch(PAGED, window_left, torch.cat((lengths, pages.flatten())).int())
+
+
+def _contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> bool:
+    """Whether each row knows exactly the tokens from begin to end. Waits for the device, as transformers' own masks do."""
+    if torch.compiler.is_compiling():
+        raise NotServedError("padding cannot be read while torch.compile traces the mask")
+    token = torch.arange(known.shape[1], device=known.device)
+    end = end.unsqueeze(-1) if isinstance(end, Tensor) else end
+    return bool((known == ((token >= begin.unsqueeze(1)) & (token < end))).all())
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    logger.info("tokenspeed_kernel_transformers: transformers' own attention, because %s", reason)
