@@ -164,6 +164,18 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "auto", "-o", "filterwarnings=", "ci/test_install.py", *session.posargs)
 
 
+@nox.session
+def resolve(session: nox.Session) -> None:
+    """Asks pip whether the wheels of dist/wheels can be installed beside the newest vLLM, SGLang and transformers.
+
+    Prints the pins that conflict. Arguments are engines; all by default.
+    """
+    if not any((ROOT / "dist" / "wheels").glob("*.whl")):
+        session.skip("needs the wheels: `nox -s build` makes them")
+    session.install("pip>=26")
+    session.run("python", "ci/resolve.py", *session.posargs)
+
+
 def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
     """Hardware sessions use the machine's own PyTorch, which fits its driver; a CPU build put beside it would not see the GPU."""
     if shutil.which(tool) is None or subprocess.run([tool], capture_output=True, check=False).returncode:

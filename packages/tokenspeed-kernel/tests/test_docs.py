@@ -52,7 +52,8 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    found = re.findall(r"(?:^<!-- (slow|needs[^\n]*) -->\n)?^```(\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    text = re.sub(r'^--8<-- "(.*)"\n', lambda snippet: (ROOT / snippet[1]).read_text(), page.read_text(), flags=re.MULTILINE)
+    found = re.findall(r"(?:^<!-- (slow|needs[^\n]*) -->\n)?^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [Block(language, text, needs) for needs, language, text in found]
 
 

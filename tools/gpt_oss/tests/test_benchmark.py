@@ -71,12 +71,13 @@ def test_the_result_says_what_it_was_measured_on(result: dict[str, Any]) -> None
 def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
     for row in result["variants"]["optimised"]["decode"]:
         families = {each["family"]: each for each in row["families"]}
-        assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding"}
+        assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding", "kvcache"}
         assert sum(each["share_of_time"] for each in row["families"]) == pytest.approx(1)
         # In each of three layers a qkv GEMM, an output GEMM, the router's GEMM, and the top-k; one GEMM at the end.
         assert families["gemm"]["calls"] == 3 * 3 + 1
         assert families["moe"]["calls"] == 3 * 2
         assert families["attention"]["calls"] == families["embedding"]["calls"] == 3
+        assert families["kvcache"]["calls"] == 1  # the slots of all layers
         assert all(each["microseconds"] > 0 and each["share_of_roofline"] is None for each in row["families"])
 
 

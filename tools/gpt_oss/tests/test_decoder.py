@@ -56,8 +56,8 @@ def test_a_pass_ahead(model: GptOss) -> None:
     assert counts == [(0, 1), (1, 2), (1, 3), (1, 3)], "events of a step, and passes launched by then"
 
 
-def test_slots_end_with_the_pages_of_a_sequence(model: GptOss) -> None:
-    """A position beyond a sequence's pages has no slot, whichever sequence used the row before."""
+def test_passes_write_to_the_pages_of_their_sequences(model: GptOss) -> None:
+    """Beyond a sequence's pages nothing is written, whichever sequence used the row before."""
     cache = PagedKVCache(model.config, 20, 4, torch.float32)
     passes = Decoder(model, cache, (1, 2, 4), capture=False)
     held = [
@@ -67,10 +67,9 @@ def test_slots_end_with_the_pages_of_a_sequence(model: GptOss) -> None:
         size = next(size for size in passes.sizes if size >= len(sequences))
         passes.launch(sequences, None)
         for row, sequence in enumerate(sequences):
-            reach = 4 * len(sequence.pages)
-            assert passes._slots[row, :reach].tolist() == cache.slots(sequence.pages, 0, reach).tolist()
-            assert (passes._slots[row, reach:] == -1).all()
-        assert (passes._slots[len(sequences) : size] == -1).all()
+            beyond = passes._written_pages.shape[1] - len(sequence.pages)
+            assert passes._written_pages[row].tolist() == [*sequence.pages, *[-1] * beyond]
+        assert (passes._written_pages[len(sequences) : size] == -1).all()
         assert (passes._page_table >= 0).all()
 
 

@@ -65,6 +65,7 @@ def test_demo_shows_every_operator_and_why(shown: dict[str, Any]) -> None:
         "attention.rmsnorm_qkv_rope",
         "embedding.apply_rope",
         "gemm.mm",
+        "kvcache.positions_to_slots",
         "moe.moe_apply",
         "moe.moe_topk",
         "moe.rmsnorm_moe_topk",

@@ -140,6 +140,7 @@ def test_every_operator_call_of_every_step_fails_once(
         "mha_with_kvcache",
         "mm",
         "moe_apply",
+        "positions_to_slots",
         "rmsnorm",
         "rmsnorm_moe_topk",
         "rmsnorm_qkv_rope",

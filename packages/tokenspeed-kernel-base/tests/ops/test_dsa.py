@@ -156,6 +156,7 @@ def test_positions_become_slots(q_lens: list[int], page_size: int, pages: int) -
     positions = torch.randint(-2, (pages + 1) * page_size, (sum(q_lens), 6), dtype=torch.int32)
     offsets = ints(0, *torch.tensor(q_lens).cumsum(0).tolist())
     got = positions_to_slots(positions, page_table, page_size, offsets)
+    assert torch.equal(positions_to_slots(positions[:, 1].long(), page_table, page_size, offsets), got[:, 1].long())
     for token, sequence in enumerate(i for i, q_len in enumerate(q_lens) for _ in range(q_len)):
         for at, position in enumerate(positions[token].tolist()):
             page = int(page_table[sequence, position // page_size]) if 0 <= position < pages * page_size else -1

@@ -7,10 +7,12 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import tokenspeed_kernel
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.transfer import sent, to_device
 
@@ -89,6 +91,7 @@ def make_batch(
     device: torch.device | str,
     logits_of: Sequence[int] | None = None,
     phase: Phase | None = None,
+    ops: Any = tokenspeed_kernel,
 ) -> Batch:
     """Creates the tensors of a pass over chunks.
 
@@ -98,6 +101,7 @@ def make_batch(
         device: the model's device.
         logits_of: indices of the chunks whose last token's logits are returned; None for all tokens of all chunks.
         phase: overrides the result of `phase_of`. Extend and mixed can run any chunks.
+        ops: the operators: the public API, or a recording wrapper.
 
     Raises:
         ValueError: there are no chunks, one is empty, or one has earlier tokens and there is no cache.
@@ -122,20 +126,24 @@ def make_batch(
     page_size = cache.page_size if cache is not None else 1
     # Long prompts have many positions and the device waits meanwhile, so no Python loop runs over positions.
     tokens = torch.frombuffer(array("q", itertools.chain.from_iterable(piece.tokens for piece in pieces)), dtype=torch.int64)
-    positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-    slots = None if cache is None else torch.cat([cache.slots(p.pages, p.start, p.stop) for p in pieces])
+    positions = sent(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]), device)
+    cu_seqlens_q = None if decodes else ints(ends, torch.int32)
+    page_table = slots = None
+    if cache is not None:
+        page_table = cache.page_table([piece.pages for piece in pieces])
+        slots = ops.positions_to_slots(positions, page_table, page_size, cu_seqlens_q)
     return Batch(
         phase=phase,
         tokens=sent(tokens, device),
-        positions=sent(positions, device),
-        cu_seqlens_q=None if decodes else ints(ends, torch.int32),
+        positions=positions,
+        cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=None if decodes else ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
         max_seqlen_q=max(len(piece.tokens) for piece in pieces),
         # Rounded to whole pages: operators memoise decisions by arguments, and a bound that grew with every token would
         # make every decode step a new call.
         max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
-        slot_mapping=None if slots is None else sent(slots, device),
-        page_table=None if cache is None else cache.page_table([piece.pages for piece in pieces]),
+        slot_mapping=slots,
+        page_table=page_table,
         logit_rows=None if logits_of is None else ints([ends[piece + 1] - 1 for piece in logits_of]),
     )

@@ -113,13 +113,6 @@ class PagedKVCache:
         self.k: Sequence[Tensor] = storage[0].unbind(0)
         self.v: Sequence[Tensor] = storage[1].unbind(0)
 
-    def slots(self, pages: Sequence[int], start: int, stop: int) -> Tensor:
-        """int64 ``[stop - start]``, in host memory: the slots of these positions of a sequence with these pages."""
-        first = start // self.page_size  # page
-        held = torch.tensor(pages[first : -(-stop // self.page_size)], dtype=torch.int64)
-        slots = held[:, None] * self.page_size + torch.arange(self.page_size)
-        return slots.flatten()[start - first * self.page_size : stop - first * self.page_size]
-
     def page_table(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """int32 ``[batch, pages of the longest]``: the pages of each sequence in order, padded with page 0."""
         width = max((len(pages) for pages in sequences), default=0)

@@ -26,7 +26,7 @@ from gpt_oss.model import GptOss
 from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import sent
 
-_WIDE = ("tokens", "positions", "offsets", "seeds", "sources", "written")
+_WIDE = ("tokens", "positions", "offsets", "seeds", "sources")
 _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
 
 
@@ -49,7 +49,6 @@ class _Rows:
         offsets: int64 ``[rows]``, how many tokens were generated before the one to sample.
         seeds: int64 ``[rows]``, the requests' seeds.
         sources: int64 ``[rows]``, the row of the pass in flight that produces the token; -1 if ``tokens`` has it.
-        written: int64 ``[rows]``, 1 if keys and values are written to the cache, 0 for a padding row.
         cache_seqlens: int32 ``[rows]``, tokens in the cache, the input token included.
         top_k: int32 ``[rows]``; temperature, top_p: float32 ``[rows]``.
     """
@@ -59,7 +58,6 @@ class _Rows:
     offsets: Tensor
     seeds: Tensor
     sources: Tensor
-    written: Tensor
     cache_seqlens: Tensor
     top_k: Tensor
     temperature: Tensor
@@ -103,10 +101,8 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # The cache slot of each position, -1 for none, so that a pass looks its slots up with a single kernel.
-        self._slots = torch.full((largest, width * cache.page_size), -1, dtype=torch.int32, device=device)
-        self._in_page = torch.arange(cache.page_size, dtype=torch.int32, device=device)
-        self._most_pages = 0  # the most pages of any sequence so far
+        # The pages that a pass writes to: -1 beyond a sequence's pages, where its last pass may be, and in padding rows.
+        self._written_pages = torch.full_like(self._page_table, -1)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
         # The contents of the rows: the batch size, and each sequence's number and length. None if unknown.
@@ -176,7 +172,8 @@ class Decoder:
     def forward(self, size: int) -> None:
         """Launches the model's pass, from the rows to the logits, from Python. The rows are not changed, so an extra launch is
         safe, for recording calls."""
-        slots = self._slots[:size].gather(1, self._rows.positions[:size].unsqueeze(1)).squeeze(1)
+        positions, page_size = self._rows.positions[:size], self._cache.page_size
+        slots = self._model.ops.positions_to_slots(positions, self._written_pages[:size], page_size)
         self._model.forward(replace(self._batches[size], slot_mapping=slots), self._cache, out=self._logits[:size])
 
     def _choose(self, size: int, greedy: bool) -> None:
@@ -222,7 +219,6 @@ class Decoder:
                 [s.generated for s in filled],
                 [sampling.seed for sampling in samplings],
                 [-1 if k else row_of[s.number] for s, k in zip(filled, known, strict=True)],
-                [int(row < len(sequences)) for row in range(size)],
             ]
         )
         host.narrow[:2, :size] = torch.tensor([[s.cached + 1 for s in filled], [sampling.top_k for sampling in samplings]])
@@ -236,23 +232,10 @@ class Decoder:
             self._rows.tokens[:size] = tokens
         held = self._page_rows
         self._page_rows = {s.number: held[s.number] if s.number in held else self._pages_of(s) for s in sequences}
-        table = torch.stack([self._page_rows[s.number] for s in filled])
-        self._set_pages(sent(table, self._model.device), max(len(s.pages) for s in sequences))
-
-    def _set_pages(self, table: Tensor, used: int) -> None:
-        """Sets the pages and slots of the first rows.
-
-        Args:
-            table: int32 ``[sequences, pages]`` on the device, -1 beyond a sequence's pages.
-            used: number of columns with pages.
-        """
-        size, page_size = table.shape[0], self._cache.page_size
+        table = sent(torch.stack([self._page_rows[s.number] for s in filled]), self._model.device)
         self._page_table[:size] = table.clamp(min=0)
-        table = table[:, :used, None]
-        written = (table >= 0) & (self._rows.written[:size, None, None] > 0)
-        self._slots[:size, : used * page_size] = torch.where(written, table * page_size + self._in_page, -1).flatten(1)
-        self._slots[:size, used * page_size : self._most_pages * page_size] = -1  # clears the pages of earlier sequences
-        self._most_pages = max(self._most_pages, used)
+        self._written_pages[:size] = table
+        self._written_pages[len(sequences) : size] = -1
 
     def _pages_of(self, sequence: Running) -> Tensor:
         row = torch.full((self._page_table.shape[1],), -1, dtype=torch.int32)

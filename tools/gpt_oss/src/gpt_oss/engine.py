@@ -281,13 +281,14 @@ class Engine:
         # A token in flight is 0 until it is copied on the device.
         pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
         ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
-        batch = make_batch(pieces, self.cache, self.model.device, logits_of=ready, phase=phase_of(pieces))
+        ops = self.model.ops
+        batch = make_batch(pieces, self.cache, self.model.device, logits_of=ready, phase=phase_of(pieces), ops=ops)
         self._feed(batch.tokens, scheduled, before)
         logits = self.model.forward(batch, self.cache)
         sequences = [scheduled[index][0] for index in ready]
         choices = [sequence.request.sampling for sequence in sequences]
         indices = [sequence.generated for sequence in sequences]
-        tokens = sample(self.model.ops, logits, choices, indices) if ready else batch.tokens[:0]
+        tokens = sample(ops, logits, choices, indices) if ready else batch.tokens[:0]
         rows = ((sequence.number, sequence.generated) for sequence in sequences)
         return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
 

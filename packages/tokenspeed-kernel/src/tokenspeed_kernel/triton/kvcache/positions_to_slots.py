@@ -1,4 +1,4 @@
-"""Page table lookup. A program maps a block of one token's positions to slots."""
+"""Page table lookup. A CTA maps a block of one token's positions to slots, or a block of tokens with one position each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ device_code = DeviceModule(__name__ + "_device")
 
 _BLOCK = 1024
 _SEQUENCES_AT_ONCE = 256
+# A thread for each token of a block. The search holds a comparison of each token with each of these sequences in registers.
+_TOKENS, _SEQUENCES_A_TOKEN = 128, 32
 
 
 @register_kernel(
@@ -22,7 +24,8 @@ _SEQUENCES_AT_ONCE = 256
     "positions_to_slots",
     solution="triton",
     capability=TRITON,
-    signatures=format_signatures("positions", "dense", (torch.int32,)),
+    signatures=format_signatures("positions", "dense", (torch.int32, torch.int64)),
+    traits={"one_position": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -30,23 +33,20 @@ def positions_to_slots(
     positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """See `tokenspeed_kernel.positions_to_slots`."""
-    (tokens, top_k), (batch, max_pages) = positions.shape, page_table.shape
-    slots = torch.empty(tokens, top_k, dtype=torch.int32, device=positions.device) if out is None else out
-    if slots.numel():
+    tokens, (batch, max_pages) = len(positions), page_table.shape
+    slots = torch.empty(positions.shape, dtype=positions.dtype, device=positions.device) if out is None else out
+    if not slots.numel():
+        return slots
+    tensors = (positions, page_table, dense(cu_seqlens_q), slots, *positions.stride(), *page_table.stride(), *slots.stride())
+    sequences = (batch, max(1, tokens // max(batch, 1)), max_pages)
+    at_once = max(16, next_power_of_2(batch))
+    if positions.dim() == 1:
+        device_code.one_position_kernel[(cdiv(tokens, _TOKENS),)](
+            *tensors, *sequences, tokens, PAGE_SIZE=page_size, BLOCK=_TOKENS, AT_ONCE=min(_SEQUENCES_A_TOKEN, at_once)
+        )
+    else:
+        top_k = positions.shape[1]
         device_code.positions_to_slots_kernel[(tokens, cdiv(top_k, _BLOCK))](
-            positions,
-            page_table,
-            dense(cu_seqlens_q),
-            slots,
-            *positions.stride(),
-            *page_table.stride(),
-            *slots.stride(),
-            batch,
-            max(1, tokens // max(batch, 1)),
-            max_pages,
-            top_k,
-            PAGE_SIZE=page_size,
-            BLOCK=_BLOCK,
-            AT_ONCE=min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(batch))),
+            *tensors, *sequences, top_k, PAGE_SIZE=page_size, BLOCK=_BLOCK, AT_ONCE=min(_SEQUENCES_AT_ONCE, at_once)
         )
     return slots
