@@ -35,6 +35,7 @@ from tokenspeed_kernel_base.platform import (
     named_platform,
     use_platform,
 )
+from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.registry import KernelRegistry, describe_kernel, register_kernel
 from tokenspeed_kernel_base.selection import (
     Explanation,
@@ -201,6 +202,7 @@ __all__ = [
     "use_platform",
     "warmup_selection",
     "watch_calls",
+    "why_unreachable",
 ]
 
 # What is imported when it is first used: the workbench is large, and most programs never enter it.

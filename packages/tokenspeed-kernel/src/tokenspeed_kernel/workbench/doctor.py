@@ -19,8 +19,9 @@ from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.tuned import tuned_directory
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.installation import requirement, wrong_distributions
-from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
+from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import selection_policy
 
@@ -81,7 +82,7 @@ def diagnose() -> Diagnosis:
         return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
     findings += [Finding(True, str(wrong), wrong.remedy) for wrong in wrong_distributions()]
     platform = _platform(findings)
-    _check_settings(findings)
+    _check_settings(current_platform() if platform else None, findings)
     _check_plugins(findings)
     _check_software(platform, findings)
     return Diagnosis(
@@ -168,25 +169,19 @@ def _settings() -> list[Setting]:
     ]
 
 
-def _check_settings(findings: list[Finding]) -> None:
-    settings, registry = config.settings(), KernelRegistry.get()
+def _check_settings(platform: PlatformInfo | None, findings: list[Finding]) -> None:
+    settings = config.settings()
     try:
         selection_policy()
     except config.ConfigurationError as error:
         findings.append(Finding(True, str(error), "correct the objective"))
-    modes = {f"{family}_{mode}".upper(): f"{family}.{mode}" for family, mode in registry.list_operators()}
+    modes = {f"{op.family}_{op.mode}".upper(): str(op) for op in operators()}
     wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined), k) for joined, k in settings.env_overrides.items()]
     wanted += [(f"{settings.source}: {f}.{m}", f"{f}.{m}", k) for (f, m), k in settings.overrides.items()]
     for source, name, kernel in wanted:
-        try:
-            if name is None:
-                raise KeyError("no such operator")
-            get_operator(name)
-            spec = registry.get_by_name(kernel, name)
-            if spec.operator != name:
-                raise KeyError(f"{kernel} implements {spec.operator}, not {name}")
-        except KeyError as error:
-            findings.append(Finding(True, f"{source} = {kernel}: {error.args[0]}", "correct or remove the override"))
+        why = why_unreachable(kernel, name, platform) if name in modes.values() else "no such operator"
+        if why is not None:
+            findings.append(Finding(True, f"{source} = {kernel}: {why}", "correct or remove the override"))
 
 
 def _check_plugins(findings: list[Finding]) -> None:
