@@ -62,6 +62,7 @@ __all__ = [
     "select",
     "select_kernel",
     "selection_policy",
+    "selections_made",
     "set_selection_policy",
     "warmup_selection",
 ]
@@ -380,6 +381,14 @@ def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()
+# Kept when decisions are invalidated, so that a receipt of the process also has the calls before a change.
+_made: dict[Any, tuple[Request, Override | None]] = {}
+
+
+def selections_made() -> list[tuple[Request, Override | None]]:
+    """The requests that this process has selected a kernel for, in order, each with the kernel requested by name. At most
+    `memo.MAX_ENTRIES`; sizes are those of the first call of each request."""
+    return [*_made.values()]
 
 
 def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
@@ -428,6 +437,8 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
     selected = SelectedKernel(name, functools.partial(impl, **configured) if configured else impl, configured, provisional)
     if not provisional:
         memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
+    if len(_made) < memo.MAX_ENTRIES:
+        _made.setdefault(key, (request, override))
     return selected
 
 

@@ -61,6 +61,7 @@ from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_o
 from tokenspeed_kernel_base.watch import watch_calls
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+    from tokenspeed_kernel.workbench.receipts import receipt
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel.workbench.watching import (
         kernel_scope,
@@ -187,6 +188,7 @@ __all__ = [
     "one_of",
     "operators",
     "plugin_failures",
+    "receipt",
     "register_kernel",
     "register_tuned_tables",
     "reload_settings",
@@ -207,6 +209,7 @@ __all__ = [
 
 # What is imported when it is first used: the workbench is large, and most programs never enter it.
 _WORKBENCH = {
+    "receipt": "receipts",
     "kernel_scope": "watching",
     "register_tuned_tables": "tuned",
     "shape_capture": "watching",

@@ -79,7 +79,7 @@ def diagnose() -> Diagnosis:
     try:
         config.settings()
     except config.ConfigurationError as error:
-        return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
+        return Diagnosis({}, versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
     findings += [Finding(True, str(wrong), wrong.remedy) for wrong in wrong_distributions()]
     platform = _platform(findings)
     _check_settings(current_platform() if platform else None, findings)
@@ -87,7 +87,7 @@ def diagnose() -> Diagnosis:
     _check_software(platform, findings)
     return Diagnosis(
         platform,
-        _versions(),
+        versions(),
         tuple(_settings()),
         tuple(list_plugins()),
         tuple(disabled_plugins()),
@@ -98,14 +98,15 @@ def diagnose() -> Diagnosis:
     )
 
 
-def _versions() -> dict[str, str]:
-    versions = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
+def versions() -> dict[str, str]:
+    """The versions of this project, Python and the libraries that it uses."""
+    found = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
     for package in ("triton", "typer", "rich"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+            found[package] = "not installed"
+    return found
 
 
 def _platform(findings: list[Finding]) -> dict[str, Any]:
@@ -175,11 +176,12 @@ def _check_settings(platform: PlatformInfo | None, findings: list[Finding]) -> N
         selection_policy()
     except config.ConfigurationError as error:
         findings.append(Finding(True, str(error), "correct the objective"))
-    modes = {f"{op.family}_{op.mode}".upper(): str(op) for op in operators()}
-    wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined), k) for joined, k in settings.env_overrides.items()]
+    declared = {str(op) for op in operators()}
+    modes = {name.replace(".", "_").upper(): name for name in declared}
+    wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined, ""), k) for joined, k in settings.env_overrides.items()]
     wanted += [(f"{settings.source}: {f}.{m}", f"{f}.{m}", k) for (f, m), k in settings.overrides.items()]
     for source, name, kernel in wanted:
-        why = why_unreachable(kernel, name, platform) if name in modes.values() else "no such operator"
+        why = why_unreachable(kernel, name, platform) if name in declared else "no such operator"
         if why is not None:
             findings.append(Finding(True, f"{source} = {kernel}: {why}", "correct or remove the override"))
 
