@@ -41,5 +41,5 @@ def why_unreachable(kernel: str, operator: str, platform: PlatformInfo | None = 
     gap = None if platform is None else spec.capability.gap(platform)
     if gap is not None:
         return f"{kernel} cannot run on {platform}: {gap}"
-    failure = registry.load_error(kernel)
-    return None if failure is None else f"{kernel} cannot be loaded: {failure}"
+    disabled = registry.why_disabled(kernel)
+    return None if disabled is None else f"{kernel} {disabled}"

@@ -208,7 +208,7 @@ GATES = {
     "name": "the request names it, if it declares to serve no others",
     "platform": "the platform has what it needs",
     "formats": "it declares the formats of the operands",
-    "implementation": "importing it has not failed before",
+    "implementation": "importing it has not failed before, and it was not disabled, as by a failed self-check",
     "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
@@ -232,8 +232,8 @@ def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tup
         return "platform", gap
     if spec.format_signatures is not None and request.signature not in spec.format_signatures:
         return "formats", _nearest_difference(spec.format_signatures, request.signature)
-    if (error := KernelRegistry.get().load_error(spec.name)) is not None:
-        return "implementation", f"cannot be loaded: {error}"
+    if (disabled := KernelRegistry.get().why_disabled(spec.name)) is not None:
+        return "implementation", disabled
     if request.given and (ignored := KernelRegistry.get().ignored_parameters(spec.name) & request.given):
         return "parameters", f"does not take {', '.join(sorted(ignored))}"
     gaps = spec.trait_gaps(request.traits, request.fixed_traits if overridden else None)

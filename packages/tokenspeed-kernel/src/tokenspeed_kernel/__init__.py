@@ -62,6 +62,7 @@ from tokenspeed_kernel_base.watch import watch_calls
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
     from tokenspeed_kernel.workbench.receipts import receipt
+    from tokenspeed_kernel.workbench.self_check import self_check
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel.workbench.watching import (
         kernel_scope,
@@ -193,6 +194,7 @@ __all__ = [
     "register_tuned_tables",
     "reload_settings",
     "select_kernel",
+    "self_check",
     "set_selection_policy",
     "settings",
     "shape_capture",
@@ -210,6 +212,7 @@ __all__ = [
 # What is imported when it is first used: the workbench is large, and most programs never enter it.
 _WORKBENCH = {
     "receipt": "receipts",
+    "self_check": "self_check",
     "kernel_scope": "watching",
     "register_tuned_tables": "tuned",
     "shape_capture": "watching",
