@@ -2,8 +2,8 @@
 
     python ci/same_selection.py --processes 100
 
-Each process imports the wheels' packages and registers their plugins in another random order, and has another hash seed. Half of the
-processes have a cache directory of their own, the others share one. The shared one holds tuned results of another device, which
+Each process imports the wheels' packages and registers their plugins in another random order, and has another hash seed. Half of
+the processes have a cache directory of their own, the others share one. The shared one holds tuned results of another device, which
 must not count. Each process selects for the CPU and, pretended, for each platform of `PLATFORMS`. The exit status is 1 if two
 processes differ; the first differing selections are shown.
 """
