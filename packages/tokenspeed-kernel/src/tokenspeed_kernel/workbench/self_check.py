@@ -185,5 +185,6 @@ class _Checking:
 
 def _likeness(request: Request, row: Row) -> int:
     """The number of traits that a request shares with a row, and one more for equal formats."""
-    shared = sum(type(row.traits.get(name)) is type(value) and row.traits[name] == value for name, value in request.traits.items())
-    return shared + (str(request.signature) == row.formats)
+    traits = request.traits.items()
+    shared = [name for name, value in traits if type(row.traits.get(name)) is type(value) and row.traits[name] == value]
+    return len(shared) + (str(request.signature) == row.formats)
