@@ -8,6 +8,7 @@ import inspect
 import math
 import pickle
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base import calling, memory
+from tokenspeed_kernel_base import calling, config, memo, memory
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import plain_function
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
@@ -401,7 +402,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_function_of_a_package_uses_its_own_kernels_only(lonely: str) -> None:
+def test_a_function_of_a_package_uses_its_own_kernels_only(lonely: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     function = plain_function(mm, lonely)
     assert torch.equal(function(a, b), a @ b + 100)
@@ -417,6 +418,21 @@ def test_a_function_of_a_package_uses_its_own_kernels_only(lonely: str) -> None:
     compiled = torch.compile(lambda a, b: function(a, b), backend="eager", fullgraph=True)
     assert torch.equal(compiled(a, b), a @ b + 100)
 
+    def said(kernel: str) -> list[str]:
+        memo.invalidate()
+        with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as caught:
+            patched.setattr(config, "_settings", config.Settings(env_overrides={"GEMM_MM": kernel}))
+            warnings.simplefilter("default")
+            for rows in (3, 2, 1):
+                assert torch.equal(function(a[:rows], b), a[:rows] @ b + 100)
+        return [str(warning.message) for warning in caught]
+
+    assert said("reference_mm") == [], "another package's kernel serves other callers"
+    assert said("lonely_nm") == [
+        f"TOKENSPEED_KERNEL_OVERRIDE_GEMM_MM is ignored by {lonely}.mm: no kernel named lonely_nm; did you mean lonely_mm?"
+    ]
+
+    memo.invalidate()
     assert [spec.name for spec in register_package(lonely)] == ["lonely_mm"]
     assert torch.equal(mm(a, b), a @ b + 100)
 

@@ -27,8 +27,8 @@ from tokenspeed_kernel_base.registry import (
     describe_kernel,
     register_kernel,
 )
-from tokenspeed_kernel_base.selection import NoKernelFoundError, select_kernel
-from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.selection import NoKernelFoundError, Request, gate, select_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_base.spec import TAGS, KernelSpec, Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_most, multiple_of
 
@@ -221,6 +221,21 @@ def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: Kerne
         NoKernelFoundError, match=r"broken is wanted by override=, but fails the implementation gate: cannot be loaded"
     ):
         select_kernel("norm", "scale", X, platform=cpu, override="broken")
+
+
+def test_a_disabled_kernel_is_rejected_until_it_is_registered_again(registry: KernelRegistry) -> None:
+    spec = KernelSpec("mine", "norm", "rmsnorm", "theirs", format_signatures=None, universal=True)
+    registry.register(spec, lambda: None)
+    request = Request("norm", "rmsnorm", FormatSignature(()), platform.cpu_platform())
+    assert gate(spec, request) is None
+    registry.disable("mine", "is disabled: wrong")
+    assert gate(spec, request) == gate(spec, request, overridden=True) == ("implementation", "is disabled: wrong")
+    assert registry.load_failures() == {}
+    registry.unregister("mine")
+    registry.register(spec, lambda: None)
+    assert gate(spec, request) is None
+    with pytest.raises(KeyError, match="no kernel named mien; did you mean mine"):
+        registry.disable("mien", "is disabled")
 
 
 def test_nothing_but_kernels_that_cannot_be_loaded_is_an_error(registry: KernelRegistry, cpu: Any) -> None:
@@ -432,7 +447,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
     assert facts.keys() == {field.name for field in dataclasses.fields(KernelSpec)}, "a fact of a declaration is not shown"
     registry.register(KernelSpec(**{name: value for name, (value, _) in facts.items()}), "nowhere:kernel")
     shown = {label: text for _, lines in facts.values() for label, text in lines.items()}
-    of_registry = {"serves": "everyone", "implementation": "nowhere:kernel", "load error": "none", "ignored parameters": "none"}
+    of_registry = {"serves": "everyone", "implementation": "nowhere:kernel", "disabled": "no", "ignored parameters": "none"}
     assert _described("mine") == {**shown, **of_registry}
 
     registry.publish(["mine"], public=False)
@@ -440,7 +455,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
         registry.load_or_leave_out("mine")
     described = _described("mine")
     assert described["serves"] == "the functions of my_kernels"
-    assert described["load error"].startswith("ImportError: kernel mine is implemented by nowhere:kernel")
+    assert described["disabled"].startswith("cannot be loaded: ImportError: kernel mine is implemented by nowhere:kernel")
 
 
 def test_describe_kernel_reports_absences(registry: KernelRegistry) -> None:
@@ -449,7 +464,6 @@ def test_describe_kernel_reports_absences(registry: KernelRegistry) -> None:
     nothing = {"package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags"}
     assert {label for label, text in described.items() if text == "none"} == nothing | {
         "aligned caches",
-        "load error",
         "ignored parameters",
     }
     assert described["vendors"] == described["formats"] == "any"

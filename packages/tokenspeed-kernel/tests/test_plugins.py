@@ -321,6 +321,21 @@ def test_an_unknown_override_is_warned_of(run: Run) -> None:
     )
 
 
+def test_an_override_that_no_call_can_select_is_warned_of_once(run: Run) -> None:
+    _, stderr = run(
+        "plugins.discover_plugins(); result = 0",
+        "good",
+        OVERRIDE_NORM_RMSNORM="sample_rmsnrom",
+        OVERRIDE_GEMM_MM="sample_rmsnorm",
+        OVERRIDE_ACTIVATION_SILU_AND_MUL="reference_silu_and_mul",
+    )
+    said = [line for line in stderr.splitlines() if "no call of" in line]
+    assert len(said) == 2
+    wanted = "no call of norm.rmsnorm can select it: no kernel named sample_rmsnrom; did you mean sample_rmsnorm?"
+    assert f"TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNORM = sample_rmsnrom: {wanted}" in stderr
+    assert "no call of gemm.mm can select it: sample_rmsnorm implements norm.rmsnorm, not gemm.mm" in stderr
+
+
 def test_verbose_shows_each_decision_once(run: Run) -> None:
     _, stderr = run("result = [served(), served()]", VERBOSE="1")
     assert stderr.count("-> reference_rmsnorm") == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from tokenspeed_kernel_base.hooks import STEPS
 from tokenspeed_kernel_base.memory import span
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
+from tokenspeed_kernel_base.reach import misnamed
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
@@ -193,7 +195,11 @@ class Caller:
             return wanted
         # An override from the environment or a block must not make a wheel's own function fail: ignore other wheels' kernels.
         own = {spec.name for spec in KernelRegistry.get().get_for_operator(self.op.family, self.op.mode, self.package)}
-        return wanted if wanted.kernel in own else None
+        if wanted.kernel in own:
+            return wanted
+        if problem := misnamed(wanted.kernel, str(self.op)):  # Python shows the same text once
+            warnings.warn(f"{wanted.source} is ignored by {self.package}.{self.op.mode}: {problem}", stacklevel=5)
+        return None
 
     # -- what precedes the kernel ----------------------------------------------------------------------------------------------
 

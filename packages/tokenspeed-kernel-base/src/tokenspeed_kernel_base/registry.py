@@ -67,7 +67,8 @@ class KernelRegistry:
         self._interfaces: dict[tuple[str, str], Interface] = {}
         self._launchers: dict[str, Launcher] = {}
         self._clashes: list[PriorityClash] = []
-        self._load_failures: dict[str, tuple[str, str]] = {}
+        self._load_failures: dict[str, str] = {}
+        self._disabled: dict[str, str] = {}
         self._private: set[str] = set()
         self._open_transactions = 0
 
@@ -160,6 +161,7 @@ class KernelRegistry:
             del self._specs[name], self._impls[name]
             self._launchers.pop(name, None)
             self._load_failures.pop(name, None)
+            self._disabled.pop(name, None)
             self._private.discard(name)
             self._clashes = [c for c in self._clashes if name not in (c.first.name, c.second.name)]
         memo.invalidate()
@@ -276,20 +278,32 @@ class KernelRegistry:
                 if name not in self._specs:
                     return None
                 origin = self._specs[name].origin
-                self._load_failures[name] = line, "".join(traceback.format_exception(error))
-            memo.invalidate()
+                self._load_failures[name] = "".join(traceback.format_exception(error))
+            self.disable(name, f"cannot be loaded: {line}")
             warnings.warn(f"{name} ({origin}) cannot be loaded and is left out: {line}", KernelLoadWarning, stacklevel=2)
             return None
+
+    def disable(self, name: str, why: str) -> None:
+        """Makes every later selection of this process reject a kernel, at the gate ``implementation``. Raises KeyError for an
+        unknown name.
+
+        Args:
+            name: the kernel.
+            why: the gate's reason, which follows the kernel's name.
+        """
+        with self._lock:
+            self.get_by_name(name)
+            self._disabled[name] = why
+        memo.invalidate()
 
     def load_failures(self) -> dict[str, str]:
         """Tracebacks of selected kernels that could not be loaded, by name."""
         with self._lock:
-            return {name: trace for name, (_, trace) in sorted(self._load_failures.items())}
+            return dict(sorted(self._load_failures.items()))
 
-    def load_error(self, name: str) -> str | None:
-        """Why a kernel could not be loaded, in one line; None if it was loaded or was never tried."""
-        failure = self._load_failures.get(name)
-        return failure[0] if failure else None
+    def why_disabled(self, name: str) -> str | None:
+        """Why selection rejects a kernel, in one line: it could not be loaded, or was disabled. None for all other kernels."""
+        return self._disabled.get(name)
 
     def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
         """All public kernels of an operator, or all kernels of one package; by descending priority, then by name."""
@@ -534,7 +548,7 @@ def describe_kernel(name: str) -> str:
         "accuracy": spec.accuracy or "as the operator says",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
         "implementation": _qualified_name(impl),
-        "load error": registry.load_error(name) or "none",
+        "disabled": registry.why_disabled(name) or "no",
         "declared by": spec.origin or "unknown",
     }
     width = max(map(len, facts))

@@ -62,6 +62,7 @@ __all__ = [
     "select",
     "select_kernel",
     "selection_policy",
+    "selections_made",
     "set_selection_policy",
     "warmup_selection",
 ]
@@ -207,7 +208,7 @@ GATES = {
     "name": "the request names it, if it declares to serve no others",
     "platform": "the platform has what it needs",
     "formats": "it declares the formats of the operands",
-    "implementation": "importing it has not failed before",
+    "implementation": "importing it has not failed before, and it was not disabled, as by a failed self-check",
     "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
@@ -231,8 +232,8 @@ def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tup
         return "platform", gap
     if spec.format_signatures is not None and request.signature not in spec.format_signatures:
         return "formats", _nearest_difference(spec.format_signatures, request.signature)
-    if (error := KernelRegistry.get().load_error(spec.name)) is not None:
-        return "implementation", f"cannot be loaded: {error}"
+    if (disabled := KernelRegistry.get().why_disabled(spec.name)) is not None:
+        return "implementation", disabled
     if request.given and (ignored := KernelRegistry.get().ignored_parameters(spec.name) & request.given):
         return "parameters", f"does not take {', '.join(sorted(ignored))}"
     gaps = spec.trait_gaps(request.traits, request.fixed_traits if overridden else None)
@@ -380,6 +381,14 @@ def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()
+# Kept when decisions are invalidated, so that a receipt of the process also has the calls before a change.
+_made: dict[Any, tuple[Request, Override | None]] = {}
+
+
+def selections_made() -> list[tuple[Request, Override | None]]:
+    """The requests that this process has selected a kernel for, in order, each with the kernel requested by name. At most
+    `memo.MAX_ENTRIES`; sizes are those of the first call of each request."""
+    return [*_made.values()]
 
 
 def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
@@ -428,6 +437,8 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
     selected = SelectedKernel(name, functools.partial(impl, **configured) if configured else impl, configured, provisional)
     if not provisional:
         memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
+    if len(_made) < memo.MAX_ENTRIES:
+        _made.setdefault(key, (request, override))
     return selected
 
 

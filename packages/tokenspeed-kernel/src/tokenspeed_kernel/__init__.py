@@ -42,6 +42,7 @@ from tokenspeed_kernel_base.platform import (
     named_platform,
     use_platform,
 )
+from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.registry import KernelRegistry, describe_kernel, register_kernel
 from tokenspeed_kernel_base.selection import (
     Explanation,
@@ -67,6 +68,8 @@ from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_o
 from tokenspeed_kernel_base.watch import watch_calls
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+    from tokenspeed_kernel.workbench.receipts import receipt
+    from tokenspeed_kernel.workbench.self_check import self_check
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel.workbench.watching import (
         kernel_scope,
@@ -197,10 +200,12 @@ __all__ = [
     "one_of",
     "operators",
     "plugin_failures",
+    "receipt",
     "register_kernel",
     "register_tuned_tables",
     "reload_settings",
     "select_kernel",
+    "self_check",
     "set_compile_policy",
     "set_selection_policy",
     "settings",
@@ -213,10 +218,13 @@ __all__ = [
     "use_platform",
     "warmup_selection",
     "watch_calls",
+    "why_unreachable",
 ]
 
 # What is imported when it is first used: the workbench is large, and most programs never enter it.
 _WORKBENCH = {
+    "receipt": "receipts",
+    "self_check": "self_check",
     "kernel_scope": "watching",
     "register_tuned_tables": "tuned",
     "shape_capture": "watching",

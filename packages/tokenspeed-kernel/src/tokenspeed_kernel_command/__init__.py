@@ -20,6 +20,7 @@ COMMANDS = {
     "tune": "Measure kernels and their configurations, and keep the quickest that is right for the selector.",
     "profile": "Run a program and show what its operator calls took, by kernel and shape.",
     "report": "Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.",
+    "receipt": "Say which kernel serves which call of a model or a capture, why not the next best, and the predicted time.",
     "warmup": "Let plugins compile ahead of time what they would compile when it is first called.",
     "plugins": "Packages that bring kernels.",
     "capture": "What was really called.",

@@ -196,6 +196,29 @@ def report(
     """
 
 
+@_command("receipt")
+def receipt(
+    words: o.Receipted = None,
+    calls: o.ReceiptCalls = None,
+    platform: o.PlatformName = None,
+    batch: o.Batches = None,
+    tokens: o.PromptTokens = None,
+    context: o.Context = 4096,
+    page_size: o.PageSize = 64,
+    dtype: o.ModelDtype = "bfloat16",
+    cache_dtype: o.CacheDtype = None,
+    activation_dtype: o.ActivationDtype = "none",
+    ranks: o.Ranks = 1,
+    roofline: o.RooflineReport = None,
+    output: o.ReceiptFile = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Say which kernel serves which call of a model or a capture, why not the next best, and the predicted time.
+
+    Nothing is launched or measured. Exit code 1 if no kernel serves a call; of `receipt diff A.json B.json`, if kernels differ.
+    """
+
+
 @_command("warmup")
 def warmup(words: o.Words = None, plugin: o.Warmed = None) -> None:
     """Let plugins compile ahead of time what they would compile when it is first called.

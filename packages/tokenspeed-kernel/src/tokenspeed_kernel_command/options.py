@@ -158,6 +158,34 @@ Page = Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")]
 Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write the plots there as well, as PNG and SVG.")]
 Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
 
+Receipted = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL | diff A.json B.json]",
+        help="A preset (gpt-oss-120b), or a Hugging Face config.json or its folder; or two receipts to compare.",
+        show_default=False,
+    ),
+]
+ReceiptCalls = Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Of the calls that this capture has.")]
+Batches = Annotated[
+    list[int] | None, typer.Option("--batch", min=1, help="Sequences of a decode step; may be given several times.")
+]
+PromptTokens = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Tokens of a prompt; may be given several times.")]
+Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each sequence in the cache of a decode step.")]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page of the cache.")]
+ModelDtype = Annotated[str, typer.Option("--dtype", help="Of activations: bfloat16, float16 or float32.")]
+CacheDtype = Annotated[
+    str | None, typer.Option("--cache-dtype", help="Of keys and values, as float8_e4m3fn; the model's if left out.")
+]
+ActivationDtype = Annotated[
+    str, typer.Option("--activation-dtype", help="The format that experts quantise their inputs to: none, fp8, mxfp4.")
+]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks of tensor parallelism.")]
+RooflineReport = Annotated[
+    Path | None, typer.Option("--roofline", metavar="REPORT.json", help="A report of bench, whose roofline gives predicted times.")
+]
+ReceiptFile = Annotated[Path | None, typer.Option("--output", help="Also write it to this file: .json, or .html for a page.")]
+
 Warmed = Annotated[str | None, typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench import source, tuned
 from tokenspeed_kernel.workbench.tuned import Device, Entry, Result, tables
 from tokenspeed_kernel.workbench.tuning import tune_case
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.platform import PlatformInfo, cpu_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import SelectionPolicy, SelectionStrategy, set_selection_policy
 from tokenspeed_kernel_base.storage import StorageWarning
 
 # -- tables --------------------------------------------------------------------------------------------------------------------
@@ -167,6 +168,17 @@ def test_another_device_has_results_of_its_own(lab: Any) -> None:
     assert lab.serving(2) == "growing"
 
 
+def test_nothing_is_measured_unless_the_policy_asks(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(source, "autotune", lambda *call: asked.append(call) or "")
+    lab.register("steady", "growing")
+    lab.lab(torch.ones(2, 4))
+    assert asked == []
+    set_selection_policy(SelectionPolicy(SelectionStrategy.AUTOTUNE))
+    lab.lab(torch.ones(2, 4))
+    assert len(asked) == 1
+
+
 def test_a_shipped_table_applies_without_a_users(lab: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.register("steady", "growing")
     lab.tune_all()
@@ -184,6 +196,11 @@ def test_a_shipped_table_applies_without_a_users(lab: Any, folder: Path, tmp_pat
     pretended: PlatformInfo = dataclasses.replace(cpu_platform(), pretended=True)
     with use_platform(pretended):
         assert lab.serving(2) == "growing", "shipped tables explain other devices too"
+    with use_platform(dataclasses.replace(cpu_platform(), device_name="another cpu")):
+        explanation = lab.lab.explain(torch.ones(2, 4))
+    assert explanation.chosen.name == "steady"
+    measured_on = Device.of(cpu_platform())
+    assert explanation.notes == (f"not used: {shipped / 'cpu.json'} has results of {measured_on}, this is another cpu [cpu]",)
     older = {**tuned.toolchain(), "triton": "1.0.0"}
     for one in tuned.read_table(shipped / "cpu.json"):
         tuned.save_entry(shipped / "cpu.json", dataclasses.replace(one, toolchain=older))

@@ -15,6 +15,7 @@ import functools
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -233,6 +234,10 @@ def run(
                         keep(result)
                 del measuring, probed
             _free(on_gpu)
+    taken = {served["kernel"] for measured in result["variants"].values() for served in measured["kernels"]}
+    for name in workload.prefer:
+        if name not in taken:
+            warnings.warn(f"the preferred kernel {name} served no call of this benchmark", stacklevel=2)
     return result
 
 

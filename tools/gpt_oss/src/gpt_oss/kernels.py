@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenspeed_kernel
-from tokenspeed_kernel import Explanation, KernelRegistry, get_operator, kernel_override, operators, watch_calls
+from tokenspeed_kernel import (
+    Explanation,
+    KernelRegistry,
+    current_platform,
+    get_operator,
+    kernel_override,
+    operators,
+    watch_calls,
+    why_unreachable,
+)
 
 _PREFERRED = 19  # the highest priority
 
@@ -124,12 +134,18 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
 
     Raises:
         ValueError: a named kernel does not exist.
+    Warns:
+        UserWarning: no call in this process can select a named kernel, because of the platform, say.
     """
     registry = KernelRegistry.get()
     unknown = sorted(set(names) - {spec.name for spec in registry.list_kernels()})
     if unknown:
-        raise ValueError(f"preferred kernels must be registered, got {unknown[0]!r}: `tokenspeed-kernel list` shows them")
+        raise ValueError(f"preferred kernels must be registered, got {unknown[0]!r}: `tokenspeed-kernel ops OP` shows them")
     declared = registry.declarations(names)
+    for spec, _ in declared:
+        why = why_unreachable(spec.name, spec.operator, current_platform(), by_name=False)
+        if why is not None:
+            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows the same text once
 
     def replaced(priority: int | None) -> None:
         for spec, implementation in declared:

@@ -25,6 +25,7 @@ from typing import Any
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
@@ -83,7 +84,8 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
 
     Warns:
         PluginWarning: a plugin failed, or is ignored because another package's plugin has the same name; the settings disable a
-            plugin that is not installed; or a kernel implements an operator that is not declared.
+            plugin that is not installed, or name a kernel that no call of its operator can select; or a kernel implements an
+            operator that is not declared.
     """
     global _filled
     with _lock:
@@ -118,6 +120,12 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     """Warns of unknown names in settings and declarations. This is possible only after everything is declared."""
     declared = [(op.family, op.mode) for op in operators()]
     config.warn_about_unknown_overrides(declared)
+    for family, mode in declared:
+        setting = config.settings().override_for(family, mode)
+        # No platform: asking for it would touch the GPU. A call on a platform that the kernel lacks raises an error.
+        why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
+        if setting is not None and why is not None:
+            _warn(f"{setting[1]} = {setting[0]}: no call of {family}.{mode} can select it: {why}")
     variable = config.PREFIX + "DISABLE_PLUGINS"
     where = variable if variable in os.environ else f"{config.settings().source}: disabled_plugins"
     for name in sorted(config.settings().disabled_plugins - installed - {"*"}):

@@ -19,8 +19,9 @@ from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.tuned import tuned_directory
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.installation import requirement, wrong_distributions
-from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
+from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import selection_policy
 
@@ -78,15 +79,15 @@ def diagnose() -> Diagnosis:
     try:
         config.settings()
     except config.ConfigurationError as error:
-        return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
+        return Diagnosis({}, versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
     findings += [Finding(True, str(wrong), wrong.remedy) for wrong in wrong_distributions()]
     platform = _platform(findings)
-    _check_settings(findings)
+    _check_settings(current_platform() if platform else None, findings)
     _check_plugins(findings)
     _check_software(platform, findings)
     return Diagnosis(
         platform,
-        _versions(),
+        versions(),
         tuple(_settings()),
         tuple(list_plugins()),
         tuple(disabled_plugins()),
@@ -97,14 +98,15 @@ def diagnose() -> Diagnosis:
     )
 
 
-def _versions() -> dict[str, str]:
-    versions = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
+def versions() -> dict[str, str]:
+    """The versions of this project, Python and the libraries that it uses."""
+    found = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
     for package in ("triton", "typer", "rich"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+            found[package] = "not installed"
+    return found
 
 
 def _platform(findings: list[Finding]) -> dict[str, Any]:
@@ -170,25 +172,20 @@ def _settings() -> list[Setting]:
     ]
 
 
-def _check_settings(findings: list[Finding]) -> None:
-    settings, registry = config.settings(), KernelRegistry.get()
+def _check_settings(platform: PlatformInfo | None, findings: list[Finding]) -> None:
+    settings = config.settings()
     try:
         selection_policy()
     except config.ConfigurationError as error:
         findings.append(Finding(True, str(error), "correct the objective"))
-    modes = {f"{family}_{mode}".upper(): f"{family}.{mode}" for family, mode in registry.list_operators()}
-    wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined), k) for joined, k in settings.env_overrides.items()]
+    declared = {str(op) for op in operators()}
+    modes = {name.replace(".", "_").upper(): name for name in declared}
+    wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined, ""), k) for joined, k in settings.env_overrides.items()]
     wanted += [(f"{settings.source}: {f}.{m}", f"{f}.{m}", k) for (f, m), k in settings.overrides.items()]
     for source, name, kernel in wanted:
-        try:
-            if name is None:
-                raise KeyError("no such operator")
-            get_operator(name)
-            spec = registry.get_by_name(kernel, name)
-            if spec.operator != name:
-                raise KeyError(f"{kernel} implements {spec.operator}, not {name}")
-        except KeyError as error:
-            findings.append(Finding(True, f"{source} = {kernel}: {error.args[0]}", "correct or remove the override"))
+        why = why_unreachable(kernel, name, platform) if name in declared else "no such operator"
+        if why is not None:
+            findings.append(Finding(True, f"{source} = {kernel}: {why}", "correct or remove the override"))
 
 
 def _check_plugins(findings: list[Finding]) -> None:

@@ -19,7 +19,7 @@ import torch
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.workbench.plain import from_plain
 from tokenspeed_kernel_base.config import cache_directory
-from tokenspeed_kernel_base.platform import driver_version, platform_of
+from tokenspeed_kernel_base.platform import PlatformInfo, driver_version, platform_of
 from tokenspeed_kernel_base.storage import locked, replace_file, set_aside
 
 _FORMAT = 1
@@ -45,12 +45,10 @@ def cached_roofline(
     Warns:
         StorageWarning: the file is damaged. It is set aside and replaced.
     """
-    cache = cache_directory()
-    if directory is None and cache is None:
+    key = _key(platform_of(device))
+    file = _file(key, directory)
+    if file is None:
         return _now(measured, device)
-    key = _key(device)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = (directory or Path(cache or "", "roofline")) / f"{name}.json"
     found = None if remeasure else _read(file, key)
     if found is not None:
         return found
@@ -66,12 +64,26 @@ def cached_roofline(
         return found
 
 
+def kept_roofline(platform: PlatformInfo, directory: Path | None = None) -> Roofline | None:
+    """Returns the roofline in the cache for a device of this machine; None if none was measured, or if there is no device."""
+    key = _key(platform)
+    file = None if platform.is_cpu or platform.pretended or platform.emulated else _file(key, directory)
+    return None if file is None else _read(file, key)
+
+
+def _file(key: dict[str, str], directory: Path | None) -> Path | None:
+    cache = cache_directory()
+    if directory is None and cache is None:
+        return None
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return (directory or Path(cache or "", "roofline")) / f"{name}.json"
+
+
 def _now(measured: Callable[[torch.device], Roofline], device: torch.device) -> Roofline:
     return dataclasses.replace(measured(device), date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
-def _key(device: torch.device) -> dict[str, str]:
-    platform = platform_of(device)
+def _key(platform: PlatformInfo) -> dict[str, str]:
     return {"device": platform.device_name, "driver": driver_version(platform.vendor), "torch": str(torch.__version__)}
 
 

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from tokenspeed_kernel.workbench.benchmark.results import Row
 from tokenspeed_kernel.workbench.report import plots
 from tokenspeed_kernel.workbench.report.devices import Device, Run, solution_of
-from tokenspeed_kernel.workbench.report.palette import Paint, as_variables, light, series, stand_in, style
-
-_HERE = Path(__file__).parent
+from tokenspeed_kernel.workbench.report.html import rendered
+from tokenspeed_kernel.workbench.report.palette import Paint, as_variables, light, series, stand_in
 
 
 @dataclass(frozen=True)
@@ -44,22 +41,11 @@ def render_page(devices: Sequence[Device], title: str) -> str:
         devices: at least one.
         title: title of the page.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    bright, dark = style()
     rows = [_table_row(device, row, run) for device in devices for row, run in device.rows()]
     columns = [name for name in COLUMNS if any(row["cells"][name].text for row in rows)]
-    return environment.get_template("page.html").render(
-        title=title,
-        bright=bright,
-        dark=dark,
-        css=(_HERE / "page.css").read_text(),
-        script=(_HERE / "page.js").read_text(),
+    return rendered(
+        "page.html",
+        title,
         sections=[_section(device, number) for number, device in enumerate(devices)],
         columns=[{"name": name, "number": name in _NUMBERS, "room": _ROOM.get(name, "")} for name in columns],
         rows=rows,

@@ -146,6 +146,9 @@ def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Map
     for source, shipped, entries in _sources(device, platform.pretended):
         entry = entries.get((device, key())) if entries else None
         if entry is None:
+            others = sorted({str(measured) for measured, known in entries if known == key()}) if entries else []
+            if others:
+                notes.append(f"not used: {source} has results of {', '.join(others)}, this is {device}")
             continue
         reason = staleness(entry, platform, shipped=shipped)
         if reason:

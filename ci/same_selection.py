@@ -1,0 +1,134 @@
+"""Checks that fresh processes select the same kernels for all cases of all operators, whatever the order of plugins and the caches.
+
+    python ci/same_selection.py --processes 100
+
+Each process imports the wheels' packages and registers their plugins in another random order, and has another hash seed. Half of
+the processes have a cache directory of their own, the others share one. The shared one holds tuned results of another device, which
+must not count. Each process selects for the CPU and, pretended, for each platform of `PLATFORMS`. The exit status is 1 if two
+processes differ; the first differing selections are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import hashlib
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PLATFORMS = ("h200", "gfx950")
+_GROUP = "tokenspeed_kernel.plugins"
+_PREFIX = "TOKENSPEED_KERNEL_"
+_SHOWN = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=3, help="fresh processes, one after the other")
+    parser.add_argument("--operator", action="append", default=[], help="only this operator; several may be given")
+    parser.add_argument("--seed", type=int, default=0, help="of the orders")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print("\n".join(selections(options.seed, options.operator)))
+        return 0
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(folder, "shared")
+        _plant_results_of_another_device(shared)
+        first: list[str] | None = None
+        for number in range(options.processes):
+            cache = shared if number % 2 else Path(folder, str(number))
+            lines = _in_a_process(options.seed + number, options.operator, cache)
+            if first is None:
+                first = lines
+            elif lines != first:
+                differing = sorted({*first} ^ {*lines})
+                print(f"process {number} selects otherwise than process 0:", *differing[:_SHOWN], sep="\n  ")
+                return 1
+    lines = first or []
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    seconds = time.perf_counter() - started
+    print(f"{options.processes} processes made the same {len(lines)} selections ({digest}) in {seconds:.0f} s")
+    return 0
+
+
+def _in_a_process(seed: int, operators: list[str], cache: Path) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX) and name != "PYTHONHASHSEED"}
+    environment |= {"XDG_CACHE_HOME": str(cache), _PREFIX + "DISABLE_PLUGINS": "*"}
+    named = [word for operator in operators for word in ("--operator", operator)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", "--seed", str(seed), *named]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+def _plant_results_of_another_device(cache: Path) -> None:
+    """Writes the table that a cache directory has if it was copied from a machine with another CPU."""
+    from tokenspeed_kernel.workbench.tuned import Device, Entry, Result
+    from tokenspeed_kernel.workbench.tuned.store import format_table
+    from tokenspeed_kernel_base.operator import get_operator
+    from tokenspeed_kernel_base.platform import cpu_platform
+
+    op = get_operator("rmsnorm")
+    other = Device("another CPU", "cpu", 1)
+    entries = []
+    for case in op.all_cases():
+        if not case.large:
+            request = op.request(op.complete(case.build()))
+            results = (Result("reference_rmsnorm", {}, 1.0, None, ""),)
+            entries.append(Entry(str(op), str(request.signature), request.traits, request.buckets, other, results))
+    table = cache / "tokenspeed_kernel" / "tuned" / Device.of(cpu_platform()).file_name
+    table.parent.mkdir(parents=True)
+    table.write_text(format_table(entries))
+
+
+# -- in a fresh process --------------------------------------------------------------------------------------------------------
+
+
+def selections(seed: int, only: list[str]) -> list[str]:
+    """One line per operator, case and platform: the kernel, its configuration, and the order of the others."""
+    shuffled = random.Random(seed).sample
+    packages = sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=_GROUP)})
+    for package in shuffled(packages, len(packages)):
+        importlib.import_module(package)
+    from tokenspeed_kernel import discover_plugins, plugins, reload_settings
+    from tokenspeed_kernel_base.operator import operators
+
+    del os.environ[_PREFIX + "DISABLE_PLUGINS"]
+    reload_settings()
+    # Discovery sorts the entry points. Here their order is random, so that the outcome is seen not to depend on it.
+    vars(plugins)["sorted"] = lambda values, **_: shuffled(listed := builtins.sorted(values, key=str), len(listed))
+    discover_plugins(force=True)
+    del vars(plugins)["sorted"]
+    found = [op for op in operators() if not only or op.mode in only]
+    return builtins.sorted(line for op in shuffled(found, len(found)) for line in _selections_of(op))
+
+
+def _selections_of(op: Any) -> Iterator[str]:
+    from dataclasses import replace
+
+    from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values
+    from tokenspeed_kernel_base.platform import cpu_platform, named_platform
+
+    platforms = [cpu_platform(), *map(named_platform, PLATFORMS)]
+    for case in op.all_cases():
+        request, arguments = request_without_values(op, case) or asked(op, case)
+        for platform in platforms:
+            explanation = op.consider_prepared(replace(request, platform=platform), arguments, None)
+            accepted = [verdict for verdict in explanation.verdicts if verdict.accepted]
+            order = " > ".join(verdict.spec.name for verdict in accepted) or "none"
+            config = json.dumps(dict(accepted[0].config), sort_keys=True) if accepted else ""
+            yield f"{op} | {case.name} | {platform.arch} | {order} | {config}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""The operator calls of a model's decode steps and prefills, from its configuration alone: no weights, no device."""
+
+from tokenspeed_kernel.workbench.models.calls import Call, Step, calls_of
+from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model, ModelError, model_of
+from tokenspeed_kernel.workbench.models.presets import PRESETS
+
+__all__ = ["PRESETS", "Call", "Experts", "Latent", "Model", "ModelError", "Step", "calls_of", "model_of"]

@@ -1,0 +1,90 @@
+"""A receipt as data, and its file: JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel.workbench.plain import from_plain
+from tokenspeed_kernel.workbench.receipts.rows import Row
+from tokenspeed_kernel.workbench.receipts.text import table, wrapped
+from tokenspeed_kernel_base.storage import replace_file
+from tokenspeed_kernel_base.traits import format_traits
+
+FORMAT = 1
+
+
+class ReceiptError(ValueError):
+    """A file is no receipt; the message names it."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Which kernel serves which call.
+
+    Attributes:
+        subject: the model's name, or ``"process"``.
+        device, arch: the platform.
+        versions: of the packages that decide: by distribution, and the driver's.
+        settings: what the rows were made with: context, page size, dtypes...
+        notes: settings without effect, and plugins that failed.
+        rows: one per kind of call and outcome.
+        date: ISO 8601.
+    """
+
+    subject: str
+    device: str
+    arch: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    date: str = ""
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of all kernels that serve a row."""
+        return sorted({row.kernel for row in self.rows} - {""})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts to plain values, for JSON."""
+        return {"format": FORMAT, **json.loads(json.dumps(dataclasses.asdict(self), default=str))}
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file, replacing an existing one.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        replace_file(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+    def __str__(self) -> str:
+        """Text of at most 100 columns."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [f"{self.subject} on {self.device} [{self.arch}], {self.date}", *wrapped(versions, "  ")]
+        lines += wrapped(format_traits(self.settings), "  ")
+        for note in self.notes:
+            lines += wrapped(f"note: {note}")
+        for phase in dict.fromkeys(row.phase for row in self.rows):
+            lines += ["", *table([row for row in self.rows if row.phase == phase])]
+        return "\n".join(lines)
+
+
+def read_receipt(path: str | Path) -> Receipt:
+    """Reads a file that `Receipt.save` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ReceiptError: it is no receipt, or of another format.
+    """
+    try:
+        table = json.loads(Path(path).read_bytes())
+        if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise ValueError(f"it is no receipt of format {FORMAT}")
+        return from_plain(Receipt, table)
+    except ValueError as error:
+        raise ReceiptError(f"{path}: {error}") from None

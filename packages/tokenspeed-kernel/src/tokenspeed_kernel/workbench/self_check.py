@@ -1,0 +1,190 @@
+"""Runs every kernel that a receipt names on a small case, against the reference, on the device that it will serve on.
+
+A driver, a compiler or a machine can make a kernel wrong that was right where it was tested. The check takes seconds, so a server
+can afford it at each start.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenspeed_kernel.workbench.numerics.recipes import asked
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, refusal_of, verify_case
+from tokenspeed_kernel.workbench.receipts import Receipt, Row, receipt
+from tokenspeed_kernel.workbench.receipts.making import Source
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import Request
+from tokenspeed_kernel_base.spec import KernelSpec
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong kernel.
+
+    Attributes:
+        result: the case on which it is wrong, with its faults.
+        disabled: whether selection rejects it from now on.
+        successor: the kernel that is selected for this case without it; empty if there is none.
+    """
+
+    result: CaseResult
+    disabled: bool
+    successor: str
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The result of a self-check.
+
+    Attributes:
+        passed: the cases that each right kernel passed, by name.
+        wrong: the wrong kernels.
+        not_reached: kernels that ran on no case, with the reason: the time was over, or no small case of the operator selects them.
+        seconds: duration.
+    """
+
+    passed: dict[str, list[str]]
+    wrong: tuple[Wrong, ...]
+    not_reached: dict[str, str]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no kernel is wrong. Kernels that were not reached do not count."""
+        return not self.wrong
+
+    def __str__(self) -> str:
+        cases = sum(map(len, self.passed.values()))
+        lines = [f"{len(self.passed)} kernels are right on {cases} cases, {len(self.wrong)} wrong, in {self.seconds:.1f} s"]
+        for each in self.wrong:
+            then = f"disabled, {each.successor or 'no kernel'} takes over" if each.disabled else "not disabled"
+            lines.append(f"WRONG {each.result.kernel} on {each.result.case!r} ({then}): {each.result.reason}")
+        lines += [f"not reached: {name}: {why}" for name, why in self.not_reached.items()]
+        return "\n".join(line for each in lines for line in textwrap.wrap(each, _WIDTH, subsequent_indent="    "))
+
+
+def self_check(
+    subject: Source | Receipt | None = None,
+    seconds: float = 2.0,
+    *,
+    disable: bool = False,
+    device: torch.device | str | None = None,
+) -> SelfCheck:
+    """Runs each kernel of a receipt on small cases of its operator, the most similar one to the receipt's calls first.
+
+    Each kernel runs on one case before any runs on a second one. No case starts after the time is over; the first cases of a
+    process may compile. Run it before weights are prepared and CUDA graphs are captured, because these keep the kernel that they
+    were made for. References are not run: they define what is right.
+
+    Args:
+        subject: a model as `receipt` takes it, or a receipt; None for the selections that this process has made so far.
+        seconds: time after which no further case starts.
+        disable: make selection reject wrong kernels in this process. The kernels that are selected instead are checked, too.
+        device: the device to run on; by default the one that kernels of this process run on.
+
+    Raises:
+        ModelError: see `receipt`.
+    """
+    started = time.monotonic()
+    where = default_device() if device is None else torch.device(device)
+    platform = platform_of(where)
+    found = subject if isinstance(subject, Receipt) else receipt(subject, platform=platform)
+    checking = _Checking(where, platform, disable)
+    for name in found.kernels:
+        checking.add(name, [row for row in found.rows if row.kernel == name])
+    checking.run(started + seconds)
+    return SelfCheck(checking.passed, tuple(checking.wrong), checking.not_reached, time.monotonic() - started)
+
+
+class _Checking:
+    """Kernels and the cases that they have still to run."""
+
+    def __init__(self, device: torch.device, platform: PlatformInfo, disable: bool) -> None:
+        self._device, self._platform, self._disable = device, platform, disable
+        self._requests: dict[tuple[str, str], Request] = {}
+        self._waiting: dict[str, Iterator[Case]] = {}
+        self.passed: dict[str, list[str]] = {}
+        self.wrong: list[Wrong] = []
+        self.not_reached: dict[str, str] = {}
+
+    def add(self, name: str, rows: list[Row]) -> None:
+        """Adds a kernel, unless it is known or a reference."""
+        known = {*self._waiting, *self.passed, *self.not_reached, *(each.result.kernel for each in self.wrong)}
+        try:
+            spec = KernelRegistry.get().get_by_name(name)
+        except KeyError:
+            self.not_reached[name] = "it is not registered in this process"
+            return
+        if name not in known and not spec.is_reference:
+            self._waiting[name] = self._cases(spec, rows)
+
+    def run(self, until: float) -> None:
+        """Runs the kernels in turn, one case each."""
+        while self._waiting:
+            for name in [*self._waiting]:
+                if time.monotonic() >= until:
+                    self.not_reached.update({left: "the time was over" for left in self._waiting if left not in self.passed})
+                    self._waiting.clear()
+                    return
+                self._run_next(name)
+
+    def _run_next(self, name: str) -> None:
+        spec = KernelRegistry.get().get_by_name(name)
+        skipped = "no small case of its operator selects it"
+        for case in self._waiting[name]:
+            result = verify_case(spec, case, self._device)
+            if result.status is Status.SKIPPED:
+                skipped = result.reason
+                continue
+            if result.wrong:
+                self._found_wrong(spec, case, result)
+                break
+            self.passed.setdefault(name, []).append(case.name)
+            return
+        del self._waiting[name]
+        if name not in self.passed and all(each.result.kernel != name for each in self.wrong):
+            self.not_reached[name] = skipped
+
+    def _found_wrong(self, spec: KernelSpec, case: Case, result: CaseResult) -> None:
+        self.passed.pop(spec.name, None)
+        op = get_operator(spec.operator)
+        if self._disable:
+            KernelRegistry.get().disable(spec.name, f"is disabled: wrong on {case.name!r}: {result.reason}")
+        request, arguments = asked(op, case)
+        verdicts = op.consider_prepared(replace(request, platform=self._platform), arguments, None).verdicts
+        then = next((verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec is not spec), "")
+        self.wrong.append(Wrong(result, self._disable, then))
+        if self._disable and then:
+            self.add(then, [])
+
+    def _cases(self, spec: KernelSpec, rows: list[Row]) -> Iterator[Case]:
+        """The small cases of one process that the kernel is eligible for, those most similar to the rows first."""
+        op = get_operator(spec.operator)
+        fitting: list[tuple[int, Case]] = []
+        for case in op.all_cases():
+            if case.large or case.world_size > 1:
+                continue
+            request = self._requests.get((spec.operator, case.name))
+            if request is None:
+                request = replace(asked(op, case)[0], platform=self._platform)
+                self._requests[spec.operator, case.name] = request
+            if refusal_of(op, spec, request) is None:
+                fitting.append((max((_likeness(request, row) for row in rows), default=0), case))
+        yield from (case for _, case in sorted(fitting, key=lambda pair: -pair[0]))
+
+
+def _likeness(request: Request, row: Row) -> int:
+    """The number of traits that a request shares with a row, and one more for equal formats."""
+    traits = request.traits.items()
+    shared = [name for name, value in traits if type(row.traits.get(name)) is type(value) and row.traits[name] == value]
+    return len(shared) + (str(request.signature) == row.formats)

@@ -1,0 +1,16 @@
+"""Fresh processes select the same kernels: a few processes and one operator of what ``ci/same_selection.py`` checks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[3] / "ci" / "same_selection.py"
+
+
+def test_fresh_processes_select_the_same_kernels() -> None:
+    command = [sys.executable, str(PROGRAM), "--processes", "3", "--operator", "rmsnorm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 processes made the same " in done.stdout
