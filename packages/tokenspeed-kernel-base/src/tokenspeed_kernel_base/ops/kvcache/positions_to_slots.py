@@ -31,9 +31,9 @@ def positions_to_slots(
 ) -> Tensor:
     """Maps positions of each token's sequence to slots of the paged cache.
 
-    ``slot = page_table[b, position // page_size] * page_size + position % page_size`` for a token of sequence b. The slot is -1
-    if the position is negative, lies past the end of the page table, or its page table entry is negative. This converts the
-    result of `top_k_indices` to the ``indices`` of `mla_sparse_with_kvcache`.
+    ``slot = page_table[b, position // page_size] * page_size + position % page_size`` for a token of sequence b. The slot is -1 in
+    three cases: the position is negative, the position lies past the end of the page table, or the page table entry is negative.
+    This operator converts the result of `top_k_indices` to the ``indices`` of `mla_sparse_with_kvcache`.
 
     Args:
         positions: int32 ``[tokens, top_k]``, tokens sequence by sequence. May be strided.

@@ -25,7 +25,7 @@ KINDS = ("fp8", WITH_SCALE, "mxfp8", "nvfp4")
 class Quantization:
     """The target of `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize`.
 
-    Make it with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer: constructing it in each call costs host time.
+    Make a `Quantization` with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer, because constructing it costs host time.
     Operators accept any object with these attributes.
 
     Attributes:
