@@ -1,10 +1,9 @@
-"""tokenspeed-kernel: operators for LLM inference, and the kernel that serves each best on the machine at hand.
+"""tokenspeed-kernel: operators for LLM inference, each run by the kernel that is best for the call on this machine.
 
-Importing this declares the operators, registers their kernels, and lets installed plugins register theirs. It imports no
-compiler and touches no GPU.
+Importing this package declares the operators, registers their kernels, and lets installed plugins register theirs. The import loads
+no compiler and touches no GPU.
 
-Every operator is an attribute of this package, `mha_prefill` for one. Each is found where it is declared, in
-``tokenspeed_kernel_base.ops``.
+Every operator, such as `mha_prefill`, is an attribute of this package. Each operator is declared in ``tokenspeed_kernel_base.ops``.
 """
 
 import logging
@@ -59,7 +58,7 @@ from tokenspeed_kernel_base.spec import Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 from tokenspeed_kernel_base.watch import watch_calls
 
-if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+if TYPE_CHECKING:  # lets editors and type checkers know the operators; an operator that is missing here works too
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel.workbench.watching import (
         kernel_scope,
@@ -203,7 +202,7 @@ __all__ = [
     "watch_calls",
 ]
 
-# What is imported when it is first used: the workbench is large, and most programs never enter it.
+# Imported at first use: the workbench is large, and most programs never use it.
 _WORKBENCH = {
     "kernel_scope": "watching",
     "register_tuned_tables": "tuned",
