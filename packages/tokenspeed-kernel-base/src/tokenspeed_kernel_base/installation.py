@@ -74,7 +74,8 @@ def wrong_distributions(path: Iterable[str] | None = None) -> list[WrongDistribu
 def warn_of_wrong_distributions() -> None:
     """Warns of installed distributions that have this project's names but belong to another project.
 
-    Warns: WrongDistributionWarning: one warning for each distribution.
+    Warns:
+        WrongDistributionWarning: one warning for each distribution.
     """
     for wrong in wrong_distributions():
         warnings.warn(f"{wrong}; {wrong.remedy}", WrongDistributionWarning, stacklevel=3)

@@ -81,8 +81,9 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
     Returns:
         The loaded plugins.
 
-    Warns: PluginWarning: a plugin failed; a plugin is ignored because another package's plugin has the same name; the settings
-        disable a plugin that is not installed; or a kernel implements an undeclared operator.
+    Warns:
+        PluginWarning: a plugin failed; a plugin is ignored because another package's plugin has the same name; the settings disable
+            a plugin that is not installed; or a kernel implements an undeclared operator.
     """
     global _filled
     with _lock:

@@ -38,7 +38,7 @@ class Band(NamedTuple):
     Fields:
         main, tail: positions relative to the oldest row.
         main_held, tail_held: the keys to read instead. A key that no row sees may be NaN. The program reads the nearest visible key
-        instead.
+            instead.
     """
 
     main: Any

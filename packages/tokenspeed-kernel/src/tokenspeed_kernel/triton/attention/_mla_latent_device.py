@@ -61,8 +61,8 @@ class Tile(NamedTuple):
     Fields:
         row, real: the rows, and which of them exist.
         token, head: each row's token and head.
-        position, last: the query's position, and the last key of the range in which it sees every key. nodes: each query's mask in
-        the draft tree; not read without trees.
+        position, last: the query's position, and the last key of the range in which it sees every key.
+        nodes: each query's mask in the draft tree; not read without trees.
     """
 
     row: Any

@@ -17,7 +17,7 @@ class Lengths(NamedTuple):
     Fields:
         cache_seqlens: int32 [batch].
         cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. Sequences with more new
-        tokens, or with none, are skipped: they count as sequences without keys.
+            tokens, or with none, are skipped: they count as sequences without keys.
         batch: sequences.
         capacity: keys that the page table has room for. Lengths are clamped to it.
         window_left: with a window, how many keys before its own position a query sees.

@@ -100,9 +100,11 @@ class QueryRows(NamedTuple):
 
     Fields:
         head, own: the program's first KV head, and each row's head among the packed heads.
-        row, real: each row's index within its KV head, and whether the row exists. token, q_head: each row's token and query head.
-        position, last: the query's position, and the last key of the range in which it sees every key. first_new: the position of
-        the first new token. nodes: each query's mask in the draft tree; not read without trees.
+        row, real: each row's index within its KV head, and whether the row exists.
+        token, q_head: each row's token and query head.
+        position, last: the query's position, and the last key of the range in which it sees every key.
+        first_new: the position of the first new token.
+        nodes: each query's mask in the draft tree; not read without trees.
     """
 
     head: Any
@@ -120,8 +122,10 @@ class QueryRows(NamedTuple):
 class Queries(NamedTuple):
     """Queries [M, D] in the dtype of the dots.
 
-    Fields: even, odd: the even and odd columns; ``odd`` is read only if the cache is read in pairs. scaling: the `Scaling` of dot
-        products. row_scale: float32 [M], a further factor of each row's scores; read if packed heads have their own scales.
+    Fields:
+        even, odd: the even and odd columns; ``odd`` is read only if the cache is read in pairs.
+        scaling: the `Scaling` of dot products.
+        row_scale: float32 [M], a further factor of each row's scores; read if packed heads have their own scales.
     """
 
     even: Any

@@ -16,7 +16,8 @@ class Operand(NamedTuple):
     Fields:
         data: a pointer to the first element, or a tensor descriptor; None where only scales are used.
         line_stride, k_stride: strides of the data.
-        scale: a pointer to the scales; not read if there are no scales. scale_line_stride, scale_k_stride: strides of the scales.
+        scale: a pointer to the scales; not read if there are no scales.
+        scale_line_stride, scale_k_stride: strides of the scales.
     """
 
     data: Any

@@ -39,8 +39,9 @@ class Weight(NamedTuple):
         gate, up: pointers to the first element, or tensor descriptors of all experts' rows.
         gate_start, up_start: for descriptors, the first gate row and the first up row of the tile.
         row_stride, column_stride: strides, for pointers.
-        scale, scale_row_stride, scale_column_stride: the scales; not read if there are no scales. global_scale: a pointer to the
-        scale of the whole weight; not read without a global scale. bias, bias_stride: the bias; not read without a bias.
+        scale, scale_row_stride, scale_column_stride: the scales; not read if there are no scales.
+        global_scale: a pointer to the scale of the whole weight; not read without a global scale.
+        bias, bias_stride: the bias; not read without a bias.
     """
 
     gate: Any
