@@ -212,13 +212,13 @@ def emulated_gfx950(
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
         batch_lanes: the most lanes that are executed together; affects only speed.
         tracer: called with each instruction of one wave.
-        bounds: the bytes of a tensor argument that a kernel may access: ``"view"``, from its first to its last element, or
-            ``"storage"``, all of the underlying memory, as on a GPU. The latter is for kernels that rely on padding which their
+        bounds: which bytes of a tensor argument a kernel may access: ``"view"``, from its first to its last element, or
+            ``"storage"``, all of the underlying memory, as on a GPU. ``"storage"`` is for kernels that use padding which their
             caller allocated and sliced off.
 
     Raises:
         RuntimeError: inside another such block.
-        ValueError: ``bounds`` is neither of these.
+        ValueError: ``bounds`` is neither ``"view"`` nor ``"storage"``.
     """
     running = Emulator(
         sanitize=sanitize, counters=counters, jobs=jobs, edit=edit, batch_lanes=batch_lanes, tracer=tracer, bounds=bounds
