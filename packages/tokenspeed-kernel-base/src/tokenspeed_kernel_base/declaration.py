@@ -209,7 +209,7 @@ class Operator(Declaration, Generic[P, R]):
         """The request of a call with these (complete, checked) arguments.
 
         Args:
-            arguments: of the call, by name.
+            arguments: arguments of the call, by name.
             solution: only kernels of this solution.
             sizes: the sizes found by `check_call`, if it ran.
             package: only this package's kernels.
@@ -298,7 +298,7 @@ class Operator(Declaration, Generic[P, R]):
 
         Args:
             request: the request of the unprepared call.
-            arguments: of the call, by name.
+            arguments: arguments of the call, by name.
             override: the kernel requested by name, if any.
         """
         planned, trait = self.planned, self.layout

@@ -133,7 +133,7 @@ class Limit(NamedTuple):
     """The values of a bound for which a decision holds.
 
     Attributes:
-        position: of the bound among the parameters.
+        position: position of the bound among the parameters.
         least, most: its lowest and highest value.
     """
 

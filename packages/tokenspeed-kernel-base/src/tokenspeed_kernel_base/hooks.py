@@ -33,7 +33,7 @@ class Declaration(Options):
     Attributes:
         body: the PyTorch function that defines what the operator computes; ignores provided outputs.
         parameters: parsed from the body's signature.
-        names: of the parameters.
+        names: names of the parameters.
         host_values: tensors whose values the ``check_values`` hook reads.
         function: what users call.
     """

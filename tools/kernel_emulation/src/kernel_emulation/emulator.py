@@ -102,7 +102,7 @@ class Block(Generic[Running]):
     """The emulator of the enclosing block, if there is one. Blocks are not nested.
 
     Args:
-        name: of the block's function, for messages.
+        name: name of the block's function, for messages.
     """
 
     def __init__(self, name: str) -> None:

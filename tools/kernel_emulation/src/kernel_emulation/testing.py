@@ -14,7 +14,7 @@ def declare(config: pytest.Config, name: str, device: str, block: str) -> None:
 
     Args:
         config: pytest's.
-        name: of the fixture and the marker.
+        name: name of the fixture and the marker.
         device: the emulated architecture.
         block: the function whose settings the marker takes.
     """

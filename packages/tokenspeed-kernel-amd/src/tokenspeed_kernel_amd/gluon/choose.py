@@ -21,8 +21,8 @@ class Routing(NamedTuple):
 
     Attributes:
         rows: how many tokens' experts are chosen at once, a power of two.
-        experts: of a token, padded to a power of two.
-        slots: of a token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
+        experts: number of experts whose logits a token has, padded to a power of two.
+        slots: number of slots per token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
         top_k: slots of a token.
         renormalize: whether the weights of a token are divided by their sum.
     """

@@ -178,7 +178,7 @@ class Sinks:
     """Attention sinks: one extra score for each query head, in the softmax's denominator only.
 
     Attributes:
-        address: of the first sink.
+        address: address of the first sink.
         kind: their dtype, see `launch.KINDS`; 0 for none.
     """
 

@@ -255,7 +255,7 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
     Args:
         operands, swiglu, shape: see `few`.
         pairs: how many there are.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
         blocks: of strips.
     """
@@ -398,7 +398,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
 
     Args:
         operands, shape: see `few`.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
     """
     warps: gl.constexpr = gl.num_warps()

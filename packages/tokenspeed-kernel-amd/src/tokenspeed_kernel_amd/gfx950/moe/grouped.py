@@ -113,7 +113,7 @@ class Shape(NamedTuple):
         bias: whether there is one.
         limited: whether gate and up are clamped.
         padded: whether encoded rows are padded to whole groups of four steps.
-        encoding: of the activations.
+        encoding: encoding of the activations.
     """
 
     columns: int

@@ -37,7 +37,7 @@ class Columns:
         plane_codes, plane_scales: from one plane to the next.
         offsets: int32 [columns, bytes of four steps] of the codes.
         place: int32 [1, bytes of four steps], the index of each byte within a row.
-        row_bytes: of a row's codes.
+        row_bytes: bytes of a row's codes.
         scale_offsets: int32 [columns, 4, 4] of block scales.
         quads: groups of four steps.
     """
@@ -139,7 +139,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         operands, swiglu, shape: see `grouped`.
         rows: encoded rows.
         row_bytes: bytes of a row's codes.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
         blocks: of strips.
     """

@@ -109,7 +109,7 @@ class Columns:
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: from one plane to the next.
-        row_bytes: of a row's codes.
+        row_bytes: bytes of a row's codes.
         offsets: int32 [columns, bytes of two steps] of the codes.
         place: int32 [1, bytes of two steps], the index of each byte within a row.
         scale_offsets: int32 [columns, g, 2] of the block scales of two steps.

@@ -129,7 +129,7 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
     """Returns the scales of a block as 16-bit multipliers.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         scales: the four scale bytes of row ``lane / 4`` of a block.
 
     Returns:
@@ -153,7 +153,7 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """Dequantises a word to the four registers of an MMA's A operand, 16 rows by 16 elements of k.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         word: the lane's word. The ``s``-th word of a block is in half ``s / 2`` of its k.
         first, second: the `multipliers` of that half, for row ``lane / 4`` and for the row eight further.
     """

@@ -142,7 +142,7 @@ class Ring:
 
         Args:
             rows: rows to view of each tile; all if 0.
-            dtype: of the elements, if the memory is declared as bytes.
+            dtype: dtype of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = (rows or self.rows, (columns, self.panels), self.stages)
@@ -177,7 +177,7 @@ class Ring:
 
         Args:
             count: boxes of a tile.
-            dtype: of the elements, if the memory is declared as bytes.
+            dtype: dtype of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)

@@ -17,7 +17,7 @@ class Bar:
     """An acceptance bar.
 
     Attributes:
-        name: of the bar.
+        name: name of the bar.
         bound: the bound.
         most: whether the bound is an upper one.
         shapes: names of the shapes that must have been measured.

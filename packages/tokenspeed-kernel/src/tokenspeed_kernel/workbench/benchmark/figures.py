@@ -104,7 +104,7 @@ class Figure:
 
     Attributes:
         title: precedes the device's name above the panels.
-        heading: of the section in the README.
+        heading: heading of the section in the README.
         alt: the plot's text for screen readers.
         baselines: labels and colours, in the order of a shape's bars; this project's kernels are added.
         shapes: their names, in the table's order.

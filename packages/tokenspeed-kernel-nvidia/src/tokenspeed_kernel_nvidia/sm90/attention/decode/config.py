@@ -61,9 +61,9 @@ class Config:
     """Configuration of one kernel variant.
 
     Attributes:
-        dtype: of q and the output, and of the caches unless ``fp8``.
-        head_dim: of keys.
-        v_head_dim: of values.
+        dtype: dtype of q and the output, and of the caches unless ``fp8``.
+        head_dim: columns of keys.
+        v_head_dim: columns of values.
         box: number of keys of one TMA box, all of one page. With pages of one token, box is 1, and each row is gathered by cp.async
             instead.
         rows: query rows per KV head: at least its query heads times the new tokens of a sequence.

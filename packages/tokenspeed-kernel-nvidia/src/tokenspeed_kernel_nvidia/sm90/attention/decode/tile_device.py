@@ -66,7 +66,7 @@ class Call:
         groups: number of CTA groups, among which the tiles are split. Each group has CTAs for all KV heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
-        k_scales, v_scales: of an fp8 cache.
+        k_scales, v_scales: scales of an fp8 cache.
         cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None if scores are not capped.
         group, kv_head: this CTA's group, and its first KV head. Heads that are side by side count as one, also in ``kv_heads``.
         pipe: the barriers of the ring of tiles.

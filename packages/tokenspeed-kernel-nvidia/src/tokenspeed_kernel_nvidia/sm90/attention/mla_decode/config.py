@@ -32,7 +32,7 @@ class Config:
     these are 128 bytes per clock, the full bandwidth of shared memory.
 
     Attributes:
-        dtype: of q, the cache and the output.
+        dtype: dtype of q, the cache and the output.
         heads: query heads.
         narrow: whether partial results are float16, scaled by a power of 2 per row and value warpgroup, instead of float32. See
             `config_of`.

@@ -21,7 +21,7 @@ class Fp8Config(Config):
     `mha_prefill` does with fp8 values.
 
     Attributes:
-        dtype: of the output, and of q if that is not e4m3.
+        dtype: dtype of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.
         summed: for how many blocks P @ V is accumulated in registers before the result is added to float32 accumulators in global
             memory. For a sum of fp8 terms, the tensor cores keep 13 fractional bits relative to the largest term, and truncate the

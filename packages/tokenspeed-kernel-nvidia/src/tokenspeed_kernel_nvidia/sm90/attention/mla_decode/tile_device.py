@@ -95,7 +95,7 @@ class Call:
     A work item is as many new tokens of a sequence as fit a tile, with all heads: one token with 64 heads, four with 16.
 
     Attributes:
-        page_table: of int32 ``[batch, max_pages]``.
+        page_table: address of int32 ``[batch, max_pages]``.
         cache_seqlens: address of int32 ``[batch]``.
         batch: work items of all sequences.
         items: work items per sequence.

@@ -164,10 +164,10 @@ def attend(
 
     Args:
         page_size: tokens of a page of k and v, or 0 where these are ``[kv_tokens, kv_heads, dim]``.
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         cache_seqlens: int32: lengths ``[batch]`` with a paged cache, else offsets ``[batch + 1]`` of the keys, or None if these are
             the queries' offsets.
-        page_table: of a paged cache.
+        page_table: page table of a paged cache.
     """
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[-1]

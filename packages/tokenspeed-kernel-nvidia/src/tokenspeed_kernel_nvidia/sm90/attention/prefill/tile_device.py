@@ -21,7 +21,7 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         cache_seqlens: sequence lengths in the paged cache. With ragged K/V: offsets of the sequences' keys, ``[batch + 1]``, or
             None if equal to the queries' offsets.
         page_table: None with ragged K/V.

@@ -24,7 +24,7 @@ class QkvConfig:
     """Configuration of one kernel variant.
 
     Attributes:
-        dtype: of tokens, weights, caches and results.
+        dtype: dtype of tokens, weights, caches and results.
         head_dim: elements of a head. All of them are rotated (RoPE).
     """
 

@@ -17,7 +17,7 @@ class Config:
     """Configuration of one kernel variant. Times are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 
     Attributes:
-        dtype: of q, k, v and the output.
+        dtype: dtype of q, k, v and the output.
         head_dim: 64 or 128.
         gqa_ratio: GQA group size: query heads per KV head.
         paged: whether K/V lie in a paged cache.

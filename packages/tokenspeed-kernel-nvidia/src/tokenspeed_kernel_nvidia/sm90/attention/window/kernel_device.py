@@ -56,7 +56,7 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         page_table: None with ragged K/V.
         cache_seqlens: tokens of each sequence in the cache; None with ragged K/V.
     """

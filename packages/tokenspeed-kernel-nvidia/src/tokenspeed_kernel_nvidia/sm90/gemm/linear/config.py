@@ -42,7 +42,7 @@ class Config:
     """A configuration that a kernel is compiled for.
 
     Attributes:
-        dtype: of tokens and results.
+        dtype: dtype of tokens and results.
         weights: the weights' format, a key of `LAYOUTS`.
         tokens: the most tokens of a call, from `TOKENS`.
     """

@@ -66,7 +66,7 @@ def multipliers_of(dtype: type[Numeric], weights: str, scales: Any, step: int) -
     """Returns a word's scale factors for row ``lane / 4`` and for the row eight further, each duplicated in a register.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         weights: the format.
         scales: the scale words of row ``lane / 4`` of a block.
         step: the word's index in its block.
@@ -83,7 +83,7 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """Dequantises a word to the four registers of an MMA's A operand, 16 rows by 16 elements of k.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         word: the lane's word.
         first, second: the word's scale factors, from `multipliers_of`.
     """

@@ -37,7 +37,7 @@ class WorkSlice:
     """A CTA's slice of the weights.
 
     Attributes:
-        rank: of the CTA in its cluster.
+        rank: rank of the CTA in its cluster.
         first, panels: the first panel and the number of panels. Both are the same for all CTAs of the cluster.
         first_block, blocks: the first k block and the number of k blocks of this CTA.
         all_blocks: the k blocks of all CTAs.

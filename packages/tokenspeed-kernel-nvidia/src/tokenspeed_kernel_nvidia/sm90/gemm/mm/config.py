@@ -42,7 +42,7 @@ class Config:
     """Configuration of a kernel.
 
     Attributes:
-        dtype: of the activations.
+        dtype: dtype of the activations.
         weights: how the weights are stored.
         scales: granularity of the scales of weights, and of 8-bit activations.
         out: dtype of the result.

@@ -92,7 +92,7 @@ class Vector:
     """A contiguous vector with one value for each column of the result. Its dtype is known only at run time.
 
     Attributes:
-        address: of the first value.
+        address: address of the first value.
         kind: the dtype, see `launch.KINDS`; 0 without a vector.
     """
 

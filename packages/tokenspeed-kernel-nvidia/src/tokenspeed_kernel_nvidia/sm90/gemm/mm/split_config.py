@@ -19,7 +19,7 @@ class SplitConfig:
     """Configuration of a kernel.
 
     Attributes:
-        dtype: of the activations and the weights.
+        dtype: dtype of the activations and the weights.
         out: dtype of the result.
         tokens: the most rows of activations.
         quads: the number of 64-byte parts of a row that a warp has.

@@ -78,7 +78,7 @@ class Supported:
     """A kind of call that is supported, and the configurations for it.
 
     Attributes:
-        name: of the kind, in names of kernels.
+        name: name of the kind, in names of kernels.
         scales, stored, block: as in `Config`.
     """
 

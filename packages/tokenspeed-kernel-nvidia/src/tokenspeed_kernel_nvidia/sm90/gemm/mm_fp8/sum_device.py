@@ -35,7 +35,7 @@ class Scales:
     """Addresses of scales.
 
     Attributes:
-        address: of the first scale.
+        address: address of the first scale.
         line: stride in bytes from one row of activations, or group of columns, to the next.
         four: stride in bytes from a block along k to the fourth after it.
         one: stride in bytes between blocks within four.

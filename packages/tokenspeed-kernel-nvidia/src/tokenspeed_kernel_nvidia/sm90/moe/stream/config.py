@@ -35,7 +35,7 @@ class Config:
     """A configuration that a kernel is compiled for.
 
     Attributes:
-        dtype: of tokens and output.
+        dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
         columns: number of MMA columns. Each pair of an entry has two columns, or four with float16.
         slab: the number of k blocks in a stage of the ring buffer.
