@@ -1,4 +1,4 @@
-"""The adapters to AITER. They have not been run on hardware: AITER needs an AMD GPU.
+"""The adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
 
 The tests use a stand-in that runs everywhere: a module aiter whose functions have AITER's signatures, and compute in PyTorch on a
 CPU the results that AITER documents. Where AITER's source violates the operator's contract, the stand-in does too, or raises. A
@@ -296,7 +296,7 @@ def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: dict[str, KernelSpec]) -> None:
-    """Its kernels are excluded with a warning, and the call falls back to the next ones."""
+    """AITER's kernels are excluded with a warning, and the call falls back to the next kernels."""
     (tmp_path / "aiter.py").write_text("raise ValueError('an argument that this Triton does not know')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(aiter_package, "find_gap", lambda: None)
@@ -312,7 +312,7 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("name", _names())
 def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
-    """The adapter has the operator's parameters. Its source is parsed, because importing it would import AITER."""
+    """The adapter has the operator's parameters. AITER's source is parsed, because importing the module would import AITER."""
     module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}

@@ -1,7 +1,8 @@
-"""The adapter to AITER's MoE kernels with mxfp4 weights. It has not been run on hardware; ``test_aiter`` explains the stand-in.
+"""The adapter to AITER's MoE kernels with mxfp4 weights. The adapter has not been run on hardware; ``test_aiter`` explains the
+stand-in.
 
-The stand-in rounds as AITER does. It does not reproduce AITER's weight layout: it shuffles weights in its own reversible way, a
-different one if gate and up are interleaved.
+The stand-in rounds as AITER does. The stand-in does not reproduce AITER's weight layout. It shuffles weights in its own reversible
+way, and in a different way if gate and up are interleaved.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .paging import check_case, kernel_of
 
 _SHAPE = {"heads": 8, "kv_heads": 2}
 _CACHE = {**_SHAPE, "page_size": 16, "stale": True}
-# Lengths that end within pages, blocks and tiles. The long sequences are split, so that the merge kernel runs.
+# Lengths that end within pages, blocks and tiles. The long sequences are split, so the merge kernel runs too.
 SMALL = {
     "mha_prefill": ragged([3, 0, 20], **_SHAPE),
     "mha_decode_with_kvcache": paged([300, 1, 20], None, **_CACHE),

@@ -35,7 +35,7 @@ def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:
-    """Lengths differ so much that sequences share slots. They end at tile edges; some have no row in their last slot."""
+    """Lengths differ so much that sequences share slots. The sequences end at tile edges. Some have no row in their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])
 
 

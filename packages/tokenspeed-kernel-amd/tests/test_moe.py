@@ -52,7 +52,7 @@ TILES_OF = [
 
 @pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, another has none."""
+    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
     layer = RandomLayer(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
@@ -103,7 +103,7 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
 )
 def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
-    """In another order, tokens are in other columns and other tiles."""
+    """In another order, tokens have other columns and other tiles."""
     layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids[1 : tokens // 2, 0] = experts - 1

@@ -95,7 +95,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, another has none."""
+    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
     if tile == BROAD and options.get("dtype") == torch.float16:
         tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
         assert tile == NARROW

@@ -1,4 +1,4 @@
-"""moe_topk_apply with mxfp4 weights: routing by the router logits, in the first GEMM or in a launch of its own."""
+"""moe_topk_apply with mxfp4 weights, with routing by the router logits in the first GEMM or in a separate launch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """The same as routing and then moe_apply; logits need not be contiguous."""
+    """moe_topk_apply equals routing followed by moe_apply; logits need not be contiguous."""
     layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]

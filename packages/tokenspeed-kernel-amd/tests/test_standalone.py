@@ -99,7 +99,9 @@ print(json.dumps({{
 
 
 class Environment:
-    """A virtual environment with links to PyTorch, Triton, their requirements, and the emulator with what it shares with others."""
+    """A virtual environment with links to PyTorch, Triton, their requirements, and the emulator with the package that the emulators
+    share.
+    """
 
     def __init__(self, where: Path) -> None:
         self.where = where

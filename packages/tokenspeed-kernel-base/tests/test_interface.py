@@ -53,7 +53,7 @@ def op(declare: Declare) -> Any:
 
 
 def test_a_misspelled_trait_is_refused_with_the_name_that_was_meant() -> None:
-    """It would constrain nothing: the kernel would be selected for every ``hidden``."""
+    """The misspelled trait would constrain nothing: the kernel would be selected for every ``hidden``."""
     said = refused(rmsnorm, traits={"hiden": at_most(64)})
     assert said.startswith(
         "mine: norm.rmsnorm states no trait hiden; did you mean hidden? Its traits are hidden, residual, wide_residual ("

@@ -1,5 +1,5 @@
-"""A table of wrong calls. Each raises the right error, which names the argument, the expected value and the actual one, before
-anything is launched. A kernel with the highest priority counts the calls that get through."""
+"""A table of wrong calls. Each malformed call raises the right error before anything is launched. The message names the argument,
+the expected value and the actual value. A kernel with the highest priority counts the calls that get through."""
 
 # ruff: noqa: E501 (a row of the table is a line)
 
@@ -223,7 +223,7 @@ T, V = TypeError, ValueError
 
 FP8_GIVEN = Quantization.fp8_with_scale(ones(2, dtype=F32))
 
-# operator, what is changed in its valid call, error, what the message says
+# operator, the changed argument of its valid call, error, message
 MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # comm
     ("all_reduce", {"group": None}, T, r"group must be ProcessGroup, got NoneType None"),

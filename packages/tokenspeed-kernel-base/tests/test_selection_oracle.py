@@ -1,8 +1,7 @@
-"""The selector against another implementation of the same rules, over random registries and requests.
+"""Compares the selector with another implementation of the same rules, over random registries and requests.
 
-The oracle is written from the documented rules (traits.py, selection.py, DESIGN). It sees kernels and requests as plain
-descriptions, and calls nothing of the package. Constraints are descriptions, too; `build` converts one into a kernel author's
-form.
+The oracle is written from the documented rules (traits.py, selection.py, DESIGN). The oracle sees kernels and requests as plain
+descriptions, and calls nothing of the package. Constraints are descriptions, too; `build` converts one into a kernel author's form.
 """
 
 from __future__ import annotations

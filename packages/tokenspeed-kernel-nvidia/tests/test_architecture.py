@@ -1,4 +1,4 @@
-"""A new architecture: `made_up/sm77` has what ARCHITECTURE.md says that one must bring, and nothing else.
+"""A new architecture: `made_up/sm77` has what ARCHITECTURE.md requires of an architecture, and nothing else.
 
 Its kernel is registered, selected on such a device, and launched by the shared plumbing with a stub in the compiler's place. Its
 device code is compiled for architectures older and newer than Hopper, and executed.

@@ -64,7 +64,8 @@ def test_each_kernel_is_eligible_for_some_case() -> None:
 WIDTHS = re.compile(
     r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
 )
-# These always run: one whose warpgroups have different queries, one with fewer columns than in shared memory, and one of fp8.
+# These cases always run: one whose warpgroups have different queries, one with fewer columns than shared memory holds, and one with
+# fp8.
 SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 

@@ -336,7 +336,7 @@ def test_declarations_for_blackwell(operator: str, arguments: dict[str, Any], se
 
 
 def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
-    """Those of these kernels that are eligible for a call."""
+    """The kernels of this package that are eligible for a call."""
     verdicts = getattr(tokenspeed_kernel, operator).explain(**arguments).verdicts
     return [verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec.solution == "flashinfer"]
 
@@ -388,7 +388,7 @@ def _cases(mode: str) -> list[Case]:
 
 
 def _finite(case: Case) -> Case:
-    """The same with zeros in slots that hold no token: page 0 is read in place of freed pages."""
+    """The same case with zeros in slots that hold no token, because page 0 is read in place of freed pages."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)

@@ -50,7 +50,7 @@ def test_tokens(sm90: torch.device, tokens: int, columns: int) -> None:
     "count", [*range(1, 40), 41, 47, 48, 49, 56, 57, 63, 64, 65, 79, 80, 81, 96, 112, 127, 143, 159, 160, 161, 213, 320, 373]
 )
 def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> None:
-    """One expert has ``count`` pairs, another one pair less."""
+    """One expert has ``count`` pairs, and another has one pair fewer."""
     layer = Layer(sm90, 4, 1, 64, 192, **GPT_OSS)
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1

@@ -170,7 +170,7 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
 @FORMATS
 @pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])
 def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) -> None:
-    """Stages and buffers are reused; CTAs have 2 and 3 k blocks, so that a last stage has one; the last panel is short."""
+    """Stages and buffers are reused. CTAs have 2 and 3 k blocks, so that a last stage has one block. The last panel is short."""
     k, n = 19 * 64 - 32, 10 * 64 + 24
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights, plan = weights_of(k, n, weight_format, bias=bias), plan_of(k, n, weight_format, bias=True, dtype=dtype)

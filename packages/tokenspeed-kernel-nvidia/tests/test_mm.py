@@ -170,7 +170,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 
 def test_a_row_alone(sm90: torch.device) -> None:
-    """A row's result does not depend on the other rows, as long as the same program is used."""
+    """A row's result does not depend on other rows, provided that the same program is used."""
     a, weight = _numbers(sm90, 8, 2880, dtype=torch.bfloat16), _numbers(sm90, 700, 2880, dtype=torch.bfloat16)
     together = mm(a, weight.t())
     for row in range(8):

@@ -70,7 +70,7 @@ def test_nothing_imports_the_core() -> None:
 
 
 def test_every_module_is_scanned_or_device_code() -> None:
-    """So no kernel can be overlooked."""
+    """This ensures that no kernel is overlooked."""
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts

@@ -1,7 +1,7 @@
 """The compile cache: its key, concurrent compilation, and damaged files.
 
-A kernel of a few lines stands for all. It is compiled for sm_90a, which needs CuteDSL and no GPU. A loaded program is recognised by
-its errors for wrong arguments, and launched if there is an sm_90.
+A kernel of a few lines stands for all. The program is compiled for sm_90a, which needs CuteDSL but no GPU. A loaded program is
+recognised by its errors for wrong arguments, and launched if there is an sm_90.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Call:
         return torch.cat([q, k, every[:, turned:]], 1).flatten(1), total
 
     def check(self, **changes: Any) -> None:
-        """Runs the call, and compares its results and what it writes."""
+        """Runs the call, and compares its results and the memory that it writes."""
         given = {**self.given, **changes}
         wanted, total = self.wanted()
         before = [given[name].clone() for name in ("k_cache", "v_cache")]

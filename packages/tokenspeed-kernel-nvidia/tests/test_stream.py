@@ -152,7 +152,7 @@ def test_strides(sm90: torch.device, count: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Each row is scaled by its own amax, which may be far from others', and from the rest of the row."""
+    """Each row is scaled by its own amax, which may be far from the amax of other rows, and from the other elements of the row."""
     layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **options)
     x, weights, ids = layer.tokens(9)
     x[2] = 0

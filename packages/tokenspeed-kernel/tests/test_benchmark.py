@@ -500,7 +500,7 @@ def test_a_report_is_json_or_nothing(tmp_path: Path) -> None:
 
 
 def test_the_committed_report_still_loads() -> None:
-    """It has format 1: no format number, no rounds, a roofline of three rates."""
+    """The report has format 1: no format number, no rounds, a roofline of three rates."""
     table = json.loads(COMMITTED.read_text())
     report = load_report(COMMITTED)
     assert [row.kernel for row in report.rows] == [row["kernel"] for row in table["rows"]]

@@ -57,7 +57,7 @@ def call(*words: str, code: int = 0) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what tells words apart only."""
+    """The text without the characters that only separate words."""
     return " ".join(text.replace("`", "").split())
 
 

@@ -250,7 +250,7 @@ def test_a_kernel_that_cannot_be_loaded(samples: None) -> None:
     assert "no operator no.operator" in conform(stray, CPU, Options())[0].detail
 
 
-# -- what failures have in common ---------------------------------------------------------------------------------------------
+# -- common traits of failures -------------------------------------------------------------------------------------------------
 
 
 def _result(**traits: Any) -> CaseResult:

@@ -1,4 +1,4 @@
-"""Each conformance check, on a kernel that satisfies its declaration, and on one that violates it."""
+"""Each conformance check, on one kernel that satisfies its declaration, and on another that violates it."""
 
 from __future__ import annotations
 

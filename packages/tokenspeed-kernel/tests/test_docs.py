@@ -131,7 +131,7 @@ def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
-    """Runs the files and commands of that page in an environment of its own."""
+    """Runs the files and commands of that page in a separate environment."""
     for package in ("hatchling", "typer", "jinja2", "matplotlib"):
         pytest.importorskip(package)
     blocks = blocks_of(DOCS / "workbench" / "ten-commands.md")

@@ -1,7 +1,7 @@
 """The adapters for vLLM's kernels in the benchmark of families, with stand-ins for vLLM's functions.
 
 A stand-in has the parameters of a function of vLLM 0.26, in order, and computes what that function's docstring states. So an
-adapter that passes a wrong argument, layout or scale gives a wrong result, or raises.
+adapter that passes a wrong argument, layout or scale causes a wrong result or an error.
 """
 
 from __future__ import annotations

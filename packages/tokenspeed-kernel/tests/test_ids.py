@@ -92,7 +92,7 @@ def test_every_integer_argument_is_listed() -> None:
 
 
 def _outside(dtype: torch.dtype, bound: int | None) -> list[int]:
-    """Invalid ids other than -1. Those that do not fit into 32 bits come first."""
+    """Invalid ids other than -1. Ids that do not fit into 32 bits come first."""
     wide = dtype == torch.int64
     largest = torch.iinfo(dtype).max
     values = [*([-(2**32) + 1, -(2**63), -(2**31) - 1] if wide else []), -(2**31)]

@@ -199,7 +199,7 @@ def test_files_stay_small() -> None:
     assert not long, "split these files; none should have more than 600 lines"
 
 
-# -- what importing pulls in ------------------------------------------------------------------------------------------------------
+# -- modules that an import loads ----------------------------------------------------------------------------------------------
 
 
 def test_importing_the_core_pulls_in_nothing_heavy() -> None:

@@ -282,7 +282,7 @@ def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkey
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_captured_call_is_narrowed() -> None:
-    """Its recipe holds descriptions, not sizes to vary."""
+    """The recipe of a captured call holds descriptions, not sizes to vary."""
     op, spec = get_operator("silu_and_mul"), _register("silu_and_mul", _doubled)
     with tk.shape_capture() as found:
         op.function(torch.ones(9, 8))

@@ -1,13 +1,13 @@
-"""Mutation tests of the emulator: each mutant makes one modelled hardware fact wrong, and the tests must fail.
+"""Mutation tests of the emulator. Each mutant violates one modelled hardware fact, and the tests must fail.
 
-For every mutant of ``mutants/*.toml`` the package is copied to a temporary folder, one passage of the copy is replaced, and the
-tests that the mutant names run against the copy. Verdicts:
+For every mutant of ``mutants/*.toml``, the package is copied to a temporary folder, and one passage of the copy is replaced. The
+tests that the mutant names are then run against the copy. Verdicts:
 
 - killed: a test failed by an assertion, or by an error that the emulator reports (`kernel_emulation.errors`), and passes without
   the mutant.
 - survived: the tests passed.
-- error: anything else, which is inconclusive: the copy cannot be imported, a test cannot be collected, a test
-  crashes in Python (NameError, IndexError, ...), or the run takes too long.
+- error: any other outcome, which is inconclusive: the copy cannot be imported, a test cannot be collected, a test crashes in Python
+  (NameError, IndexError, ...), or the run takes too long.
 
 Run it as::
 
@@ -48,7 +48,7 @@ _SECONDS = 300  # time limit of one run
 
 
 class MutationError(Exception):
-    """The mutants do not match the sources, or no verdict is possible."""
+    """The mutants do not match the sources, or a verdict is impossible."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Mutant:
 
     Attributes:
         name: in lower case with hyphens.
-        fact: the hardware's behaviour in one sentence; the mutant violates it.
+        fact: the hardware's behaviour in one sentence, which the mutant violates.
         file: relative to the package.
-        old, new: the text, which must occur exactly once, and its replacement.
+        old, new: a text that must occur exactly once, and its replacement.
         tests: pytest targets that should fail, relative to the folder of the tests, the cheapest first.
     """
 
@@ -95,7 +95,7 @@ class Result:
         verdict: ``"killed"``, ``"survived"`` or ``"error"``.
         test: the first test that failed.
         raised: the class of the exception that the test raised.
-        reason: the exception's message, or what went wrong.
+        reason: the exception's message, or a description of the problem.
     """
 
     mutant: Mutant
@@ -110,7 +110,7 @@ def load(folder: Path = TABLE) -> list[Mutant]:
     """The mutants of all files of a folder.
 
     Raises:
-        MutationError: a mutant lacks a field or has one too many, or two have the same name.
+        MutationError: a mutant lacks a field or has an unknown one, or two mutants have the same name.
     """
     wanted = {field.name for field in fields(Mutant)}
     mutants: list[Mutant] = []
@@ -140,7 +140,7 @@ def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         package = folder / SOURCE.name
-        shutil.copytree(SOURCE, package)  # compiled modules included, which stay valid while their sources keep their timestamps
+        shutil.copytree(SOURCE, package)  # compiled modules too, which stay valid while their sources keep their timestamps
         if mutant is not None:
             changed = package / mutant.file
             changed.write_text(mutant.apply(SOURCE))
@@ -166,7 +166,7 @@ def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Ou
     command += [str(TESTS / target) for target in targets]
     begin = time.monotonic()
     try:
-        # The working directory is the folder, so that hypothesis stores its examples there.
+        # The folder is the working directory, so that hypothesis stores its examples there.
         process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
@@ -228,7 +228,7 @@ def without_false_alarms(results: list[Result]) -> list[Result]:
     """The results, with mutants counted as killed only by tests that pass against an unchanged copy of the package.
 
     Raises:
-        MutationError: those tests cannot run there.
+        MutationError: the tests cannot run in this environment.
     """
     tests = sorted({result.test for result in results if result.verdict == "killed"})
     if not tests:

@@ -1,8 +1,8 @@
-"""A pytest plugin for runs against a mutated copy of the emulator: it rejects any other copy, and writes the run's result to a
+"""A pytest plugin for runs against a mutated copy of the emulator. It rejects any other copy, and writes the run's result to a
 file.
 
-Environment variables configure it: ``MUTATION_ROOT`` is the folder of the copy, ``MUTATION_MODULE`` the changed module (all
-imported modules of the package are checked, and this one is always imported), ``MUTATION_REPORT`` the file to write.
+Environment variables configure the plugin. ``MUTATION_ROOT`` is the folder of the copy. ``MUTATION_MODULE`` is the changed module,
+which is always imported; all imported modules of the package are checked. ``MUTATION_REPORT`` is the file to write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Witness:
 
     Attributes:
         passed: tests that passed.
-        failures: tests that failed in their own code: name, the exception's classes (most derived first) and its text.
+        failures: tests that failed in their own code, each with its name, the exception's classes (most derived first) and the
+            exception's text.
         broken: failures outside of tests: imports, collection, fixtures.
     """
 

@@ -1,7 +1,7 @@
 """The sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
 
-Kernels with seeded faults are in `test_sanitizer_kernels`. This file tests each rule, and correct code that nearly violates the
-rule.
+Kernels with seeded faults are in `test_sanitizer_kernels`. This file tests each rule, and correct code that comes close to
+violating the rule.
 """
 
 from __future__ import annotations

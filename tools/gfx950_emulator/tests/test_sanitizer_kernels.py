@@ -1,6 +1,6 @@
 """Seeded faults in kernels: each is reported with its kind, the instruction and the line of the kernel's source.
 
-Every kernel also runs without its fault, with no report and the correct result, so the fault alone causes the report.
+Every kernel also runs without its fault, with no report and with the correct result. So only the fault can cause the report.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kernels for AMD MI355X (gfx950, CDNA4), as plain functions and as a plugin of tokenspeed-kernel.
 
-Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. The
-function has the operator's signature, docstring and checks, and selects among the kernels of this package alone. If no kernel is
-eligible for a call, NoKernelFoundError (a RuntimeError) gives each kernel's reason, for example an unsupported GPU.
+Every operator that this package's kernels implement is a function of the package: ``from tokenspeed_kernel_amd import
+mha_prefill``. The function has the operator's signature, docstring and checks, and selects among the kernels of this package alone.
+If no kernel is eligible for a call, NoKernelFoundError (a RuntimeError) gives each kernel's reason, for example an unsupported GPU.
 
-Importing the package imports neither PyTorch nor Triton and works on any machine.
+Importing the package imports neither PyTorch nor Triton, and works on any machine.
 """
 
 from typing import TYPE_CHECKING

@@ -16,5 +16,7 @@ def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """The caller's result: ``written`` if ``out`` is None, otherwise ``out``, after copying ``written`` into it if they differ."""
+    """The caller's result. If ``out`` is None it is ``written``; otherwise ``out``, after ``written`` is copied into it if they
+    differ.
+    """
     return written if out is None or written is out else out.copy_(written)

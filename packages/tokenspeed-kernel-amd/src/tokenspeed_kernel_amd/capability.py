@@ -1,6 +1,7 @@
 """Requirements of this package's kernels, as data: a range of GPU architectures and the software that must be installed.
 
-A new architecture needs one more function here and a folder for its kernels: ARCHITECTURE.md lists what it holds.
+A new architecture needs one more function in this module, and a folder for its kernels. ARCHITECTURE.md lists the folder's
+contents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
 
     Args:
         features: names that the platform's features must include, for example ``"triton"``.
-        probe: see `CapabilityRequirement`. It must only read package metadata, and import neither Triton nor AITER.
+        probe: see `CapabilityRequirement`. The probe must read only package metadata, and import neither Triton nor AITER.
     """
     return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 

@@ -1,4 +1,4 @@
-"""Row alignment to 16 bytes, which bulk copies to shared memory need, and aligned copies of tensors that lack it."""
+"""Row alignment to 16 bytes, which bulk copies to shared memory need; aligned copies of unaligned tensors."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Caller:
         return self._find(*call)
 
     def _run(self, key: Any, args: tuple[Any, ...], override: str | None, solution: str | None) -> Any:
-        """Runs a call by its memoised decision, or by a new one. ``key``: the call's description; None if it is invalid."""
+        """Runs the memoised decision for a call, or decides the call. ``key``: the call's description; None if it is invalid."""
         try:
             limits, run = self._memo[key]
         except (KeyError, TypeError):  # no decision; or an option is not hashable, so `decide` raises an error
@@ -236,10 +236,11 @@ class Caller:
         return empty
 
     def _with_overlap_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-        """``call``, preceded by the check that memory which it writes to overlaps no other argument, if it writes to any.
+        """``call``, preceded by an overlap check: memory that the call writes to must not overlap another argument. ``call`` itself
+        if it writes to none.
 
-        Every call compares the tensors' addresses with those that passed. A distance between two addresses that passed the check
-        once always passes, because shapes and strides are part of the description.
+        Each call compares its tensors' distances in memory with distances that passed the check before. A distance between two
+        addresses that passed the check once always passes, because shapes and strides are part of the description.
         """
         op = self.op
         if not op.written(arguments):
@@ -250,7 +251,7 @@ class Caller:
         spans = {name: span(tensor) for name, tensor in tensors.items()}
 
         def near(at: Mapping[str, int]) -> set[tuple[str, str, int]]:
-            """The pairs that may overlap, with the distances between their addresses."""
+            """The pairs of tensors that may overlap, with the distances between their addresses."""
             distances = ((written, other, at[other] - at[written]) for written, other, _ in pairs)
             return {each for each in distances if -spans[each[1]] < each[2] < spans[each[0]]}
 
@@ -311,11 +312,11 @@ class Caller:
             called: the function in whose name errors are raised; ``"<mode>.plan"`` if not given.
 
         Returns:
-            The plan, for `prepare` and for calls. Needs no device and launches nothing.
+            The plan, for `prepare` and for calls. Planning needs no device and launches nothing.
 
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
-            NoKernelFoundError: no kernel is eligible; the message has each with its reason.
+            NoKernelFoundError: no kernel is eligible; the message gives the reason for each kernel.
         Warns:
             ReferenceWarning: only the reference is eligible on a GPU.
         """
@@ -352,9 +353,9 @@ class Caller:
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
         """The kernel that a call with these arguments would run, for direct calls.
 
-        Takes the arguments of a call, checks them, and returns the implementation itself: a function of all parameters in order,
-        for calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing. Only values in host
-        memory are still checked when they change, because a wrong length there can end the process instead of raising an error.
+        Checks the arguments of a call, and returns the kernel's implementation: a function of all parameters in order, for calls of
+        the same description. The returned function adds no cost to the kernel, and checks nothing but values in host memory. Those
+        are checked when they change, because a wrong length there can end the process instead of raising an error.
         """
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
@@ -362,7 +363,7 @@ class Caller:
         return self._with_value_guard(self._with_check(self._launcher(selected, arguments), arguments))
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
-        """Which kernel a call with these arguments would run, and why each other kernel would not. Launches nothing."""
+        """Which kernel a call with these arguments would run, and why every other kernel is rejected. Launches nothing."""
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
@@ -375,14 +376,14 @@ class Caller:
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    """The function that a part of a composed kernel calls, and whether further calls may reuse it."""
+    """The function that a composed kernel calls for one of its parts, and whether further calls may reuse the function."""
     caller: Caller = function.caller
     return caller._decide(args, None, None)
 
 
 def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
-    """The values of a bound for which a decision holds: all that the check allows or, if the decision depends on sizes, those in
-    the same bucket."""
+    """The range of a bound's values for which a decision holds. If the decision depends on sizes, the range is one bucket;
+    otherwise all values that the check allows."""
     position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))
     if not sizes_matter(request):

@@ -58,9 +58,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Draws a case's arguments, and keeps the plain values that it was made from.
+    """Draws a case's arguments, and keeps the plain values that they were made from.
 
-    The values let a test vary the case: shrink a failing one, or move it to the limits that a kernel declares. Functions decorated
+    A test can vary the case by these values: shrink a failing case, or use the limits that a kernel declares. Functions decorated
     with `recipe` return recipes.
 
     Attributes:
@@ -157,8 +157,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that a call cannot avoid: floating-point operations (a multiply-add counts as 2), and bytes to read and write, each
-    byte once."""
+    """The minimum work of a call: floating-point operations (a multiply-add counts as 2), and bytes to read and write, each byte
+    once."""
 
     flops: float
     bytes: float
@@ -172,8 +172,8 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
 def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None) -> torch.Tensor:
     """A copy of ``ids`` in which the masked ids are replaced by invalid ids from the dtype's whole range.
 
-    Negative ids are invalid. With a ``bound``, so are ids equal to or above it. Some of the int64 ids become small valid ids when a
-    kernel truncates them to 32 bits before its range check.
+    Negative ids are invalid. With a ``bound``, ids equal to or above ``bound`` are also invalid. Some of these int64 ids truncate
+    to small valid ids, which catches kernels that narrow ids to 32 bits before the range check.
     """
     info = torch.iinfo(ids.dtype)
     wide = info.bits > 32

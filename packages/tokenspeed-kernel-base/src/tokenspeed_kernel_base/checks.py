@@ -1,7 +1,7 @@
 """Argument checks whose errors name the argument, its requirement and its value.
 
-An operator's ``check`` hook gets a `Checker` and states shapes by named sizes. The first tensor that mentions a size binds it, and
-every later tensor must agree::
+An operator's ``check`` hook gets a `Checker` and states shapes by named sizes. The first tensor that mentions a size binds that
+size, and every later tensor must agree::
 
     check.tensor("q", q, "tokens heads head_dim", FLOATS)
     check.tensor("k", k, "kv_tokens kv_heads head_dim", q.dtype)
@@ -64,7 +64,9 @@ def refuse_gradients(mode: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 class Checker:
-    """Checks the arguments of one call of one operator. ``check["heads"]`` is the value that a tensor bound to that size name."""
+    """Checks the arguments of one call of one operator. ``check["heads"]`` is the value of the size ``heads``, once a tensor has
+    bound it.
+    """
 
     def __init__(self, operator: str) -> None:
         self.operator = operator
@@ -109,8 +111,8 @@ class Checker:
     def bound(self, argument: str, value: int | None, least: int = 0, most: int = sys.maxsize, why: str = "") -> None:
         """Checks an integer that the operator declares as a bound; None passes.
 
-        A later call that differs only in this value hits the memo while the value stays within these limits, and skips the check.
-        So a check must use the value in no other way.
+        Declares that the check holds for every value of this argument within these limits. A later call that differs only in this
+        value hits the memo and skips the check. So the check must use the value for nothing else.
 
         Args:
             argument: its name.
@@ -129,7 +131,7 @@ class Checker:
     def tensor(
         self, argument: str, value: torch.Tensor | None, shape: str, dtype: torch.dtype | Collection[torch.dtype] | None = None
     ) -> None:
-        """Checks a tensor's shape and dtype. None passes: the annotation decides whether an argument may be absent.
+        """Checks a tensor's shape and dtype. None always passes: the annotation decides whether None is allowed.
 
         Args:
             argument: its name.
@@ -163,7 +165,7 @@ class Checker:
                 self.fail(argument, f"of shape [{', '.join(shape.split())}] where {because}", str(list(value.shape)))
 
     def dtype(self, argument: str, value: torch.Tensor, dtype: torch.dtype | Collection[torch.dtype]) -> None:
-        """Raises TypeError unless the tensor's dtype is ``dtype``, or one of them if there are several."""
+        """Raises TypeError unless the tensor's dtype is ``dtype``, or one of several allowed dtypes."""
         allowed = {dtype} if isinstance(dtype, torch.dtype) else set(dtype)
         if value.dtype not in allowed:
             got = dtype_name(value.dtype)

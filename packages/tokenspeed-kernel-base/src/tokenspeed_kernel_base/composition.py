@@ -1,8 +1,8 @@
 """Operators whose bodies call other operators.
 
-Such a body defines the combined result of several steps: a normalisation and the GEMM that reads it, say. A fused kernel may do
-them all in one launch. Without one, the body itself runs, and each operator that it calls, a *part*, is dispatched to its best
-kernel. So the operator works everywhere, and model code that calls it need not know which kernels there are.
+The body defines the combined result of several steps, such as a normalisation and the GEMM that reads its output. A fused kernel
+may do all steps in one launch. Without a fused kernel the body itself runs. Each operator that the body calls is a *part*, and is
+dispatched to its best kernel. So the operator works everywhere, and model code need not know which kernels exist.
 
 ::
 
@@ -10,16 +10,17 @@ kernel. So the operator works everywhere, and model code that calls it need not 
     def mm_add(a: Tensor, b: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
         return mm(a, b) + residual
 
-Two kernels follow from the body. ``reference_mm_add`` runs it with the reference of each part; fused kernels are compared with it.
-``composed_mm_add`` runs it with the parts' best kernels, and ranks below every other kernel of the operator except the reference.
-Both run the body's own code, with other functions under the parts' names.
+Two kernels follow from the body. ``reference_mm_add`` runs the body with the reference of each part; fused kernels are compared
+with this kernel. ``composed_mm_add`` runs the body with the parts' best kernels, and ranks below every other kernel of the operator
+except the reference. Both run the body's own code, but bind other functions to the parts' names.
 
-A call of a composed kernel costs no more than calls of its parts one by one. The description of the operator's call determines
-shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and then called
-directly. A part that the body calls more than once in a run is looked up at every call, as are parts with bounds.
+A call of a composed kernel costs no more than calling its parts one by one. The description of the operator's call determines
+shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and called directly
+afterwards. A part is looked up at every call if it has bounds, or if the body calls it more than once. A part that the body calls
+more than once in a run is looked up at every call, as are parts with bounds.
 
-A body must give its parts arguments whose shapes, dtypes and options follow from the description: no branch of it may depend on
-values. Its results are contiguous tensors of their own, or the outputs that its caller provided.
+The description must determine the shapes, dtypes and options of all arguments that a body passes to its parts. So no branch of a
+body may depend on values. The body's results are newly allocated contiguous tensors, or the outputs that its caller provided.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Decide = Callable[[Any, tuple[Any, ...]], tuple[Callable[..., Any], bool]]
 
 @functools.cache
 def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
-    """The operators' functions that a body calls, by the names that it has for them. Includes nested functions, and no helpers."""
+    """The operators that a body calls, by their names in the body. Includes nested functions, and no helpers."""
 
     def names(code: types.CodeType) -> Iterator[str]:
         yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
@@ -54,14 +55,14 @@ def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The body, calling these functions under its names for its parts."""
+    """The body, with these functions bound to the names of its parts."""
     namespace = {**body.__globals__, **parts}
     return types.FunctionType(body.__code__, namespace, body.__name__, body.__defaults__, body.__closure__)
 
 
 @functools.cache
 def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes, of a function of all parameters in order, one that is called like the operator, by keywords and with defaults."""
+    """Converts a function of all parameters in order to one with the operator's signature: keywords and defaults."""
     given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
     source = f"""\
 def {op.mode}_part(_call):
@@ -110,7 +111,7 @@ class _Deciding:
 
     @property
     def lasting(self) -> bool:
-        """Whether further runs may call the decided function: each call of a part may have a description of its own."""
+        """Whether further runs may call the decided functions directly."""
         return self._all_last and len(self.calls) == 1
 
 
@@ -145,7 +146,7 @@ class Composed:
 
 
 def check_parts(where: str, body: Callable[..., Any], parts: Iterable[Any]) -> None:
-    """Raises TypeError unless these are the operators that the body calls."""
+    """Raises TypeError unless ``parts`` are exactly the operators that the body calls."""
     stated, called = ({function.operator.mode for function in each} for each in (parts, called_operators(body).values()))
     if stated != called:
         raise TypeError(

@@ -1,9 +1,9 @@
-"""Every setting that comes from outside the program, read in one place.
+"""All settings that come from outside the program: environment variables and one TOML file.
 
 There are two sources: environment variables that start with ``TOKENSPEED_KERNEL_``, and one TOML file named by
 ``TOKENSPEED_KERNEL_CONFIG``. The environment takes precedence over the file. The settings are read when ``tokenspeed_kernel`` is
-imported, or on first use without it, and again by `reload_settings`. Changing ``os.environ`` in between has no effect, so no call
-pays for reading it.
+imported, or on first use without it, and again by `reload_settings`. Later changes of ``os.environ`` have no effect, so calls never
+pay for reading settings.
 
 The file::
 
@@ -60,7 +60,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment and the TOML file say.
+    """The settings of the environment and the TOML file.
 
     Attributes:
         overrides: operator, as ``("family", "mode")``, to kernel name, from the file.
@@ -94,7 +94,7 @@ class Settings:
     source: Path | None = None
 
     def override_for(self, family: str, mode: str) -> tuple[str, str] | None:
-        """The kernel that a setting forces for an operator, and the setting's name; None if no setting does."""
+        """The kernel that a setting forces for an operator, and the name of that setting; None if no setting forces a kernel."""
         joined = f"{family}_{mode}".upper()
         if joined in self.env_overrides:
             return self.env_overrides[joined], OVERRIDE_PREFIX + joined
@@ -153,7 +153,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _word(text: str) -> bool | None:
-    """True for a word that means yes, False for one that means no; None for any other text."""
+    """True for a word such as "yes", False for a word such as "no"; None for any other text."""
     lowered = text.strip().lower()
     return True if lowered in _TRUE else False if lowered in _FALSE else None
 
@@ -177,8 +177,8 @@ def _policy(name: str, text: str) -> str:
 
 
 def _file(name: str, text: str) -> Path | None:
-    """The path of a file, or None for a word that means no. A word that means yes raises ConfigurationError: it is meant as a
-    flag."""
+    """The path of a file, or None for a word such as "no". A word such as "yes" raises ConfigurationError, because it shows that a
+    flag was meant."""
     word = _word(text)
     if word:
         raise ConfigurationError(
@@ -188,8 +188,8 @@ def _file(name: str, text: str) -> Path | None:
 
 
 def directory(text: str) -> str | None:
-    """Parses a setting that names a directory for files. Returns the path, `OFF` for a word that means no, or None for a word that
-    means yes and for an unset setting. None stands for the default directory.
+    """Parses a setting that names a directory for files. Returns the path, `OFF` for a word such as "no", or None for a word such
+    as "yes" and for an unset setting. None stands for the default directory.
 
     Args:
         text: the setting's value; empty if it is not set.

@@ -1,6 +1,6 @@
-"""What an operator's declaration implies for one call: its request, its checks, its outputs, its plan.
+"""Derives a call's request, checks, outputs and plan from an operator's declaration.
 
-`tokenspeed_kernel_base.operator` has the decorator that makes one, and shows a whole declaration.
+The decorator in `tokenspeed_kernel_base.operator` makes declarations; its module shows a whole one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ REFERENCE = "reference"
 
 
 class Operator(Declaration, Generic[P, R]):
-    """What a declaration implies for a call. Reached through the function's ``operator`` attribute, or by name from `get_operator`.
+    """Everything that a declaration implies for a call. Reached through the function's ``operator`` attribute, or by name from
+    `get_operator`.
 
     Attributes:
         body: see `Declaration`.
-        interface: the names that its kernels' declarations are checked against.
+        interface: the names that declarations of the operator's kernels are checked against.
     """
 
     body: Callable[P, R]
@@ -123,7 +124,7 @@ class Operator(Declaration, Generic[P, R]):
         return by_reference(self.body) if self.parts else self.body
 
     def reference(self, *args: Any) -> Any:
-        """The body, with provided outputs written to. This is what solution ``reference`` runs."""
+        """The body, with provided outputs written to. Solution ``reference`` runs this function."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]
@@ -145,17 +146,19 @@ class Operator(Declaration, Generic[P, R]):
         return list(self._hooks["cases"]()) if "cases" in self._hooks else []
 
     def cost_of(self, arguments: dict[str, Any]) -> Cost:
-        """The work of a call. ``arguments`` are named; omitted ones take their defaults."""
+        """The work of a call. ``arguments`` are named; omitted arguments take their defaults."""
         cost = self.run_hook("cost", self.complete(arguments))
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
     def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
-        """The (complete) arguments that a variation changes, by name; nothing if the operator has no ``vary`` hook."""
+        """The arguments that a variation changes, by name; ``arguments`` must be complete. Empty if the operator has no ``vary``
+        hook.
+        """
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """The (complete) arguments of a case as this kernel reads them: weights in its own layout, say. A copy if they differ."""
+        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. A copy if they differ."""
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
         raw, _ = self._wanted["prepare"]
@@ -181,15 +184,15 @@ class Operator(Declaration, Generic[P, R]):
         return self.run_hook("fake", {**arguments, **unfound} if unfound else arguments)
 
     def outputs_of(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the outputs that a call makes, in their order; more than it makes where there is no ``outputs`` hook."""
+        """The names of a call's outputs, in order; without an ``outputs`` hook, all of ``outs``."""
         return tuple(self.run_hook("outputs", arguments) if "outputs" in self._hooks else self.outs)
 
     def named(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs of a call with these arguments, by the names of the parameters that receive them."""
+        """A call's outputs, by the names of the parameters that receive them."""
         return provided.named(self.outputs_of(arguments), outputs)
 
     def output_positions(self, args: Sequence[Any]) -> list[int]:
-        """Where the parameters that receive a call's outputs stand among all parameters, in the outputs' order."""
+        """The indices, among all parameters, of those that receive a call's outputs; in the outputs' order."""
         return [self.names.index(name) for name in self.outputs_of(dict(zip(self.names, args, strict=True)))]
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -206,7 +209,7 @@ class Operator(Declaration, Generic[P, R]):
         """The request of a call with these (complete, checked) arguments.
 
         Args:
-            arguments: of the call, by name.
+            arguments: arguments of the call, by name.
             solution: only kernels of this solution.
             sizes: the sizes found by `check_call`, if it ran.
             package: only this package's kernels.
@@ -237,7 +240,7 @@ class Operator(Declaration, Generic[P, R]):
 
         Args:
             args, facts: the arguments of the ``plan`` hook.
-            called: the function in whose name errors are raised.
+            called: the name of the function that error messages give.
             consider: makes the selection for a plan without a kernel.
 
         Raises:
@@ -259,14 +262,14 @@ class Operator(Declaration, Generic[P, R]):
         return self.plan_for(plan, explanation.chosen)
 
     def plan_for(self, plan: Any, spec: KernelSpec) -> Any:
-        """The plan of the same computation for another kernel."""
+        """The plan that describes the same computation for another kernel."""
         layout = {} if self.layout is None else {self.layout: planning.wanted_layout(spec, self.layout)}
         return dataclasses.replace(plan, kernel=spec.name, **layout)
 
     def consider_plan(
         self, plan: Any, platform: PlatformInfo, solution: str | None, override: Override | None, package: str | None
     ) -> Explanation:
-        """The selection for a plan. Each kernel is evaluated with the layout that it needs."""
+        """The selection for a plan. Each kernel is evaluated with the weight layout that it needs."""
         planned, trait = self.planned, self.layout
         assert planned is not None
 
@@ -291,11 +294,11 @@ class Operator(Declaration, Generic[P, R]):
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def consider_prepared(self, request: Request, arguments: dict[str, Any], override: Override | None) -> Explanation:
-        """The selection for a call that is planned first. Each kernel is evaluated with the layout that it needs.
+        """The selection for a call that is planned first. Each kernel is evaluated with the weight layout that it needs.
 
         Args:
             request: the request of the unprepared call.
-            arguments: of the call, by name.
+            arguments: arguments of the call, by name.
             override: the kernel requested by name, if any.
         """
         planned, trait = self.planned, self.layout
@@ -320,7 +323,7 @@ class Operator(Declaration, Generic[P, R]):
         return self._hooks["prepare"](planning.Preparation(check, str(self), self.planned or "", package), given, plan)
 
     def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
-        """The sizes of a call: those that its ``check`` hook names, without capacities, and the bounds that are given."""
+        """The sizes of a call: those named by its ``check`` hook, without capacities, and the given bounds."""
         if check is None:
             check = Checker(self.mode)
             self.run_hook("check", arguments, check)
@@ -328,8 +331,8 @@ class Operator(Declaration, Generic[P, R]):
         return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
 
     def _stated(self, arguments: dict[str, Any]) -> tuple[FormatSignature, dict[str, Any]]:
-        """The formats and the traits of a call. Raises TypeError for those that the operator does not declare, because no kernel
-        could declare them."""
+        """The formats and the traits of a call. Raises TypeError for undeclared formats or traits, because no kernel could declare
+        them."""
         traits: dict[str, Any] = self.run_hook("traits", arguments) or {}
         if "formats" in self._hooks:
             signature = self.run_hook("formats", arguments)
@@ -348,7 +351,7 @@ class Operator(Declaration, Generic[P, R]):
         """Raises TypeError or ValueError for an invalid call. ``values``: also check values in host memory.
 
         Returns:
-            The checker, with the sizes and the ranges of bounds that it found.
+            The checker, which holds the call's sizes and the ranges of its bounds.
         """
         check_types(self.mode, self.parameters, arguments)
         tensors = tensor_arguments(self.parameters, arguments)
@@ -369,7 +372,7 @@ class Operator(Declaration, Generic[P, R]):
         return check
 
     def _check_resources(self, arguments: dict[str, Any], first: str, device: torch.device) -> None:
-        """Raises ValueError for a resource of another device than the tensors', and TypeError for a resource whose key is not
+        """Raises ValueError if a resource and the tensors are on different devices, and TypeError if a resource's key is not
         hashable."""
         for name, resource in resource_arguments(self.parameters, arguments):
             if resource.device is not None and not same_place(resource.device, device):
@@ -385,7 +388,7 @@ class Operator(Declaration, Generic[P, R]):
         return [name for name in (*self.outs, *self.mutates) if arguments[name] is not None]
 
     def overlap_pairs(self, arguments: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-        """What a call writes to, and each other tensor, which must not overlap it; then whether the two may be one."""
+        """Pairs of a tensor that the call writes to and a tensor that must not overlap it; True if both may be the same memory."""
         tensors = (name for name, _ in tensor_arguments(self.parameters, arguments))
         return provided.overlap_pairs(self.written(arguments), tensors, self.in_place)
 

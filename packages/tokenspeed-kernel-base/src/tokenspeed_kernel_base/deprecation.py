@@ -23,13 +23,14 @@ def deprecated_operator(
     without: Collection[str] = (),
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """Makes a function with the signature of a removed operator, whose options are now attributes of one parameter.
+    """Makes a function with the signature of a removed operator, whose options have become attributes of one parameter.
 
-    In that signature the required parameters of ``make`` replace the parameter, and its options precede the outputs.
+    The made signature has the required parameters of ``make`` in place of that parameter, and the options of ``make`` before the
+    outputs.
 
     Args:
         name: the deprecated name.
-        function: the operator that replaces it.
+        function: the operator that replaces the removed one.
         parameter: the operator's parameter whose value ``make`` constructs.
         make: a class or a constructor.
         without: parameters of the operator, or options of ``make``, that the old operator did not have.

@@ -39,11 +39,11 @@ class Request:
     """A request for a kernel.
 
     ``traits`` holds every trait that the caller knows, including flags that are False. ``fixed_traits`` names the traits that
-    describe the operands (the layout of weights, say); an override cannot bypass them. ``sizes`` holds the sizes of the call:
+    describe the operands (the layout of weights, say); overrides cannot bypass these traits. ``sizes`` holds the sizes of the call:
     tokens, heads, rows... No gate reads them. ``varying`` names the sizes that change from call to call; the model fixes the
-    others. ``intermediates`` are formats to which the operator rounds intermediate values; only tolerances depend on them.
-    ``package`` restricts the request to the kernels of one package. ``given`` names the parameters that the call does not leave at
-    their defaults.
+    others. ``intermediates`` are formats to which the operator rounds intermediate values; they affect tolerances only. ``package``
+    restricts the request to the kernels of one package. ``given`` names the parameters that the call sets to another value than the
+    default.
     """
 
     family: str
@@ -83,7 +83,7 @@ def bucket(size: int) -> int:
 @dataclass(frozen=True)
 class Override:
     """A kernel requested by name, and the source of that request. ``config`` is the requested configuration: its tunables' values
-    by name. It is empty for the kernel's defaults, and None for the tuned configuration, if there is one."""
+    by name. An empty ``config`` stands for the kernel's defaults, None for the tuned configuration, if there is one."""
 
     kernel: str
     source: str
@@ -106,7 +106,7 @@ class Verdict:
         return self.gate is None
 
 
-# Kernels that are rejected for the same reason stand in one entry if there are more than this.
+# More kernels than this, rejected for the same reason, share one entry.
 _FEW = 8
 _INDENTED = textwrap.TextWrapper(
     100, initial_indent=" " * 5, subsequent_indent=" " * 5, break_long_words=False, break_on_hyphens=False
@@ -119,7 +119,7 @@ class Explanation:
 
     Attributes:
         request: the request.
-        verdicts: one per kernel of the operator: accepted ones best first, then rejected ones.
+        verdicts: one per kernel of the operator: accepted kernels best first, then rejected kernels.
         chosen: the selected kernel, or None.
         override: the kernel requested by name, if any.
         problem: why no kernel was selected, beyond the verdicts.
@@ -207,8 +207,8 @@ class Explanation:
 
 
 class NoKernelFoundError(RuntimeError):
-    """No kernel is eligible for a request, or the requested override is not. The message lists every candidate with its reason;
-    ``explanation`` holds them as data."""
+    """No kernel is eligible for a request, or the requested override is not eligible. The message lists every candidate with the
+    reason for its rejection; ``explanation`` holds them as data."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoKernelFoundError, (self.explanation or self.args[0],)
@@ -226,7 +226,7 @@ class SelectedKernel:
 
     Attributes:
         name: the kernel's.
-        impl: its function, with the measured configuration bound to it if there is one.
+        impl: the kernel's function, with the measured configuration bound to it if there is one.
         config: that configuration; empty for the kernel's defaults.
         provisional: the request was due for measurement, which is impossible now; the next call decides again.
     """

@@ -1,12 +1,12 @@
-"""The fast path: functions generated for each operator, through which calls run whose kernel is decided.
+"""The fast path: functions, generated for each operator, that run calls whose kernel is already decided.
 
-A call must cost about a microsecond, checks included. Reads of tensors' attributes dominate that time, and a loop over the
-parameters would double it. So the source of these functions is generated from the operator's parameters, and everything else,
-in `tokenspeed_kernel_base.calling`, is plain Python. A call takes the first of these ways that knows it:
+A call must cost about a microsecond, checks included. Reading tensors' attributes takes most of that time, and a loop over the
+parameters would double it. So the source of these functions is generated from the operator's parameters, and everything else, in
+`tokenspeed_kernel_base.calling`, is plain Python. A call takes the first of these ways that has a decision for it:
 
-1. **Comparisons** with the last decisions, newest first. A call hits if the same tensors and options are absent, its options are
-   the same objects or equal ones of the same types, and its tensors pass PyTorch's own guards. The guards are one C++ call for
-   all tensors, at half the cost of reading the tensors' attributes.
+1. **Comparisons** with the last decisions, newest first. A call hits if three conditions hold: the same tensors and options are
+   absent, its options are the same objects or equal ones of equal types, and its tensors pass PyTorch's guards. The guards are one
+   C++ call for all tensors, at half the cost of reading the tensors' attributes.
 2. The memo of all decisions (`Caller._look_up`). Its key is the call's *description*: dtypes, shapes, devices, values of plain
    options, and keys of resources. The key holds each option's type beside its value, because 1, 1.0 and True are equal dictionary
    keys but different options. Bounds (the longest sequence, say) are not in the key: a decision holds for a range of each bound.
@@ -53,7 +53,7 @@ def build_public_function(
         parameters: the operator's.
         comparisons: holds the newest comparison under `FIRST`; None if there are no comparisons.
         look_up: runs a call that has no comparison; takes all parameters, then override and solution.
-        lowered: replaces the call while torch.compile traces it; takes the same.
+        lowered: called instead, with the same arguments, while torch.compile traces the call.
     """
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
@@ -98,8 +98,8 @@ def tensor_guards() -> Callable[..., Guard] | None:
     """``make(*tensors)`` returns ``guard(*tensors)``, which tests whether other tensors have the same classes, dtypes, devices,
     shapes, strides and need for a gradient.
 
-    The guards are private to PyTorch. None if they are missing or behave differently; then there are no comparisons. The guards
-    err on the safe side: other strides, or one tensor passed twice, are a miss.
+    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. They
+    may report a miss for tensors that would be valid: other strides, or one tensor passed twice.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -133,7 +133,7 @@ class Limit(NamedTuple):
     """The values of a bound for which a decision holds.
 
     Attributes:
-        position: of the bound among the parameters.
+        position: position of the bound among the parameters.
         least, most: its lowest and highest value.
     """
 
@@ -147,8 +147,8 @@ class Decision(NamedTuple):
 
     Attributes:
         call: the function to run; takes all parameters in order.
-        limits: one of each bound that the call gives, in order.
-        watched: parameters whose values lie in host memory and are checked.
+        limits: the limits of each bound that the call gives, in order.
+        watched: parameters in host memory whose values are checked.
         check: checks these values; takes all parameters in order. None if there is nothing to check.
         seen: a one-element list with the state of the last check, shared by all comparisons with this decision.
     """
@@ -195,8 +195,8 @@ class Comparisons:
     def comparison(
         self, arguments: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """``make(otherwise)`` returns a function of all parameters, override and solution. It runs the decision for a call like
-        the one with these arguments, and ``otherwise`` for any other call."""
+        """``make(otherwise)`` returns a function of all parameters, override and solution. It runs this decision for calls with the
+        same description as these arguments, and ``otherwise`` for any other call."""
         absent, tensors, options, key = self._read(arguments, override, solution)
         groups = self._groups(tensors)
         unset = tuple([value is None for value in key])
@@ -207,8 +207,8 @@ class Comparisons:
         return functools.partial(self._builders[pattern], guards, options, key, decision)
 
     def _groups(self, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[int, ...], ...]:
-        """The indices of the tensors, grouped by guard. A guard rejects one tensor given twice. So written tensors and inputs are
-        in different groups, because a written tensor may be an input in this call or in another."""
+        """The indices of the tensors, grouped by guard. A guard rejects one tensor given twice. A written tensor may be an input in
+        this call or in another. So written tensors and inputs are in different groups."""
         groups: list[list[int]] = [[], []]
         for index, tensor in enumerate(tensors):
             if tensor is not None:
@@ -221,8 +221,8 @@ class Comparisons:
         return tuple(tuple(group) for group in groups if group)
 
     def _build_read(self) -> Callable[..., Any]:
-        """A function of a call that returns which `absences` hold, the tensors, the options, and the values that options are
-        compared by."""
+        """A generated function of a call. It returns which `absences` hold, the tensors, the options, and the values by which
+        options are compared."""
         absent = "".join(f"({test}), " for test in self._absences)
         reads = (f"None if {absent} else {read}" if absent else read for read, absent in tensor_reads(self._parameters))
         tensors = "".join(f"({read}), " for read in reads)
@@ -236,7 +236,7 @@ def {self._name}_read(_arguments, override, solution):
         return compile_source(f"{self._name}_read", source, default_values(self._parameters))
 
     def _terms(self, pattern: _Pattern) -> list[str]:
-        """Tests that a call is like the decided one. Tests that are cheap and fail for most other calls come first."""
+        """Conditions under which a call matches the decided one. Cheap conditions that fail for most other calls come first."""
         terms = [f"({test})" if absent else _negated(test) for test, absent in zip(self._absences, pattern.absent, strict=True)]
         for index, (option, unset) in enumerate(zip(self._options, pattern.unset, strict=True)):
             if unset:
@@ -305,8 +305,8 @@ def _negated(test: str) -> str:
 
 
 def build_describing(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:
-    """``describing(then)`` returns a function of all parameters, override and solution. It returns ``then(key, arguments, override,
-    solution)``; ``key`` is the call's description, or None for some invalid calls.
+    """``describing(then)`` returns a function of all parameters, override and solution. The function returns ``then(key, arguments,
+    override, solution)``; ``key`` is the call's description, or None for some invalid calls.
 
     The key includes strides if the caller provides memory to write to, because they decide whether tensors overlap. A tensor's
     class distinguishes fake, distributed and quantised tensors from plain ones. The key tells whether a gradient is required,
@@ -389,9 +389,9 @@ def _value_check(parameters: Sequence[Parameter], watched: Sequence[str]) -> str
     """Source that checks values in host memory before the kernel is called.
 
     A model's layers pass the same lengths and page table many times per step. So the check runs only when a watched tensor is
-    another object, a watched tensor was written to since, or a bound changed. Writes are detected by the tensor's version counter,
-    which misses writes through NumPy or ``.data``. The check always runs when a hint is given or nothing is watched. Watched
-    tensors are held by weak reference.
+    another object, a watched tensor has been written to, or a bound has changed. Writes are detected by the tensor's version
+    counter, which misses writes through NumPy or ``.data``. The check always runs when a hint is given or nothing is watched.
+    Watched tensors are held by weak reference.
     """
     names = ", ".join(p.name for p in parameters)
     if not watched:
@@ -453,8 +453,8 @@ def {name}_apart(_call, _known, _check):
 
 
 def _attribute(holder: Parameter, field: Parameter) -> str:
-    """Source that reads a parameter or its attribute. An OBJECT argument may be of any class, so it may lack an attribute that has
-    a default."""
+    """Source that reads a parameter or its attribute. An OBJECT argument may be of any class. So source that reads an attribute
+    with a default allows for its absence."""
     if field is holder or field.required or holder.kind is not Kind.OBJECT:
         return field.name
     return f"getattr({holder.name}, {field.attribute!r}, _default_{field.identifier})"
@@ -467,7 +467,9 @@ def default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 
 def tensor_reads(parameters: Sequence[Parameter]) -> list[tuple[str, str]]:
-    """For each tensor, source that reads it, and source that tests whether it is absent; the latter is empty if it never is."""
+    """For each tensor, the source that reads it and the source that tests its absence. The test is empty for tensors that are never
+    absent.
+    """
     found = []
     for parameter in parameters:
         for tensor in parameter.tensors():
@@ -481,11 +483,11 @@ class Option(NamedTuple):
     """How generated source reads an option.
 
     Attributes:
-        read: source that reads it.
-        key: source of its key, which is equal for equal options of the same type, and different otherwise.
+        read: source that reads the option.
+        key: source of the option's key. Equal options of the same type have equal keys; all others differ.
         absent: source that tests whether the option's object is absent; empty if the option has no object or the object is
             required.
-        default: name of its default in the source; empty if there is none.
+        default: name of the default in the source; empty if the option has none.
         lasting: whether an identical object always is an equal option. False for resources.
     """
 

@@ -17,23 +17,23 @@ HOOKS = (
     "plan", "prepare",
 )  # fmt: skip
 
-# Hooks whose attribute of the function, a decorator at first, becomes the step itself once the hook is declared.
+# ``@function.<name>`` declares these hooks. Afterwards, the attribute ``function.<name>`` is the step itself.
 STEPS = ("plan", "prepare")
 
 # Hooks that also run when a plan is made.
 _PLANNED_HOOKS = frozenset({"traits", "formats"})
 
-# What these say must hold for a whole range of a bound, so they cannot ask for one.
+# These hooks' results must hold for a whole range of a bound, so they cannot name a bound.
 _UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake", "outputs"})
 
 
 class Declaration(Options):
-    """An operator's options, its body, and its hooks.
+    """An operator's options, body and hooks.
 
     Attributes:
-        body: the PyTorch function that says what the operator computes; ignores provided outputs.
+        body: the PyTorch function that defines what the operator computes; ignores provided outputs.
         parameters: parsed from the body's signature.
-        names: of the parameters.
+        names: names of the parameters.
         host_values: tensors whose values the ``check_values`` hook reads.
         function: what users call.
     """
@@ -66,7 +66,7 @@ class Declaration(Options):
         return add
 
     def add_check_values(self, *, host: Iterable[str]) -> Callable[[Hook], Hook]:
-        """The decorator of the hook that checks values; ``host`` names the tensors whose values it reads."""
+        """The decorator that adds the ``check_values`` hook; ``host`` names the tensors whose values the hook reads."""
         self._refuse_strangers("check_values")
 
         def add(hook: Hook) -> Hook:
@@ -114,7 +114,7 @@ class Declaration(Options):
             raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
-        """Calls a hook, if it is declared, with the arguments that it names. Options have the values that kernels receive."""
+        """Calls a declared hook with the arguments that it names. Options have the values that kernels receive."""
         hook = self._hooks.get(name)
         return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
 

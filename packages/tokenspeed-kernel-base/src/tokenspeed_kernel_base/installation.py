@@ -1,8 +1,8 @@
 """Detects installed distributions that carry this project's names but belong to another project.
 
 The package index has other projects' distributions under the names ``tokenspeed-kernel`` and ``tokenspeed-kernel-...``. Versions of
-this project end in a local label, ``0.3.0+independent``. The index accepts no upload whose version has a local label. So no version
-there equals one of this project's, whatever its number.
+this project end in a local label, ``0.3.0+independent``. The index accepts no version with a local label. So no version on the
+index equals a version of this project.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def warn_of_wrong_distributions() -> None:
     """Warns of installed distributions that have this project's names but belong to another project.
 
     Warns:
-        WrongDistributionWarning: one for each.
+        WrongDistributionWarning: one warning for each distribution.
     """
     for wrong in wrong_distributions():
         warnings.warn(f"{wrong}; {wrong.remedy}", WrongDistributionWarning, stacklevel=3)

@@ -1,8 +1,8 @@
 """The names that an operator declares, and the check of kernels' declarations against them.
 
-An undeclared name would fail open: a kernel that constrains ``hiden`` would be eligible for every ``hidden``. So each name in a
-kernel's declaration (a trait, an operand, a format, a trait's value) is looked up at registration, or when its operator is declared
-later.
+An undeclared name would fail open: a kernel that constrains ``hiden`` would be eligible for every ``hidden``. So every name in a
+kernel's declaration (trait, trait value, operand, format) is looked up at registration. If the operator is declared later, names
+are looked up then.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tokenspeed_kernel_base.traits import TraitKind, describe_kind, impossible_v
 
 @dataclass(frozen=True)
 class Interface:
-    """What an operator declares to its kernels.
+    """The names that an operator declares to its kernels.
 
     Attributes:
-        parameters: the operator's, in order; an implementation takes those that it uses.
+        parameters: the operator's parameters, in order; an implementation takes those that it uses.
         traits: the kind of values of each trait of a request.
-        formats: operands that a request's signature may name, with the names of the formats that each may have.
-        layout: the trait that gives the layout of weights, if there is one.
+        formats: operands of a request's signature, with the names of each operand's possible formats.
+        layout: the trait that gives the layout of weights; empty if the operator has none.
         written: parameters whose memory a call may write to. Every implementation takes them.
-        holders: classes of resources that a call may be given. Their ``trait_kinds``, and those of derived classes, count as
+        holders: classes of resources that a call may be given. The ``trait_kinds`` of these classes and of derived classes count as
             traits.
     """
 
@@ -58,7 +58,7 @@ class Interface:
                     _refuse(spec, _with_known(said, fmt.format, self.formats[operand], "It may be"))
 
     def check_request(self, operator: str, traits: Iterable[str], operands: Iterable[str]) -> None:
-        """Raises ValueError for names in a request that the operator does not declare: kernels would ignore them."""
+        """Raises ValueError for undeclared names in a request, because kernels would ignore them."""
         for trait in traits:
             if trait not in self.all_traits():
                 raise ValueError(self._no_trait(operator, trait))
@@ -73,7 +73,7 @@ class Interface:
         return [*(name for name in traits if name not in self.traits), *formats]
 
     def all_traits(self) -> dict[str, TraitKind]:
-        """The traits that a request may have, those of resources included, with the kind of values of each.
+        """The traits that a request may have, with the kind of each trait's values. Includes resources' traits.
 
         Every call searches the resource classes, because a kernel's package may define one.
         """
@@ -94,7 +94,7 @@ def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
 
 
 def refuse_layout(spec: KernelSpec, layout: str, made: Iterable[str]) -> None:
-    """Raises RegistrationError for a kernel that names a layout which no kernel's preprocessor makes."""
+    """Raises RegistrationError for a kernel that names a layout which no preprocessor makes."""
     said = f"no kernel's weight_preprocessor makes the layout {layout}, and this kernel has none"
     _refuse(spec, _with_known(said, layout, sorted(made), "There are"))
 

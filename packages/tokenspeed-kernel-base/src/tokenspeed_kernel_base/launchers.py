@@ -1,8 +1,8 @@
 """Launchers: the functions that kernels are registered with.
 
-A launcher names the operator's parameters that it uses, in any order, as hooks do. Other code calls it through `Launcher.function`,
-with all parameters in the operator's order. So an operator can gain a parameter without an edit of its kernels. A launcher that
-does not name the new parameter is eligible for calls that leave it at its default.
+A launcher names, in any order, those parameters of the operator that it uses; hooks do the same. Other code calls launchers through
+`Launcher.function`, with all parameters in the operator's order. So an operator can gain a parameter without an edit of its
+kernels. A launcher that does not name the new parameter is eligible for calls that leave the parameter at its default.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def named_parameters(spec: KernelSpec, impl: Callable[..., Any], interface: Inte
     """The operator's parameters that a launcher takes, in the launcher's order.
 
     Raises:
-        RegistrationError: the launcher names a parameter that the operator lacks, or lacks an output that callers may provide.
+        RegistrationError: the launcher names a parameter that the operator lacks, or does not name an output that callers may
+            provide.
     """
     parameters = _parameters(impl)
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -67,10 +68,10 @@ class Launcher:
     Attributes:
         spec: the kernel's declaration.
         impl: the launcher.
-        interface: the interface that the launcher was checked against; None where its operator is not declared.
+        interface: the interface that the launcher was checked against; None if its operator is not declared.
         ignored: the operator's parameters that the launcher does not name.
-        function: takes all the operator's parameters in order, and calls the launcher with those that it names. It is the launcher
-            itself where both lists of parameters are equal. The kernel's tunables are keywords of both.
+        function: takes all the operator's parameters in order, and passes the launcher those that it names. The launcher itself if
+            both lists of parameters are equal. The kernel's tunables are keywords of both.
 
     Raises:
         RegistrationError: see `check_keywords` and `named_parameters`.
@@ -98,9 +99,9 @@ def {self.spec.mode}({", ".join(self._all)}{options}):
 
 
 def unchecked(operator: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the operator's signature that calls a launcher with the parameters that it names.
+    """A function with the operator's signature that calls a launcher with the parameters that the launcher names.
 
-    The function checks nothing and selects nothing. It runs a launcher alone, in tests and benchmarks.
+    The function checks nothing and selects nothing. Tests and benchmarks use it to run one launcher alone.
 
     Args:
         operator: the operator's function.

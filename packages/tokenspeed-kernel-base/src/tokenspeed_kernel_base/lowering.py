@@ -1,16 +1,17 @@
 """Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
 
 Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters. Objects are flattened to
-their attributes, hints are dropped (they repeat a tensor's values), and resources are passed as handles.
+their attributes, and resources are passed as handles. Hints are dropped, because they repeat a tensor's values.
 
-An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. It is functional
-unless the operator always mutates something. ``out`` has all of them, and is used by calls that pass at least one. One overload for
-both is impossible: Inductor rejects a call whose only output is new and whose mutable arguments are all None.
+An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. This overload is
+functional unless the operator always mutates an argument. ``out`` has all of them; calls that pass at least one of them use this
+overload. A single overload is impossible: Inductor rejects a call whose only output is new while all its mutable arguments are
+None.
 
-A custom operator returns a fixed number of tensors, none of which aliases an input. So it returns a dummy tensor for an output that
-the caller provides, or that the call does not have. `define`'s traced function replaces the dummies.
+A custom operator returns a fixed number of tensors, and no returned tensor aliases an input. So the operator returns a dummy tensor
+for each output that the caller provides or that the call lacks. `define`'s traced function replaces the dummies.
 
-Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
+Operators have no gradients. With gradients enabled, an argument that requires a gradient is an error here too.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def library(namespace: str) -> torch.library.Library:
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
 
 
-# A handle is a SymInt too, so that one compiled function works for several resources.
+# A handle is a SymInt too, so that one compiled function handles several resources.
 _HANDLE = (int,)
 
 
 def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
     """The parameters of the custom operator: objects flattened, hints dropped, resources as handles. An object may also be a
-    resource.
-    So its attributes are followed by a handle, None for other objects, by which a kernel receives the object itself.
+    resource. So each object's attributes are followed by a handle, through which a kernel receives the object itself; the handle is
+    None for other objects.
     """
     spread: list[Parameter] = []
     for parameter in parameters:
@@ -86,7 +87,7 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
 
     Args:
         name: the operator's, followed by a dot and the overload's.
-        parameters: those that the overload takes.
+        parameters: the parameters of the overload.
         mutated: names of the parameters that are written to.
         outputs: how many tensors are returned.
 
@@ -96,7 +97,7 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
     arguments = []
     for index, leaf in enumerate(leaves(parameters)):
         optional = "?" if leaf.optional else ""
-        # PyTorch itself passes a keyword of this name to custom operators.
+        # PyTorch itself passes a keyword ``mode`` to custom operators.
         identifier = "mode_" if leaf.identifier == "mode" else leaf.identifier
         if leaf.is_tensor:
             alias = f"(a{index}!)" if leaf.name in mutated else ""
@@ -112,8 +113,8 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
 
 @dataclass(frozen=True)
 class Unfound:
-    """A resource that is not looked up yet. While a call is traced its handle may be a symbol. Reading the symbol's value would
-    make torch.compile recompile for every other handle."""
+    """A resource that is not looked up yet. While a call is traced, a handle may be a symbol. Reading the symbol's value would make
+    torch.compile recompile for every other handle."""
 
     handle: Any
 
@@ -122,7 +123,7 @@ class Unfound:
 
 
 def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
-    """The operator's arguments from those of the custom operator: objects rebuilt, resources looked up, hints None.
+    """The operator's arguments, made from the custom operator's: objects rebuilt, resources looked up, hints None.
 
     Raises:
         RuntimeError: a resource is gone.
@@ -153,7 +154,7 @@ def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any])
     """The inverse of `gather`: the custom operator's arguments for an operator's arguments. Errors name ``name``.
 
     Raises:
-        TypeError: an argument is not the resource that it should be.
+        TypeError: an argument is not a resource of the parameter's class.
     """
     flat: list[Any] = []
     for parameter, argument in zip(parameters, arguments, strict=True):
@@ -207,7 +208,7 @@ def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.
 
 
 class Lowering(NamedTuple):
-    """How an operator's calls become calls of its custom operator.
+    """Maps an operator's calls to calls of its custom operator.
 
     Attributes:
         call: a function of all parameters, override and solution, that torch.compile can trace.
@@ -234,13 +235,13 @@ def define(
     Args:
         namespace: its namespace: ``torch.ops.<namespace>.<name>``.
         name: ``mode`` of the operator.
-        parameters: those of the operator.
-        outs: parameters that receive outputs. The custom operator's outputs have their order, which is every call's.
+        parameters: the operator's parameters.
+        outs: parameters that receive outputs. The custom operator's outputs are in this order, as in every call.
         mutates: further parameters that are written to.
         outputs: the largest number of outputs of a call.
         call: the public function.
         fake: outputs of the right shapes and dtypes, from arguments by name.
-        named: the outputs of a call by the names of ``outs``, from its arguments and the outputs that it makes.
+        named: maps a call's arguments and new outputs to all its outputs, by the names of ``outs``.
 
     Returns:
         The conversion of calls to calls of the custom operator.

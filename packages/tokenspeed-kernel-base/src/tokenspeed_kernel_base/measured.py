@@ -18,7 +18,9 @@ from tokenspeed_kernel_base.signature import FormatSignature
 
 
 class Tuned(NamedTuple):
-    """The measurement of one kernel: microseconds with its best configuration (empty: its defaults), and with its defaults."""
+    """A measurement of one kernel: microseconds with the kernel's best configuration, and with its defaults. An empty configuration
+    stands for the defaults.
+    """
 
     us: float
     config: Mapping[str, Any] = MappingProxyType({})
@@ -52,8 +54,8 @@ _source: Source | str | None = None
 
 
 def use(source: Source | str | None) -> None:
-    """Installs the source of measured results, in place of the previous one: an object with the methods of `Source`, or the name of
-    a module that has them as functions. The module is imported on first use. None removes the source."""
+    """Replaces the source of measured results. The source is an object with the methods of `Source`, or the name of a module with
+    these functions. The module is imported on first use. None removes the source."""
     global _source
     _source = source
     memo.invalidate()

@@ -1,13 +1,13 @@
 """Memoised decisions, and their invalidation.
 
 A call through the public API is fast because the decision for its key is memoised in a dictionary. This module owns the two rules
-that keep that safe:
+that keep the memo valid:
 
 * A change of anything that decisions depend on (kernels, policy, process-wide overrides, the platform) calls `invalidate`. A
-  decision that was in progress at that moment is not memoised.
+  decision that was in progress during the change is not memoised.
 * Some states hold for one thread or task only, or must see every call: an override in a context, shape capture, profiling. They
-  enter `exceptional`. No call is memoised while such a state is in force, so the fast path tests for none of them: its dictionary
-  is empty. Selections are still memoised, because their key contains the override.
+  enter `exceptional`. While such a state is in force, no call is memoised. The fast path needs no test for it, because its
+  dictionary is empty. Selections are still memoised, because their key contains the override.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _exceptions = 0
 
 
 def new_memo() -> dict[Any, Any]:
-    """A dictionary that `invalidate` clears. Write to it through `remember` only; reading it needs no lock."""
+    """A dictionary that `invalidate` clears. Write to the dictionary only through `remember`; reading needs no lock."""
     memo: dict[Any, Any] = {}
     with _lock:
         _memos.append(memo)
@@ -34,13 +34,13 @@ def new_memo() -> dict[Any, Any]:
 
 
 def epoch() -> int:
-    """The current epoch. Read it before deciding, and pass it to `remember`."""
+    """The current epoch. Read the epoch before deciding, and pass it to `remember`."""
     return _epoch
 
 
 def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int, *, exceptions_in_key: bool = False) -> None:
-    """Memoises a decision, unless something that it depends on has changed since the epoch ``decided_in``, or an exceptional state
-    is in force.
+    """Memoises a decision. Does nothing if something that the decision depends on has changed since the epoch ``decided_in``, or
+    while an exceptional state is in force.
 
     ``exceptions_in_key``: the key contains everything that may be exceptional, so an exceptional state does not prevent memoising.
     """

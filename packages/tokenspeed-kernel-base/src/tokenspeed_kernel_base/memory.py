@@ -1,7 +1,7 @@
 """Whether two tensors share memory.
 
-A kernel reads inputs while it writes outputs, so an output that overlaps an input gives wrong values silently. Disjoint tensors
-within one allocation are valid: the query and key parts of one projection, keys and values of one cache.
+A kernel reads inputs while it writes outputs. So an output that overlaps an input would silently give wrong values. Disjoint
+tensors within one allocation are valid: the query and key parts of one projection, keys and values of one cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def repeats_itself(tensor: Tensor) -> bool:
 
 
 def lies_like(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors with the same start address would hold every element at the same address."""
+    """Whether every element of both tensors has the same address if their first elements do."""
     return tensor.dtype == other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is nearest to ``name``, or None where none is near. The first one wins a tie.
+    """The known name nearest to ``name``, or None if no name is near. The first one wins a tie.
 
     >>> nearest("hiden", ["residual", "hidden"]), nearest("nosuch", ["moe_dispatch"])
     ('hidden', None)

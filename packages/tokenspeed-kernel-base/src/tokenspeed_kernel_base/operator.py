@@ -46,17 +46,17 @@
     @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then converts it for the plan's kernel
     def _(preparation, weight, plan): return ...
 
-Each hook names the parameters that it needs, or takes all of them as ``**arguments``. It is added in the module of the body. The
-result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``. The
+Each hook names the parameters that it needs, or takes all of them as ``**arguments``. Hooks are added in the module of the body.
+The result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``. The
 function has the hooks, ``bind``, ``explain`` and ``operator`` as attributes. Operators are for inference: a call whose arguments
 require gradients raises RuntimeError.
 
 A parameter is a tensor, a plain option, a dataclass of these, or a resource that outlives the call: a process group, say
 (`tokenspeed_kernel_base.resources`).
 
-The body runs as solution ``reference``. It has ``out`` in its signature but ignores it: the framework copies results to ``out``,
-for every operator. A body that calls other operators, its ``parts``, also runs as solution ``composed``, with the best kernel of
-each (`tokenspeed_kernel_base.composition`).
+The body runs as solution ``reference``. The body has ``out`` in its signature but ignores it: for every operator, the framework
+copies results to ``out``. A body that calls other operators, its ``parts``, also runs as solution ``composed``, with the best
+kernel of each part (`tokenspeed_kernel_base.composition`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def operators() -> list[Operator[Any, Any]]:
 
 
 def get_operator(name: str) -> Operator[Any, Any]:
-    """An operator by ``"mode"`` or ``"family.mode"``. Raises KeyError, naming the nearest, if there is none."""
+    """An operator by ``"mode"`` or ``"family.mode"``. Raises KeyError if there is no such operator; the message names the nearest
+    name.
+    """
     for op in _operators.values():
         if name in (op.mode, str(op)):
             return op
@@ -149,8 +151,8 @@ def plain_function(function: Any, package: str) -> Any:
     """An operator as a function of one package: the same signature, docstring and checks, dispatched to that package's kernels
     alone.
 
-    So a wheel of kernels works without any other wheel, from the declarations that it registers. Its kernels are discovered and
-    registered now, as private ones; plugins make them public.
+    So a wheel of kernels works without any other wheel. Importing such a function registers the package's kernels as private
+    kernels; plugins make them public.
 
     Args:
         function: an operator's function.
@@ -158,8 +160,8 @@ def plain_function(function: Any, package: str) -> Any:
 
     Returns:
         A function that raises TypeError and ValueError for invalid arguments, as the operator does. It raises NoKernelFoundError,
-        with the reason of each kernel, if none of the package's kernels is eligible. It has ``bind``, ``explain`` and ``operator``,
-        too.
+        with the reason of each kernel, if none of the package's kernels is eligible. It also has the attributes ``bind``,
+        ``explain`` and ``operator``.
     """
     register_package(package, public=False)  # kernels that are public already stay public
     return Caller(function.operator, package).function

@@ -1,4 +1,4 @@
-"""What a declaration says of an operator besides its body and hooks."""
+"""The options of an operator's declaration, which complement its body and hooks."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 @dataclass(eq=False, repr=False)
 class Options:
-    """An operator's name and options, as the decorator `operator` takes them. They are attributes of the operator, too.
+    """An operator's name and options, as the decorator `operator` takes them. They are also attributes of the operator.
 
     Attributes:
         family, mode: its name; ``mode`` is unique.
-        formats: parameters whose dtypes make the format signature. Where scales matter, the ``formats`` hook makes it instead, and
-            these are its operands with the names of the formats that each may have: ``{"a": ("dense", "fp8")}``.
-        traits: what the ``traits`` hook may give, with the values of each: ``{"hidden": int, "residual": bool}``. A kernel that
-            constrains any other trait is refused when it is registered, and so is one that asks for a value of another kind.
-        outs: parameters into which outputs are written when given, in the order of the outputs; those that the body has. A call
-            may make the first of them alone; where it makes others, the ``outputs`` hook names them.
-        mutates: other parameters that it writes to.
-        in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. Otherwise written
+        formats: parameters whose dtypes form the format signature. With a ``formats`` hook, which is needed where scales matter,
+            the operands and the names of their possible formats: ``{"a": ("dense", "fp8")}``.
+        traits: the traits that the ``traits`` hook may return, with the values of each: ``{"hidden": int, "residual": bool}``.
+            Registration rejects a kernel that constrains any other trait, or that requires a value of another kind.
+        outs: the parameters in the body's signature that receive outputs, in the order of the outputs. A call may make only the
+            first few outputs. If it may make another selection, the ``outputs`` hook names the outputs made.
+        mutates: other parameters that the operator writes to.
+        in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. All other written
             memory must not overlap any other argument.
-        hints: parameters that repeat a tensor's values on the host. They may save work, and are no part of a decision.
+        hints: parameters that repeat a tensor's values on the host. Hints may save work, and decisions do not depend on them.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the body itself, if it does not support every call that the signature allows.
-        composed_traits: constraints of the composed kernel of an operator with parts: if its parts cannot read objects that are
-            prepared for this operator's kernels, say.
+        composed_traits: constraints of the composed kernel of an operator with parts. Needed if the parts cannot read objects that
+            are prepared for this operator's kernels, for example.
         fixed_traits: traits that describe the operands; an override cannot bypass them.
-        varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
-            keyed by these sizes rounded up to a power of two, and by the exact value of every other size. The first one counts the
-            items of a batch: sequences, rows.
-        capacity: sizes that only give the amount of memory: the pages of a cache. They are not part of any key.
+        varying: sizes that change from call to call, by their names in the ``check`` hook: tokens, batch, rows. Keys of measured
+            results contain these sizes rounded up to a power of two, and the exact value of every other size. The first varying
+            size counts the items of a batch: sequences, rows.
+        capacity: sizes that only give the amount of memory: the pages of a cache. No key contains them.
         bounds: integer parameters that bound a varying size. They vary, too. A decision holds for all values that the ``check``
-            hook allows with `Checker.bound`. The hook must use a bound in no other way, and the hooks ``traits``, ``formats`` and
-            ``fake`` must not use it.
+            hook allows with `Checker.bound`. The hook must use a bound for nothing else. The hooks ``traits``, ``formats`` and
+            ``fake`` must not use bounds.
         padded: the parameter with the offsets of a batch's items, if rows past the last offset are padding. A call leaves those
             rows of its outputs unchanged.
         unlimited: integer parameters for which -1 means no limit, such as a window. Values from 2^30 on mean the same. Kernels and
-            hooks receive -1 for them, so that arithmetic with the option does not overflow int32.
-        scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
+            hooks always receive -1 instead, so that arithmetic with the option does not overflow int32.
+        scales: parameters that hold scales of other parameters. Scales are positive; uint8 scales are exponents (e8m0).
         planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
         layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.
-        parts: the operators that the body calls. If no other kernel but the reference is eligible, each part is dispatched to its
-            best kernel; see `tokenspeed_kernel_base.composition`.
+        parts: the operators that the body calls. If only the reference is eligible, each part is dispatched to its best kernel; see
+            `tokenspeed_kernel_base.composition`.
     """
 
     family: str
@@ -77,7 +77,7 @@ class Options:
         return f"{self.family}.{self.mode}"
 
     def check_options(self, body: Callable[..., Any], parameters: Sequence[Parameter]) -> None:
-        """Raises TypeError for options that contradict one another, or the body's parameters."""
+        """Raises TypeError for options that contradict one another or the body's parameters."""
         named = {*self.outs, *self.mutates, *self.hints, *self.bounds, *self.unlimited, *self.scales, *self.in_place}
         named.update(*self.in_place.values(), () if isinstance(self.formats, Mapping) else self.formats)
         unknown = named - {parameter.name for parameter in parameters}

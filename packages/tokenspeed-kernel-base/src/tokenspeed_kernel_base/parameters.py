@@ -1,6 +1,6 @@
 """An operator's parameters, parsed from its signature.
 
-All mechanical treatment of arguments (the memo key, type checks, the schema for torch.compile) uses them.
+These descriptions drive all mechanical treatment of arguments: the memo key, type checks, the schema for torch.compile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     TENSOR = "tensor"
     OBJECT = "object"  # holds tensors in named attributes; any object with the required attributes is accepted, a resource too
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of these
-    HINT = "hint"  # a host-side copy of a tensor's values: checked and passed on, never required, no part of a decision
+    HINT = "hint"  # a host-side copy of a tensor's values: checked and passed on, but never required and no part of a decision
     RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; its class and ``key`` enter the memo key
 
 
@@ -49,11 +49,11 @@ class Parameter:
         kind: how its arguments are treated.
         types: the classes that a value may have.
         optional: whether None is allowed.
-        default: from the signature, or from the dataclass's field; `inspect.Parameter.empty` if there is none.
+        default: the default of the signature or of the dataclass's field; `inspect.Parameter.empty` if there is none.
         fields: the attributes of an OBJECT, or of a VALUE that is a dataclass.
         cls: the dataclass that ``fields`` belong to.
-        bound: whether it is an integer that bounds a size: a decision holds for a range of its values.
-        unlimited: whether it is an integer for which -1, and every value from `NO_LIMIT` on, means no limit.
+        bound: whether the parameter is an integer that bounds a size. A decision holds for a range of its values.
+        unlimited: whether the parameter is an integer for which -1, and every value from `NO_LIMIT` on, means no limit.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Whether the parameter has no default."""
         return self.default is inspect.Parameter.empty
 
     @property
@@ -90,7 +90,7 @@ class Parameter:
         return getattr(holder, self.attribute) if self.required else getattr(holder, self.attribute, self.default)
 
     def tensors(self) -> tuple[Parameter, ...]:
-        """The tensors of this parameter: itself, or those among its attributes."""
+        """The tensors of this parameter: the parameter itself, or those among its attributes."""
         if self.kind is Kind.TENSOR:
             return (self,)
         return tuple(field for field in self.fields if field.is_tensor) if self.kind is Kind.OBJECT else ()
@@ -136,7 +136,7 @@ class Parameter:
         return None if fits else "within the range of int64"
 
     def normal(self, value: Any) -> Any:
-        """A value of the right type as kernels receive it: an int for a float option becomes a float, and an `unlimited` value from
+        """A value of the right type as kernels receive it. An int for a float option becomes a float. An `unlimited` value from
         `NO_LIMIT` on becomes -1."""
         if self.kind is not Kind.VALUE or value is None:
             return value
@@ -163,7 +163,7 @@ def parse_parameters(
     """The parameters of an operator's body. ``hints``, ``bounds`` and ``unlimited`` name the parameters with these roles.
 
     Raises:
-        TypeError: a parameter lacks an annotation, or has one that cannot be handled.
+        TypeError: a parameter has no annotation or an unsupported one.
     """
     annotations = resolved_annotations(function)
     hinted, bounding, limiting = set(hints), set(bounds), set(unlimited)
@@ -280,7 +280,9 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
 
 
 def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that a call does not leave at their defaults, except hints and bounds, which a kernel may always ignore."""
+    """The parameters that a call sets to another value than the default. Excludes hints and bounds, which a kernel may always
+    ignore.
+    """
 
     def left(parameter: Parameter) -> bool:
         value, default = parameter.normal(arguments[parameter.name]), parameter.default

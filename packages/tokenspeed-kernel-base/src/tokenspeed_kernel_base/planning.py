@@ -1,6 +1,6 @@
 """Plans: an operator's kernel is chosen before any tensor exists, and weights are prepared for it once.
 
-There are four steps. An operator that needs them declares the first two::
+There are four steps. An operator with a plan declares the first two::
 
     @operator("moe", "moe_apply", planned="plan", layout="weight_layout", fixed_traits=("weight_layout",))
     def moe_apply(x: Tensor, weights: MoEWeights, ..., plan: MoEPlan, out: Tensor | None = None) -> Tensor: ...
@@ -18,7 +18,7 @@ There are four steps. An operator that needs them declares the first two::
 
 Kernels may need the same object in different layouts. A kernel names its layout by a trait, and has a ``weight_preprocessor`` that
 converts the object. A plan evaluates each kernel as a call would, with the object already in that kernel's layout. The hooks
-``traits`` and ``formats`` of such an operator see the plan only, so plan and call make the same request.
+``traits`` and ``formats`` of such an operator see only the plan. So plan and call make the same request.
 
 An operator that uses the plans of another operator declares ``prepare`` and no ``plan``; its other hooks may read all arguments.
 
@@ -55,8 +55,8 @@ class ReferenceWarning(UserWarning):
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
     """The layout that an object is prepared in for a kernel.
 
-    A kernel's own layout is the one that it names beside canonical, the first by name if there are several. It is returned if the
-    kernel has a preprocessor or rejects the canonical layout. Otherwise the result is canonical.
+    A kernel's own layout is the one that it declares besides canonical; the first by name if it declares several. The own layout is
+    returned if the kernel has a preprocessor or rejects the canonical layout. Otherwise the result is canonical.
 
     Args:
         spec: the kernel.
@@ -112,7 +112,7 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
         explanation: the selection, with a chosen kernel.
 
     Warns:
-        ReferenceWarning: see above. Python shows the same text once.
+        ReferenceWarning: see above. Python shows the same text only once.
     """
     request, chosen = explanation.request, explanation.chosen
     requested = explanation.override is not None or request.solution is not None
@@ -128,14 +128,14 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
 
 
 def check_fields(check: Checker, plan: Any, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for a plan's attribute that does not match its annotation. Messages put ``prefix`` before its
-    name."""
+    """Raises TypeError or ValueError for a plan's attribute that does not match its annotation. Messages put ``prefix`` before the
+    attribute's name."""
     fields = [dataclasses.replace(field, name=prefix + field.attribute) for field in fields_of("plan", type(plan))]
     check_types(check.operator, fields, {field.name: getattr(plan, field.name.removeprefix(prefix)) for field in fields})
 
 
 def layout_of(weights: Any) -> str:
-    """The layout of a weights object; canonical if it does not state one."""
+    """The layout of a weights object; canonical if the object does not state a layout."""
     return getattr(weights, "layout", CANONICAL)
 
 
@@ -145,7 +145,7 @@ def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout
     A resource is returned as it is. The object may lack attributes that have a default in the class.
 
     Raises:
-        TypeError: an attribute is missing or is not a tensor, or a resource is not derived from the class.
+        TypeError: an attribute is missing or is no tensor, or a resource is not derived from the class.
         ValueError: the tensors are on several devices, or a resource is in another layout.
     """
     values: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout
 
 
 def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
-    """Raises ValueError for a call's weights that are not in the layout of its plan. ``prepare``: the function that converts
+    """Raises ValueError if a call's weights are not in the layout of its plan. ``prepare``: the name of the function that converts
     them."""
     layout = layout_of(weights)
     if layout != plan.weight_layout:
@@ -192,7 +192,7 @@ class Preparation(NamedTuple):
         check: raises errors in the name of the called function.
         operator: the hook's operator, ``"family.mode"``.
         planned: the operator's parameter that takes the plan.
-        package: the package whose kernels that function dispatches to; None for all.
+        package: the package whose kernels that function dispatches to; None for all kernels.
     """
 
     check: Checker
@@ -214,7 +214,7 @@ class Preparation(NamedTuple):
         Args:
             weights: any object with the attributes of ``cls``, in the canonical layout or the plan's.
             plan: the plan, already checked.
-            cls: a dataclass of tensors with an attribute ``layout``. Its keyword-only fields are carried over if the kernel's
+            cls: a dataclass of tensors with an attribute ``layout``. Its keyword-only fields are copied if the kernel's
                 preprocessor omits them.
             check_canonical: raises unless canonical weights match the plan.
             normalised: converts canonical weights to the dtype that preprocessors and kernels expect, where several dtypes are
@@ -252,7 +252,7 @@ class Preparation(NamedTuple):
             layout: the layout that the plan requires.
 
         Raises:
-            ValueError: the plan's kernel is not registered or belongs to another package, or it needs another layout and has no
+            ValueError: the plan's kernel is not registered or belongs to another package; or it needs another layout and has no
                 preprocessor.
             ImportError, AttributeError: the preprocessor cannot be imported.
         """

@@ -53,7 +53,7 @@ class PlatformInfo:
         sm_count: SMs, CUs or logical CPU cores of one device, 0 if unknown.
         features: capabilities of the device and the installed software, by name (``"triton"``: Triton kernels run here).
         emulated: a simulator replaces the device: kernels run on CPU tensors, slowly.
-        pretended: there is no device: selection can be explained, launches are refused.
+        pretended: whether the device is absent. Selection can then be explained, and launches raise an error.
     """
 
     vendor: str
@@ -105,8 +105,8 @@ class CapabilityRequirement:
         required_features: names that `PlatformInfo.features` must hold.
         vendors: the vendors whose devices are accepted; None for any.
         probe: returns why this machine cannot run the kernel although the device could (missing software, for instance), or None.
-            It is called last, at every selection, so it should cache its result. Two requirements are equal only if they have the
-            same probe. `overlaps` ignores the probe, because it may succeed on any machine.
+            The probe is called last, at every selection, so it should cache its result. Two requirements are equal only if they
+            have the same probe. `overlaps` ignores the probe, because it may succeed on any machine.
     """
 
     min_arch_version: ArchVersion | None = None
@@ -126,7 +126,7 @@ class CapabilityRequirement:
             raise ValueError(f"min_arch_version {self.min_arch_version} is above max_arch_version {self.max_arch_version}")
 
     def gap(self, platform: PlatformInfo) -> str | None:
-        """Why the platform does not meet the requirement, or None if it does."""
+        """Why the platform does not meet the requirement; None if the platform meets it."""
         if self.vendors is not None and platform.vendor not in self.vendors:
             return f"needs {_device_of(self.vendors)}, this is {'a CPU' if platform.is_cpu else platform.arch}"
         low, high = self.min_arch_version, self.max_arch_version
@@ -182,7 +182,7 @@ def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
 _TRITON = "triton"
 
 
-@functools.cache  # called at every decision; the search takes longer than the rest of one
+@functools.cache  # called at every decision; the search takes longer than the rest of a decision
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -233,14 +233,14 @@ _DRIVER_FILES = {"nvidia": "/sys/module/nvidia/version", "amd": "/sys/module/amd
 
 @functools.cache
 def driver_version(vendor: str) -> str:
-    """The version of a vendor's driver, read from Linux's sysfs; empty if there is none."""
+    """The version of a vendor's driver, read from Linux's sysfs; empty without a driver."""
     try:
         return Path(_DRIVER_FILES[vendor]).read_text().strip()
     except (KeyError, OSError):
         return ""
 
 
-# Devices by the names that people use, each with its architecture. The first of an architecture stands for it.
+# Devices by the names that people use, each with its architecture. The first device of an architecture represents it.
 _DEVICES = {
     "a100": ("sm_80", "NVIDIA A100"),
     "l40s": ("sm_89", "NVIDIA L40S"),
@@ -259,7 +259,7 @@ def named_platform(name: str) -> PlatformInfo:
     """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``; or by a
     device's: ``"h100"``, ``"mi355x"``.
 
-    Its features are those that the installed software would add to such a device. It launches nothing.
+    The platform's features are those that the installed software would add to such a device. Nothing is launched.
 
     >>> named_platform("gfx950").arch_version
     ArchVersion(major=9, minor=5)
@@ -286,8 +286,8 @@ _installed: PlatformInfo | None = None
 def current_platform() -> PlatformInfo:
     """The platform that this process selects kernels for.
 
-    In order of precedence: the one installed by `use_platform`, the one pretended by ``TOKENSPEED_KERNEL_PLATFORM``, the current
-    GPU, the CPU.
+    In order of precedence: the platform installed by `use_platform`, the pretended platform of ``TOKENSPEED_KERNEL_PLATFORM``, the
+    current GPU, the CPU.
     """
     forced = _forced_platform()
     if forced is not None:
@@ -334,8 +334,8 @@ def installed_platform() -> PlatformInfo | None:
 def use_platform(platform: PlatformInfo) -> Iterator[PlatformInfo]:
     """Makes `current_platform` return ``platform`` inside the block, for the whole process.
 
-    It serves simulators, which run a device's kernels on CPU tensors (``emulated=True``), and tests. Decisions made outside the
-    block are not used inside, nor the reverse.
+    The block is for tests and for simulators, which run a device's kernels on CPU tensors (``emulated=True``). Decisions made
+    outside the block are not used inside, and vice versa.
     """
     global _installed
     previous, _installed = _installed, platform

@@ -1,4 +1,4 @@
-"""Memory that a call writes to: outputs that its caller provides, and what they must not overlap."""
+"""Memory that a call writes to: outputs that its caller provides, and which tensors they must not overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.checks import describe
 
 
 def named(names: Sequence[str], outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The outputs of a call by name, from the names in the outputs' order; those without a name are left out."""
+    """A call's outputs by name, given the names in the outputs' order. Outputs without a name are left out."""
     return dict(zip(names, outputs, strict=False))
 
 
@@ -22,7 +22,7 @@ def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any],
     Args:
         mode: the operator's name, for the message.
         outs: the parameters that receive outputs.
-        arguments: those of the call, by name.
+        arguments: the arguments of the call, by name.
         expected: the outputs that the call makes, by name, on the meta device.
     """
     for name in outs:
@@ -40,7 +40,7 @@ def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any],
 def overlap_pairs(
     written: Sequence[str], tensors: Iterable[str], in_place: Mapping[str, Collection[str]]
 ) -> list[tuple[str, str, bool]]:
-    """Pairs of a written parameter and another tensor that must not overlap it, and whether both may be the same tensor."""
+    """Pairs of a written parameter and another tensor that it must not overlap, and whether both may be the same tensor."""
     others = list(tensors)
     return [
         (name, other, other in in_place.get(name, ()))
@@ -53,7 +53,7 @@ def overlap_pairs(
 def check_overlaps(
     mode: str, written: Iterable[str], pairs: Iterable[tuple[str, str, bool]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises ValueError if memory that a call writes to overlaps another argument, or if elements of it share an address.
+    """Raises ValueError if memory that a call writes to overlaps another argument, or if several of its elements share an address.
 
     Args:
         mode: the operator's name, for the message.

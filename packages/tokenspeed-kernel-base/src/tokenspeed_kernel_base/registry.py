@@ -29,7 +29,7 @@ F = TypeVar("F")
 
 
 class PriorityClashWarning(UserWarning):
-    """Two kernels of equal priority may be eligible for the same request. The one whose name sorts first wins."""
+    """Two kernels of equal priority may be eligible for the same request. The kernel whose name sorts first wins."""
 
 
 class KernelLoadWarning(UserWarning):
@@ -112,7 +112,7 @@ class KernelRegistry:
         """Adds a kernel.
 
         Raises:
-            RegistrationError: the name is in use, the implementation's parameters do not match the operator's, or the declaration
+            RegistrationError: the name is in use; the implementation's parameters do not match the operator's; or the declaration
                 has a name that the operator does not declare.
         Warns:
             PriorityClashWarning: another kernel of equal priority may be eligible for the same request.
@@ -147,8 +147,8 @@ class KernelRegistry:
             warnings.warn(str(clash), PriorityClashWarning, stacklevel=3)
 
     def publish(self, names: Iterable[str], public: bool) -> None:
-        """Makes kernels public, eligible for all requests, or private, eligible only for requests that name their package.
-        Registered kernels are public by default. Unknown names are ignored."""
+        """Makes kernels public or private. Public kernels are eligible for all requests, private kernels only for requests that
+        name their package. Registered kernels are public by default. Unknown names are ignored."""
         with self._lock:
             known = self._specs.keys() & set(names)
             self._private = self._private - known if public else self._private | known
@@ -170,7 +170,8 @@ class KernelRegistry:
     def transaction(self) -> Iterator[list[KernelSpec]]:
         """Makes all registrations inside the block, or none if the block raises.
 
-        Yields a list. After the block it holds the kernels that became public in it, including kernels that were private before.
+        Yields a list. After the block, the list holds the kernels that became public in the block, including formerly private
+        kernels.
         """
         with self._lock:
             public = set(self._public())
@@ -227,7 +228,7 @@ class KernelRegistry:
     def get_impl(self, name: str) -> Callable[..., Any]:
         """A function of all the operator's parameters, in order, that runs the kernel.
 
-        It is the implementation, imported now if it was registered by name, or a wrapper that passes on the parameters that the
+        Returns the implementation, imported now if it was registered by name; or a wrapper that passes only the parameters that the
         implementation takes.
 
         Raises:
@@ -262,8 +263,8 @@ class KernelRegistry:
     def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
         """The implementation, or None if it cannot be imported.
 
-        After a failure every later selection rejects the kernel, and the failure is kept and warned of. So one broken package does
-        not disable an operator that has other kernels.
+        After a failure every later selection rejects the kernel. The failure is recorded, with a warning. So one broken package
+        does not disable an operator that has other kernels.
 
         Warns:
             KernelLoadWarning: the implementation cannot be imported.
@@ -306,7 +307,7 @@ class KernelRegistry:
         return self._disabled.get(name)
 
     def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
-        """All public kernels of an operator, or all kernels of one package; by descending priority, then by name."""
+        """All public kernels of an operator, or all kernels of one package. Ordered by descending priority, then by name."""
         with self._lock:
             offered = self._public() if package is None else {n: s for n, s in self._specs.items() if s.package == package}
         specs = [spec for spec in offered.values() if spec.family == family and spec.mode == mode]
@@ -405,21 +406,21 @@ def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
 _FEW = 4  # number of kernels of a solution that an error lists
 
 
-# Declarations by module, in source order. A module runs once, but its declarations can be registered again.
+# Declarations by module, in source order. A module runs only once. From this table, its declarations can be registered again.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
 def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
-    """Imports the modules of a package except device modules (see `discovery.import_modules`), and registers every kernel that they
-    declare. Registers all kernels or, if anything raises, none.
+    """Imports a package's modules except device modules (see `discovery.import_modules`), and registers all kernels that they
+    declare. Registers no kernel if anything raises.
 
     Args:
         package: its name.
-        public: whether its kernels become public. Otherwise those that were not public before are eligible only for requests that
+        public: whether its kernels become public. If not, kernels that were not public before are eligible only for requests that
             name the package.
 
     Returns:
-        All declarations of the package, by name, including those registered before.
+        All declarations of the package, by name, including declarations that were registered before.
     """
     registry = KernelRegistry.get()
     with registry.transaction():
@@ -457,22 +458,22 @@ def register_kernel(
     tunables: Mapping[str, Iterable[Any]] | None = None,
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
 ) -> Callable[[F], F]:
-    """Declares a kernel. Decorates its launcher, or is called with ``"module:function"`` so that nothing is imported yet.
+    """Declares a kernel. Decorates a launcher. Can also be called with ``"module:function"``, which imports nothing yet.
 
     Args:
         family, mode: the operator, e.g. ``"attention", "mha_prefill"``.
         name: unique; ``f"{solution}_{mode}"`` if not given.
         solution: the backend: the toolkit or library that the kernel is made with.
-        capability: requirements of the platform; none if not given.
+        capability: requirements of the platform; no requirements if omitted.
         signatures: the accepted operand formats; None for all.
         traits: constraints by trait. The kernel lacks every flag that is not mentioned.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         aligned_caches: cache parameters whose rows must start at multiples of 16 bytes. The kernel copies other caches whole at
             every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` reports the copy.
-        only_by_name: why the kernel is eligible only for requests that name it: a precondition that no trait expresses and the
-            caller must ensure.
-        accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
+        only_by_name: why only requests that name the kernel may get it: a precondition that no trait expresses and the caller must
+            ensure.
+        accuracy: the kernel's error, which its operator allows, with a bound; `explain` shows this text.
         weight_preprocessor: converts weights to the kernel's layout at load time; a function or ``"module:function"``.
         tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
             whose default applies without a measurement. Selection binds a measured configuration to the implementation, so that

@@ -1,4 +1,4 @@
-"""Resources: objects that a call needs besides tensors and options, and that outlive it.
+"""Resources: objects that a call needs besides tensors and options, and that outlive the call.
 
 Examples are a process group, a state cache, and weights in a kernel's own layout. An operator declares a parameter as
 a resource by annotating it with a class derived from `Resource`::
@@ -10,7 +10,7 @@ a resource by annotating it with a class derived from `Resource`::
     def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor: ...
 
 PyTorch's custom operators accept no such objects. They receive the resource's ``handle``, an integer, and `find` returns the live
-resource. This module keeps only weak references: the owner of a resource keeps it alive for as long as compiled code may use it.
+resource. This module keeps only weak references. The owner of a resource must keep it alive as long as compiled code may use it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Resource:
 
     Attributes:
         key: part of the memo key of every call that is given the resource. Resources of one class with equal keys share decisions.
-            So everything that operators' hooks (``check``, ``traits``, ``formats``, ``fake``) read of a resource, and its device,
-            must follow from class and key. Set ``key`` once, at construction, to something hashable. It is a plain attribute,
-            because every call reads it.
+            So class and key must determine the resource's device and everything that operators' hooks (``check``, ``traits``,
+            ``formats``, ``fake``) read of a resource. Set ``key`` once, at construction, to something hashable. ``key`` is a plain
+            attribute, because every call reads it.
         handle: the integer by which custom operators name this resource. Set at construction; never reused.
-        device: where a call's tensors must be; None for any device. Without an index, any device of that type.
-        trait_kinds: the traits that `traits` may return, with the values of each: ``{"rounded": bool}``. A derived class may add
-            traits; kernels that constrain them are declared after the class.
-        world_size: number of processes that take part in a call with the resource. If it is more than 1, no process may make calls
-            that the others do not make, to measure them, say.
+        device: where a call's tensors must be; None for any device. A device without an index means any device of that type.
+        trait_kinds: the traits that the method `traits` may return, with the values of each: ``{"rounded": bool}``. A derived class
+            may add traits; declare kernels that constrain the added traits after the class.
+        world_size: number of processes that take part in a call with the resource. If world_size is more than 1, all processes must
+            make the same calls. No process may make extra calls, for example to measure.
     """
 
     key: Hashable = None
@@ -59,10 +59,10 @@ class Resource:
 
     @property
     def traits(self) -> Mapping[str, Any]:
-        """Traits that the resource adds to a call's request, beside those of the operator's ``traits`` hook.
+        """Traits that the resource adds to a call's request, beside the traits of the operator's ``traits`` hook.
 
-        They must follow from class and key. They describe the resource, so an override cannot bypass them. A kernel that is silent
-        about a True one is rejected.
+        Class and key must determine these traits. The traits describe the resource, so an override cannot bypass them. A kernel
+        that is silent about a trait that is True is rejected.
         """
         return {}
 
@@ -87,8 +87,8 @@ _living: weakref.WeakValueDictionary[int, Resource] = weakref.WeakValueDictionar
 
 
 def stated_by(resource: Resource) -> Mapping[str, Any]:
-    """The traits of a resource. Raises TypeError for a trait that its class does not declare, because no kernel could constrain
-    it."""
+    """The traits of a resource. Raises TypeError for a trait that the resource's class does not declare, because no kernel could
+    constrain it."""
     traits = resource.traits
     for name in traits.keys() - resource.trait_kinds.keys():
         raise TypeError(f"a {type(resource).__name__} states the trait {name}, which trait_kinds of its class must declare")
@@ -99,7 +99,7 @@ def find(handle: int) -> Resource:
     """The live resource of a handle.
 
     Raises:
-        RuntimeError: there is none: the resource was deleted, or the handle belongs to another process.
+        RuntimeError: no such resource exists: it was deleted, or the handle belongs to another process.
     """
     found = _living.get(handle)
     if found is None:

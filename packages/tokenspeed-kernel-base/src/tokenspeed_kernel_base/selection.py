@@ -74,7 +74,7 @@ class SelectionStrategy(enum.Enum):
     """Where the ranking comes from."""
 
     HEURISTIC = "heuristic"  # tuned results if there are any, else objective and priority
-    AUTOTUNE = "autotune"  # the same; without tuned results the first call measures, and its results are kept
+    AUTOTUNE = "autotune"  # like tuned; without tuned results the first call measures, and the results are kept
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ _overrides: contextvars.ContextVar[tuple[_OverrideBlock, ...]] = contextvars.Con
 
 
 def selection_policy() -> SelectionPolicy:
-    """The current policy: the one that was set, or the defaults with the objective from the settings."""
+    """The current policy: the policy that was set, or the defaults with the objective from the settings."""
     if _policy is not None:
         return _policy
     objective = config.settings().objective
@@ -147,17 +147,18 @@ def set_selection_policy(policy: SelectionPolicy | None) -> None:
 
 @contextlib.contextmanager
 def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Forces this kernel for an operator inside the block: in this thread or task only, and in tasks created there until the block
+    """Forces a kernel for an operator inside the block. Applies to this thread or task, and to tasks created in the block until it
     ends.
 
-    The override bypasses the name gate, and the traits gate except for fixed traits. So a kernel can be tried on traits that it
-    does not declare. All other gates still apply.
+    The override bypasses the name gate, and the traits gate except for fixed traits. So the override can run a kernel with traits
+    that the kernel does not declare. All other gates still apply.
 
     Args:
         family, mode: the operator.
         kernel_name: the kernel.
-        config: the configuration to run with: a value for each of its tunables, or ``{}`` for the kernel's defaults. If not given,
-            the tuned one if there is one. The configuration also applies to calls inside the block that name the kernel themselves.
+        config: the configuration to run with: a value for each of the kernel's tunables, or ``{}`` for the kernel's defaults. If
+            omitted, the tuned configuration, if there is one. The configuration also applies to calls inside the block that name
+            the kernel themselves.
 
     Raises:
         KeyError: no kernel of that name.
@@ -192,7 +193,7 @@ def override_in_force(family: str, mode: str) -> Override | None:
 
 def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
     """The kernel requested by name: by the call, else by `override_in_force`. A configuration that is in force for the kernel also
-    applies to calls that name it."""
+    applies to calls that name the kernel."""
     in_force = override_in_force(family, mode)
     if not kernel:
         return in_force
@@ -215,12 +216,12 @@ GATES = {
 """The gates in order. A kernel passes a gate if its statement holds. An override bypasses name, and traits except fixed ones."""
 
 RANKS = ("override", "measured result", "objective", "priority", "name")
-"""The criteria that rank the kernels which pass all gates, in order."""
+"""The ranking criteria for kernels that pass all gates, in order."""
 
 
 def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
-    """The first of `GATES` that a kernel fails, with the reason; None if it passes all. ``overridden`` bypasses the name gate, and
-    the traits gate except for fixed traits."""
+    """The first of `GATES` that a kernel fails, with the reason; None if the kernel passes all. ``overridden`` bypasses the name
+    gate, and the traits gate except for fixed traits."""
     if request.package is not None and spec.package != request.package:
         return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:
@@ -303,9 +304,9 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
 
 
 def consider(request: Request, override: Override | None = None, *, found: Found | None = None) -> Explanation:
-    """Passes every kernel of the request's operator through the gates, ranks the rest, and selects the best.
+    """Passes every kernel of the request's operator through the gates, ranks the kernels that pass, and selects the best.
 
-    ``found``: measured results that replace the tables' results; an empty one gives the untuned choice.
+    ``found``: measured results that replace the tables' results. An empty ``found`` gives the untuned choice.
     """
     specs = KernelRegistry.get().get_for_operator(request.family, request.mode, request.package)
     wanted = override.kernel if override else None
@@ -332,7 +333,7 @@ def consider(request: Request, override: Override | None = None, *, found: Found
     chosen = accepted[0].spec if accepted else None
     problem = ""
     if override is not None and (chosen is None or chosen.name != wanted):
-        # An override that cannot be honoured is an error: silently running another kernel would hide it.
+        # An override whose kernel is not eligible is an error: silently running another kernel would hide the failure.
         chosen = None
         problem = _why_no_override(override, request, rejected)
     elif request.solution is not None and not any(spec.solution == request.solution for spec in specs):
@@ -343,12 +344,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
 def _configuration(
     spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
 ) -> tuple[Mapping[str, Any], str]:
-    """The configuration that a kernel would run with, and why it is not the measured one."""
+    """The configuration that a kernel would run with, and the reason if this is not the measured one."""
     if override is not None and override.config is not None:
         return dict(override.config), ""
     if result is None or not result.config:
         return {}, ""
-    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, perhaps invalid at this size
+    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, so perhaps invalid at this size
     return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
 
 
@@ -371,7 +372,7 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
 
 
 def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
-    """Why no kernel is eligible for a request: none has the requested solution."""
+    """Why no kernel is eligible for a request: no kernel has the requested solution."""
     kernels = {spec.name: spec.solution for spec in specs}
     if solution in kernels:
         near = f"; it is a kernel of solution {kernels[solution]}: override= takes it"
@@ -392,7 +393,7 @@ def selections_made() -> list[tuple[Request, Override | None]]:
 
 
 def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
-    """The kernel for a request; the same object until something that the decision depends on changes.
+    """The kernel for a request. Returns the same object until something that the decision depends on changes.
 
     Args:
         request: the request.
@@ -443,7 +444,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
 
 
 def _loaded(name: str, request: Request) -> Callable[..., Any] | None:
-    """A kernel's implementation; None if it cannot be imported, or does not take a parameter that the call gives."""
+    """A kernel's implementation; None if the import fails, or if it lacks a parameter that the call gives."""
     registry = KernelRegistry.get()
     impl = registry.load_or_leave_out(name)
     return None if impl is None or registry.ignored_parameters(name) & request.given else impl
@@ -456,7 +457,9 @@ def sizes_matter(request: Request) -> bool:
 
 
 def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
-    """Measures for a request if the policy requires it and there is no result. False if a measurement was due but impossible."""
+    """Measures for a request if the policy requires it and there is no result. Returns False if a required measurement was
+    impossible.
+    """
     policy = selection_policy()
     if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
         return True
@@ -557,8 +560,8 @@ def explain_selection(
     override: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> str:
-    """What `select_kernel` would select and why, as text. Does not raise if no kernel is eligible. `consider` returns the same as
-    data."""
+    """The selection of `select_kernel` and its reasons, as text. Does not raise an error if no kernel is eligible. `consider`
+    returns the same information as data."""
     request = make_request(
         family,
         mode,

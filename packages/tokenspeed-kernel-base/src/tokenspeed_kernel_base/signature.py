@@ -1,8 +1,8 @@
 """Tensor formats: how the bits of an operand encode its values.
 
 A `TensorFormat` is a storage dtype, a format name (``"dense"``, ``"mxfp4"``...) and, for scaled formats, the format of the scales
-(`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats. Kernels declare the signatures
-that they accept, a request has one, and the two are compared for equality.
+(`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats. A kernel declares the
+signatures that it accepts. A request has one signature, and a kernel must have an equal one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Decoded:
 
     Attributes:
         values: float32.
-        format: the format that they were dequantised from.
+        format: the format that the values were dequantised from.
     """
 
     values: torch.Tensor
@@ -118,8 +118,8 @@ class FormatSignature:
         raise KeyError(f"no role {role!r} in {self}")
 
     def difference(self, other: FormatSignature) -> list[str]:
-        """Roles whose format differs in ``other``, each as a phrase: ``"k: bfloat16 wanted, float16 offered"``. ``other`` is the
-        wanted one."""
+        """Roles whose format differs in ``other``, each as a phrase: ``"k: bfloat16 wanted, float16 offered"``. ``other`` holds the
+        wanted formats."""
         mine, theirs = dict(self.roles), dict(other.roles)
         return [
             f"{role}: {theirs.get(role, 'nothing')} wanted, {mine.get(role, 'nothing')} offered"

@@ -1,4 +1,4 @@
-"""A kernel's declaration: what it accepts, what it requires, and what it guarantees."""
+"""A kernel's declaration: accepted arguments, requirements, and guarantees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps,
 
 
 class Priority(enum.IntEnum):
-    """The quality that a kernel claims; higher is preferred. Values between the named ones order kernels of one kind."""
+    """The quality that a kernel claims; higher is preferred. Values between the named values order kernels of one kind."""
 
     REFERENCE = 0
     COMPOSED = 2
@@ -51,23 +51,23 @@ class KernelSpec:
 
     Attributes:
         name: unique among all kernels.
-        family, mode: the operator that it implements.
-        solution: the backend: the toolkit or library that it is made with: ``"triton"``, ``"torch"``...
+        family, mode: the operator that the kernel implements.
+        solution: the backend, that is, the toolkit or library that the kernel is made with: ``"triton"``, ``"torch"``...
         capability: requirements of the platform.
         format_signatures: the accepted operand formats; None for all.
-        traits: constraints by trait; see `tokenspeed_kernel_base.traits` for what silence means.
+        traits: constraints by trait; `tokenspeed_kernel_base.traits` defines the meaning of silence.
         universal: silence means support: the kernel accepts every flag, except as ``traits`` restrict. Only kernels made from an
-            operator's body may claim this: its reference and, if the body calls other operators, its composed kernel.
+            operator's body may claim this: the operator's reference and, if the body calls other operators, its composed kernel.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         aligned_caches: cache parameters whose rows must start at multiples of 16 bytes; other caches are copied whole at every
             call.
-        only_by_name: why the kernel is eligible only for requests that name it; empty if it is eligible for all that it declares.
-        accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
+        only_by_name: why only requests that name the kernel may get it; empty if any request may.
+        accuracy: the kernel's error, which its operator allows, with a bound; `explain` shows this text.
         weight_preprocessor: converts weights to this kernel's layout once, when a model is loaded.
         tunables: parameters whose best values are measured, by name, with the values to try. See `register_kernel`.
         tunable_if: returns why a configuration is invalid for a request, or None.
-        package: the top-level package that declares it.
+        package: the top-level package that declares the kernel.
         origin: where it was declared: ``file:line``.
     """
 
@@ -175,7 +175,9 @@ class KernelSpec:
                 yield dict(zip(self.tunables, values, strict=True))
 
     def undeclared(self, config: Mapping[str, Any]) -> str | None:
-        """Why the kernel does not declare a configuration, or None if it does. The empty one, its defaults, is always declared."""
+        """Why the kernel does not declare a configuration, or None for a declared one. The empty configuration, which stands for
+        the defaults, is always declared.
+        """
         if not config:
             return None
         if config.keys() != self.tunables.keys():
@@ -187,7 +189,9 @@ class KernelSpec:
         return None
 
     def configuration_gap(self, config: Mapping[str, Any], request: Any) -> str | None:
-        """Why a configuration is invalid for a request: it is not declared, or ``tunable_if`` rejects it. None if it is valid."""
+        """Why a configuration is invalid for a request: it is not declared, or ``tunable_if`` rejects it. None for a valid
+        configuration.
+        """
         gap = self.undeclared(config)
         return self.tunable_if(request, config) if gap is None and config and self.tunable_if is not None else gap
 
@@ -204,7 +208,7 @@ class KernelSpec:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is its operator's reference, which defines the correct results."""
+        """Whether the kernel is its operator's reference, which defines the correct results."""
         return self.universal and self.priority == Priority.REFERENCE
 
     @property
@@ -221,7 +225,9 @@ class KernelSpec:
         return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
 
     def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
-        """Why the kernel does not support these traits (or only those in ``only``), one phrase per trait; empty if it does."""
+        """Why the kernel does not support these traits (or only those in ``only``), one phrase per trait; empty if the kernel
+        supports them.
+        """
         if only is None:
             return trait_gaps(self.traits, requested, universal=self.universal)
         names = set(only)

@@ -6,8 +6,9 @@ In the package's ``__init__.py``::
 
     __getattr__, __dir__ = functions_of(__name__)
 
-Then ``from my_kernels import mha_prefill`` returns the operator's function, with its signature, docstring and checks, dispatched to
-the kernels that ``my_kernels`` declares. The first access to a function discovers the kernels and imports PyTorch.
+Then ``from my_kernels import mha_prefill`` returns the operator's function. The function has the operator's signature, docstring
+and checks, and dispatches only to kernels that ``my_kernels`` declares. The first access to a function discovers the kernels and
+imports PyTorch.
 """
 
 from __future__ import annotations

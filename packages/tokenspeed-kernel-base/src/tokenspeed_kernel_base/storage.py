@@ -1,14 +1,14 @@
 """Files that several processes share, and that stay intact if a process is killed. Needs only the standard library.
 
-Everything that is kept on disk is written in one of three ways:
+Every file is written in one of three ways:
 
 * `replace_file`: a small file that is always written whole, such as a report, a table of results or a compiled program.
-* `locked`: work that one process does while others wait, such as changing such a file, or compiling once.
+* `locked`: work that one process does while others wait, such as changing a file of results, or compiling once.
 * `Database`: a file that many processes add to all the time, such as a capture of calls.
 
-Locks are SQLite's. They work on every system, and the operating system releases them when their process ends. SQLite's state in
-memory must not be used on both sides of a fork. So a connection lives for one operation, and forks wait until no thread is inside
-SQLite. A child closes the locks that it inherits; its parent still holds them.
+Locks are SQLite's. SQLite's locks work on every system, and the operating system releases them when their process ends. SQLite's
+state in memory must not be used on both sides of a fork. So a connection lives for one operation, and forks wait until no thread is
+inside SQLite. A forked child closes the locks that it inherits; its parent still holds them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _held: set[sqlite3.Connection] = set()  # connections of held locks
 
 
 class StorageWarning(UserWarning):
-    """A file could not be read or written; the message says what the program does instead."""
+    """A file could not be read or written; the message says how the program continues."""
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def warn_once(message: str) -> None:
 
 
 class DamagedFileError(OSError):
-    """A file does not have the content that its name promises: it was damaged, or another program wrote it."""
+    """A file's content does not match its name: the file was damaged, or another program wrote it."""
 
 
 # -- whole files ---------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def set_aside(path: Path, problem: str) -> None:
 
     Args:
         path: the file.
-        problem: what is wrong; names the file.
+        problem: the problem, in words; names the file.
     """
     try:
         kept = f"kept as {path.replace(path.with_name(path.name + '.corrupt'))}"
@@ -163,7 +163,7 @@ def _begun(path: Path, setting: str) -> sqlite3.Connection:
 
 def _after_fork_in_child() -> None:
     _inside.release()
-    for connection in _held:  # nothing was written through them, so closing changes no file, and the parent keeps its locks
+    for connection in _held:  # closing changes no file, since nothing was written; the parent keeps its locks
         connection.close()
     _held.clear()
 
@@ -194,8 +194,8 @@ class Database:
     """Values by key in one SQLite file, which any number of processes read and change.
 
     A change is made whole or not at all, even if the process is killed. SQLite keeps a rollback journal instead of a write-ahead
-    log. A log would be a second file to copy, would need write access to the folder for readers, and does not work on network file
-    systems.
+    log. A write-ahead log would be a second file to copy, would require write access to the folder for readers, and does not work
+    on network file systems.
 
     Args:
         path: the file; need not exist.
@@ -208,10 +208,10 @@ class Database:
         self._application = int.from_bytes(content.encode("ascii"), "big")
 
     def read(self) -> dict[str, Any]:
-        """All rows; none if the file is empty. Writes nothing, and works while others write.
+        """All rows; empty if the file is empty. Writes nothing, and works while others write.
 
         Raises:
-            FileNotFoundError: there is no file.
+            FileNotFoundError: the file does not exist.
             DamagedFileError: the file is another kind of database, or has another version.
             OSError: it cannot be read.
         """
@@ -231,7 +231,7 @@ class Database:
     def changing(self) -> Iterator[Rows]:
         """The rows, under the database's write lock. Creates file and folder if they are missing.
 
-        Nothing changes if the block or this function raises. Keep the block short: forks of this process wait for its end.
+        Nothing changes if the block or this function raises. Keep the block short, because forks of this process wait for its end.
 
         Raises:
             DamagedFileError: the file is another kind of database, or has another version.
@@ -272,6 +272,6 @@ def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
     """The OSError for a SQLite error, in words that need no knowledge of SQLite."""
     if "is locked" in str(error):
         return TimeoutError(f"another process holds {path}")
-    if type(error) is _sqlite().DatabaseError:  # not a database, or a damaged one; all other errors are subclasses
+    if type(error) is _sqlite().DatabaseError:  # the file is no database or is damaged; all other errors are subclasses
         return DamagedFileError(f"{path}: {error}")
     return OSError(f"{path}: {error}")

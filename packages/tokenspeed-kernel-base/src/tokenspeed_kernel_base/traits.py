@@ -6,8 +6,8 @@ Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``.
 
 **Silence.** Flags and values differ. A kernel that is silent about a flag (a trait whose value is True or False) does not have that
 feature: it is rejected if the request sets the flag, and eligible if the flag is clear. A kernel that is silent about a valued
-trait does not depend on it. A request that does not state a trait is indifferent to it (the page size of a call without a cache,
-say). Such a request is rejected only by kernels that require the trait to be True.
+trait does not depend on it. A request without a value for a trait is indifferent to that trait (the page size of a call without a
+cache, say). Such a request is rejected only by kernels that require the trait to be True.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Any, TypeAlias
 TraitValue = bool | int | float | str | None
 
 TraitKind: TypeAlias = type | types.UnionType | tuple[str, ...]
-"""The kind of values of a trait, as an operator declares it: ``bool`` for a flag, ``int``, ``float``, ``str``, ``int | None``, or a
+"""The kind of values of a trait, as declared by an operator: ``bool`` for a flag, ``int``, ``float``, ``str``, ``int | None``, or a
 tuple of the allowed names."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """The values that a kernel accepts for one trait: those in ``values`` (None: no list), within the bounds, and divisible.
+    """The values that a kernel accepts for one trait. A value must be in ``values`` (None: no list), within the bounds, and
+    divisible.
 
-    Bounds and divisor apply to numbers other than bool; all other values fail them.
+    Bounds and divisor apply to numbers other than bool; all other values fail these tests.
     """
 
     values: frozenset[Any] | None = None
@@ -140,8 +141,8 @@ def as_constraint(value: Any) -> Constraint:
 
 
 def impossible_values(constraint: Constraint, kind: TraitKind) -> list[Any]:
-    """The parts of a constraint that no value of this kind satisfies: members of its list, or the whole constraint if it is a range
-    and the kind is not a number. Empty if the constraint fits the kind.
+    """The parts of a constraint that no value of this kind satisfies: members of its list, or the whole constraint. The latter is
+    the case for a range if the kind is no number. Empty if the constraint fits the kind.
 
     >>> impossible_values(one_of(64, "64"), int), impossible_values(at_most(8), bool)
     (['64'], [Constraint(values=None, low=None, high=8, divisor=None)])
@@ -174,7 +175,7 @@ def _is_a(value: Any, kind: TraitKind) -> bool:
 
 
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
-    """Why a kernel with these constraints does not support these traits, one phrase per trait; empty if it does.
+    """Why a kernel with these constraints does not support these traits, one phrase per trait; empty if it supports them.
 
     ``universal``: the kernel's silence means support.
     """
@@ -187,7 +188,7 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
         elif not constraint.accepts(value):
             gaps.append(f"{name}={value} is not {constraint}")
     for name, constraint in declared.items():
-        # A kernel that exists only for a feature is not eligible for requests that do not know of the feature.
+        # A kernel that exists only for a feature is not eligible for requests that do not mention the feature.
         if name not in requested and constraint.only_true():
             gaps.append(f"needs {name}=True, which the request does not state")
     return gaps

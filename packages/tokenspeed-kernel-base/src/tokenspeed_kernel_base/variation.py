@@ -1,7 +1,7 @@
 """The argument of an operator's ``vary`` hook, which returns the arguments of a call with other values.
 
-Conformance checks, graph replays and captured calls need calls that no case provides. Only the operator knows which values go
-together (a page table and a cache, lengths and their running sums), so it makes them, in one hook::
+Conformance checks, graph replays and captured calls need calls that no case provides. Only the operator knows which values are
+consistent (a page table and a cache, lengths and their running sums). So the operator makes such values, in one hook::
 
     @store.vary
     def _(variation: Variation, k: Tensor, slots: Tensor) -> dict[str, Any]:
@@ -11,7 +11,7 @@ together (a page table and a cache, lengths and their running sums), so it makes
             return {"slots": variation.draw.permutation(len(slots), slots.dtype)}
         return {}
 
-The hook returns the arguments that change, by name; all others keep their values.
+The hook returns the changed arguments, by name; all others keep their values.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Want(enum.Enum):
 
     UNUSED = "unused"
     """Other values wherever a value must not matter: NaN in padding and in slots without a token, other page table entries past the
-    end of each sequence. The result must stay the same."""
+    end of each sequence. The result must not change."""
 
     CAPTURED = "captured"
-    """Values for a call of which only the description is known. Its tensors are on the meta device: they have shapes and dtypes,
-    but no values. The hook returns tensors whose values have a meaning (lengths, indices, tables). Float tensors that it leaves
-    out are drawn at random."""
+    """Values for a call with a known description and unknown values. The call's tensors are on the meta device: they have shapes
+    and dtypes, but no values. The hook returns tensors whose values have a meaning (lengths, indices, tables). Omitted float
+    tensors are drawn at random."""
 
 
 class Variation(NamedTuple):
@@ -47,8 +47,8 @@ class Variation(NamedTuple):
     Attributes:
         want: their purpose.
         draw: random values, on the target device.
-        work: for `Want.CAPTURED`, the values that the operator's ``work`` hook read of the call; empty if it was never run (in a
-            CUDA graph, say).
+        work: for `Want.CAPTURED`, the values that the operator's ``work`` hook read in the call. Empty if the hook was never run
+            (in a CUDA graph, say).
     """
 
     want: Want
@@ -56,13 +56,13 @@ class Variation(NamedTuple):
     work: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def values(self, name: str, count: int, default: int) -> list[int]:
-        """``count`` of the values that were read for ``name``. They are repeated if there are fewer; ``default`` is repeated if
-        there are none."""
+        """``count`` of the values that were read for ``name``. If fewer values were read, these are repeated; if none were read,
+        ``default`` is repeated."""
         found = self.work.get(name) or [default]
         return [found[i % len(found)] for i in range(count)]
 
     def parts(self, name: str, count: int, total: int, *, padded: bool = False) -> list[int]:
-        """``count`` lengths with the sum ``total``: the values that were read, scaled in proportion if their sum differs, or equal
+        """``count`` lengths with the sum ``total``. The lengths that were read, scaled in proportion if their sum differs; or equal
         lengths if none were read. With ``padded``, the sum may be less than ``total``."""
         if not count:
             return []

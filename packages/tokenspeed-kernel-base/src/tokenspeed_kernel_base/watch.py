@@ -1,4 +1,4 @@
-"""Watchers of calls: profilers, captures, and all else that needs to see each call.
+"""Watchers of calls: profilers, captures, and everything else that needs to see each call.
 
 Watching costs nothing while there is no watcher. A watcher causes every call to be decided afresh (see
 `tokenspeed_kernel_base.memo`), and the decision shows the call to the watcher.
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.signature import FormatSignature
 
 
 class Call(NamedTuple):
-    """One call, as a watcher sees it.
+    """One call, as passed to watchers.
 
     Attributes:
         family, mode: the operator.
@@ -28,7 +28,7 @@ class Call(NamedTuple):
         key: equal for calls of the same description.
         arguments: all of its arguments by name.
         traits: the traits of its request.
-        read_work: reads the values that decide the amount of work; returns None if there are none. May wait for the device.
+        read_work: reads the values that determine the amount of work; returns None if no values do. May wait for the device.
     """
 
     family: str
@@ -50,8 +50,8 @@ class Call(NamedTuple):
     def operand_shapes(self) -> str:
         """The shapes of the signature's operands, in the order of the parameters, each shape once: ``"64x64x64,8x64"``.
 
-        A role's operand is the tensor of the same name. A role with several tensors (weights and their scales) uses the first whose
-        name begins with the role's. For a tensor inside an object, the attribute's name counts.
+        A role's operand is the tensor of the same name. A role with several tensors (weights and their scales) uses the first
+        tensor whose name begins with the role's name. For a tensor inside an object, the attribute's name is used.
         """
         roles = [role for role, _ in self.signature.roles]
         found: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ def start(watcher: Watcher) -> None:
 
 
 def stop(watcher: Watcher) -> None:
-    """Ends what `start` began; no effect if the watcher is not active."""
+    """Deactivates a watcher that `start` activated; no effect if the watcher is not active."""
     global _watchers
     with _lock:
         if watcher in _watchers:
@@ -93,8 +93,8 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     """Shows every call of an operator inside the block, from any thread, to a watcher; parts of composed operators, too.
 
     Args:
-        watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. It returns the function to run instead, or
-            ``run`` itself.
+        watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. The watcher returns the function to run
+            instead, or ``run`` itself.
 
     Calls take longer meanwhile, because each is decided afresh. The replay of a CUDA graph is not seen.
     """

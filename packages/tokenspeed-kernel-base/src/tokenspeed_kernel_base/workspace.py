@@ -1,10 +1,11 @@
 """Scratch memory of kernels that outlives their launches: partial results, and counters of work that has begun or finished.
 
-Counters are zero before a launch, and the launch leaves them zero. Launches that may run concurrently must not share memory, so
+Counters are zero before a launch, and the launch leaves them zero. Launches that may run concurrently must not share memory. So
 each stream of a device has its own workspace, kept from call to call.
 
-A captured launch gets counters that are never reused, because its graph may be replayed on any stream. The counters come from an
-arena that calls outside of captures zero, so that the graph does not. Its partial results lie in the graph's own memory.
+A captured launch gets counters that are never reused, because its graph may be replayed on any stream. These counters come from an
+arena, which calls outside of captures zero. So the graph need not zero them. Partial results of a captured launch lie in the
+graph's own memory.
 
 ::
 
@@ -56,8 +57,7 @@ def _place(device: int) -> torch.device:
 
 
 class Keeper:
-    """Keeps workspaces. `keeper` is the process-wide instance. Kernels that may leave nonzero counters need an instance of their
-    own.
+    """Keeps workspaces. `keeper` is the process-wide instance. Kernels that may leave nonzero counters need their own instance.
 
     Thread-safe.
 
@@ -91,7 +91,7 @@ class Keeper:
 
         Args:
             device: PyTorch's device index; -1 for the CPU.
-            stream: the handle of its current stream; 0 for the default one.
+            stream: the handle of the device's current stream; 0 for the default stream.
             nbytes: minimum size of the memory in bytes.
             count: minimum number of counters.
         """
@@ -104,15 +104,15 @@ class Keeper:
         return found
 
     def standing(self, device: int, stream: int, nbytes: int) -> Tensor:
-        """uint8, at least ``nbytes``: memory that was zeroed when it was allocated. It is for kernels that need one contiguous
-        buffer and themselves restore the zeros that they rely on.
+        """uint8, at least ``nbytes``: memory that was zeroed at allocation. This memory is for kernels that need one contiguous
+        buffer, rely on zeros in it, and restore these zeros themselves.
 
         Calls on a stream use the stream's own buffer. Captured launches use the buffer of the stream that called first on the
         device, because zeroing another buffer would be part of every replay. So no two graphs with such launches may run
-        concurrently on a device, nor one beside calls on that stream.
+        concurrently on a device. Such a graph must not run beside calls on that stream either.
 
         Raises:
-            RuntimeError: a graph is captured, and that stream has no buffer of this size yet.
+            RuntimeError: a graph is being captured, and that stream has no buffer of this size yet.
         """
         kept = self._standing.get(device, {})
         if stream and self._capturing():
@@ -142,7 +142,7 @@ class Keeper:
                     break
             if counters is None or arenas[-1].shape[0] < self._arena // 2:
                 self._low.add(device)
-        if counters is None:  # no arena yet, or none with enough counters left: each replay zeroes its own counters
+        if counters is None:  # no arena yet, or too few counters left in it: each replay zeroes its own counters
             counters = torch.zeros(count, dtype=torch.int32, device=self._place(device))
             self._outgrown.append(Workspace(memory[:0], counters))
         return Workspace(memory, counters)

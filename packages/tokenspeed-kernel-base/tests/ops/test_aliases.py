@@ -1,4 +1,4 @@
-"""Old names of operators that quantise: they are called as they were, warn once, and do what took their place."""
+"""Old names of operators that quantise. They take their old arguments, warn once, and call their replacements."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def same(got: Any, wanted: Any) -> None:
 
 
 def call_of(name: str) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Arguments of a call, and what it must give."""
+    """Arguments of a call, and its expected results."""
     first, _, kind = name.partition("_quantize_")
     quantization = getattr(Quantization, kind)(**OPTIONS[kind])
     x = draw(3, 128)

@@ -67,7 +67,9 @@ def assert_close(got: Tensor, wanted: Tensor, **tolerance: float) -> None:
 
 
 def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Stores ragged tokens in a cache with pages in arbitrary order. Other slots hold NaN, other page-table entries -7."""
+    """Stores ragged tokens in a cache with pages in arbitrary order. All other slots hold NaN, and all other page-table entries are
+    -7.
+    """
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     cache = torch.full((len(order), page_size, *tokens.shape[1:]), torch.nan).to(tokens.dtype)
@@ -504,7 +506,7 @@ def test_without_causality_only_the_left_is_limited() -> None:
     everything = mha_extend_with_kvcache(*call)
     wanted = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
     torch.testing.assert_close(everything, wanted)
-    # Queries are at positions 6, 7, 8; a window of 2 to the left hides what is before 4, 5, 6.
+    # Queries are at positions 6, 7, 8. A window of 2 to the left hides keys before positions 4, 5, 6.
     mask = torch.arange(9) >= torch.tensor([[4], [5], [6]])
     wanted = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask).transpose(0, 1)
     torch.testing.assert_close(mha_extend_with_kvcache(*call, window_left=2), wanted)

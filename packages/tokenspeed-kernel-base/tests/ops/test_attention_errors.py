@@ -97,7 +97,7 @@ def fp8(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda base: {name: base[name].to(E4M3) for name in names}
 
 
-# functions, what is changed, the error, and what its message says
+# functions, the changed argument, the error, and its message
 WRONG: list[tuple[list[Any], Any, Any, str]] = [
     # shapes and dtypes of q, k, v
     (ALL, {"q": torch.zeros(5, 4, 8, dtype=torch.int32)}, TypeError, "q must be a tensor of .*bfloat16.*got int32"),

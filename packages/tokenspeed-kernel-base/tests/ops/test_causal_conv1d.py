@@ -74,7 +74,7 @@ def test_prefill_is_the_sum_written_out(lengths: list[int], width: int, silu: bo
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 9), cut=st.integers(0, 9), width=st.integers(2, 4), step=st.integers(1, 3))
 def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, step: int) -> None:
-    """As two prefills, and as decodes of a few tokens each."""
+    """Compares a whole sequence with two prefills, and with decodes of a few tokens each."""
     cut = min(cut, length)
     x, weight = normal(length, CHANNELS), normal(CHANNELS, width)
     whole = torch.zeros(1, width - 1, CHANNELS, dtype=torch.float64)

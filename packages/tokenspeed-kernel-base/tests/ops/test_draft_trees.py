@@ -121,7 +121,7 @@ def test_latent_attention_shows_the_same() -> None:
 
 
 def test_from_candidates_to_a_cache_without_gaps() -> None:
-    """A step of speculation: build, attend, verify, compact. The next token then sees what it would see without drafts."""
+    """A step of speculation: build, attend, verify, compact. The next token then sees the same tokens as without drafts."""
     tokens, scores = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-0.1, -0.2, -9.0, -0.3, -0.4, -0.5]])
     drafts, parents, masks, _ = build_draft_tree(tokens, scores, ints(-1, -1, -1, 0, 1, 4).view(1, -1), torch.tensor([0]), 6)
     assert drafts.tolist() == [[0, 1, 2, 4, 5, 6]]

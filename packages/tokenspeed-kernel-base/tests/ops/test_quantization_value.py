@@ -1,4 +1,4 @@
-"""A quantisation as a value: what it may hold, and that `quantize` is the operator that it names."""
+"""`Quantization`: the values that it may hold, and that `quantize` calls the operator that it names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_passes_through_the_compiler(kind: str, second: Any, options: dict[st
 
 
 def test_another_value_is_another_decision() -> None:
-    """An equal value made anew is the same call; another scale tensor is, too."""
+    """A new but equal value is the same call. So is one with another scale tensor."""
     x = draw(4, 64)
     for _ in range(2):
         for kind, second, options in EACH:

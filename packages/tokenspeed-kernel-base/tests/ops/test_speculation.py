@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_dra
 from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
 
 VOCAB, MANY = 5, 30000
-# The chance that a correct implementation fails a test. Seeds are fixed, so it fails always or never.
+# The chance that a correct implementation fails a test. Seeds are fixed, so the test fails always or never.
 ALPHA = 1e-4
 CHAIN = [-1, 0, 1, 2]
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 4]

@@ -90,7 +90,7 @@ def part(given: dict[str, Any], begin: int, end: int, batched: bool = False) -> 
 @settings(max_examples=15, deadline=None)
 @given(length=st.integers(0, 8), cut=st.integers(0, 8), step=st.integers(1, 3))
 def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, step: int) -> None:
-    """As two prefills, and as decodes of a few tokens each."""
+    """Compares a whole sequence with two prefills, and with decodes of a few tokens each."""
     cut, given_operands = min(cut, length), operands(length, full=True)
     whole, halves, decoded = torch.zeros_like(states(1)), torch.full_like(states(1), torch.nan), torch.zeros_like(states(1))
     wanted = ssd_prefill(**given_operands, cu_seqlens=sums([length]), states=whole, state_slots=ints(0))

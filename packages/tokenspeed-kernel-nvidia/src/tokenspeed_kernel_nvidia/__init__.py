@@ -1,10 +1,11 @@
 """Kernels for NVIDIA Hopper (sm_90: H100, H200), as plain functions and as a plugin of tokenspeed-kernel.
 
-Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_nvidia import mha_prefill``. It
-has the operator's signature, docstring and checks, and uses only this package's kernels. If none is eligible, it raises
-NoKernelFoundError, a RuntimeError, which gives the reason for each kernel, for instance that the machine is another one.
+Every operator that this package's kernels implement is a function of the package: ``from tokenspeed_kernel_nvidia import
+mha_prefill``. Such a function has the operator's signature, docstring and checks, and uses only this package's kernels. If no
+kernel is eligible, it raises NoKernelFoundError, a RuntimeError. The message gives the reason for each kernel, for example another
+GPU.
 
-Importing the package imports neither PyTorch nor CuteDSL and works on any machine.
+Importing the package imports neither PyTorch nor CuteDSL, and works on any machine.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What launchers ask of the machine: the CuteDSL version, SMs and clusters of a device. Imports no CuteDSL."""
+"""Facts about the machine for launchers: the CuteDSL version, a device's SMs and clusters. Imports no CuteDSL."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def multiprocessors(device: int) -> int:
 
 @functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of CTAs, one CTA per SM, a device runs at the same time.
+    """How many clusters, with one CTA per SM, a device runs at the same time.
 
-    A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. So an H100 has 132 SMs, but runs 15 clusters
-    of eight, not 16. If the driver returns an error, the result is one cluster for each ``size`` SMs.
+    A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. For example, an H100 has 132 SMs, but runs
+    only 15 clusters of eight CTAs, not 16. If the driver returns an error, the result is one cluster for each ``size`` SMs.
 
     Args:
         device: PyTorch's index; negative for none.

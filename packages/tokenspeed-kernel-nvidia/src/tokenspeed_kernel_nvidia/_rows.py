@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.alignment import is_aligned
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``out`` if it `is_aligned`, else a new tensor in like's dtype, which `deliver` copies to ``out``.
+    """``out`` if it `is_aligned`. Otherwise a new tensor in like's dtype, which `deliver` copies to ``out``.
 
     An ``out`` of another shape, dtype or device is returned as well: the kernel rejects it, while a copy would not.
     """

@@ -1,6 +1,7 @@
-"""The platforms that the kernels of this package run on, as data: a range of architectures, and a probe of required packages.
+"""The platforms of this package's kernels, as data: a range of architectures, and a probe of required packages.
 
-A new architecture needs one more function here, and a folder for its kernels: ARCHITECTURE.md lists what it holds.
+A new architecture needs one more function in this module, and a folder for its kernels. ARCHITECTURE.md lists the folder's
+contents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def between(first: tuple[int, int], last: tuple[int, int], probe: Probe | None =
 
     Args:
         first, last: inclusive, as (major, minor).
-        probe: see `CapabilityRequirement`. It reads package metadata only, and imports neither CuteDSL nor FlashInfer.
+        probe: see `CapabilityRequirement`. The probe reads package metadata only, and imports neither CuteDSL nor FlashInfer.
     """
     return CapabilityRequirement(ArchVersion(*first), ArchVersion(*last), vendors=frozenset({"nvidia"}), probe=probe)
 
@@ -49,5 +50,5 @@ def flashinfer_gap() -> str | None:
     return package.gap()
 
 
-# What CuteDSL kernels for Hopper need.
+# The requirements of CuteDSL kernels for Hopper.
 CUTEDSL_HOPPER = hopper(cutedsl_gap)

@@ -1,4 +1,4 @@
-"""What compiles and launches CuteDSL programs: the GPU, or an emulator inside `use_backend`."""
+"""The backend that compiles and launches CuteDSL programs: the GPU, or an emulator inside `use_backend`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Backend:
         return build("")
 
     def launcher(self, launch: Launch) -> Launch:
-        """What callers get instead of a program that was just compiled or loaded from the cache."""
+        """Wraps a program that was just compiled or loaded from the cache. Callers get the result instead of the program."""
         return launch
 
 
@@ -47,8 +47,8 @@ def current() -> Backend:
 def use_backend(backend: Backend) -> Iterator[None]:
     """Inside the block, programs are compiled and launched by ``backend``, in all threads.
 
-    A backend's loaded programs are kept for the next block with the same object. A program that was requested inside the block
-    belongs to ``backend`` after it, too.
+    Programs that a backend has loaded are kept for the next block with the same backend object. A program that was requested inside
+    the block keeps belonging to ``backend`` after the block.
     """
     global _current
     previous, _current = _current, backend

@@ -1,3 +1,3 @@
-"""The version of this package and nothing else, so that builds can read it."""
+"""The version of this package. Builds read this module, so it contains nothing else."""
 
 __version__ = "0.3.0+independent"

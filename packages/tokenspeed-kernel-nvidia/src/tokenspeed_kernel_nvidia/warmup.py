@@ -34,9 +34,9 @@ class Warmed:
     """The outcome of one configuration of a program.
 
     Attributes:
-        program, config: what was compiled.
+        program, config: the program and the configuration that were compiled.
         seconds: compile time; 0 if the cache had it.
-        error: why it could not be compiled; empty if it could.
+        error: why the compilation failed; empty on success.
     """
 
     program: Program[Any]
@@ -79,7 +79,7 @@ def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Prog
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
-    """Compiles programs that the cache does not have, and yields the outcomes as they complete. Closing it early ends the worker
+    """Compiles programs that are not in the cache, and yields the outcomes as they complete. Closing it early ends the worker
     processes.
 
     Args:
@@ -95,7 +95,8 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
         yield from (_warm(program, config) for program, config in selection)
         return
     started_before = {*multiprocessing.active_children()}
-    # Spawn, because the compiler's threads do not survive a fork. Each worker gets a process group, which includes its linkers.
+    # Spawn, because the compiler's threads do not survive a fork. Each worker gets a process group, which includes the worker's
+    # linkers.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=os.setpgid, initargs=(0, 0)) as pool:
         try:
@@ -110,7 +111,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started inside the block ignore Ctrl-C; their parent handles it and ends them."""
+    """Processes that are started inside the block ignore Ctrl-C. Their parent handles Ctrl-C and ends them."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
@@ -148,7 +149,7 @@ def _warm(program: Program[Any], config: Any) -> Warmed:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns its exit code: 1 if something could not be compiled, 130 if it was interrupted (Ctrl-C)."""
+    """The command line. Returns its exit code: 1 if a compilation failed, 130 if it was interrupted (Ctrl-C)."""
     parser = argparse.ArgumentParser("python -m tokenspeed_kernel_nvidia.warmup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
     parser.add_argument("--arch", help="only for this architecture, as sm_90a")

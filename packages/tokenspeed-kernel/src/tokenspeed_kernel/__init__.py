@@ -1,10 +1,9 @@
-"""tokenspeed-kernel: operators for LLM inference, and the kernel that serves each best on the machine at hand.
+"""tokenspeed-kernel: operators for LLM inference, each run by the kernel that is best for the call on this machine.
 
-Importing this declares the operators, registers their kernels, and lets installed plugins register theirs. It imports no
-compiler and touches no GPU.
+Importing this package declares the operators, registers their kernels, and lets installed plugins register theirs. The import loads
+no compiler and touches no GPU.
 
-Every operator is an attribute of this package, `mha_prefill` for one. Each is found where it is declared, in
-``tokenspeed_kernel_base.ops``.
+Every operator, such as `mha_prefill`, is an attribute of this package. Each operator is declared in ``tokenspeed_kernel_base.ops``.
 """
 
 import logging
@@ -221,7 +220,7 @@ __all__ = [
     "why_unreachable",
 ]
 
-# What is imported when it is first used: the workbench is large, and most programs never enter it.
+# Imported at first use: the workbench is large, and most programs never use it.
 _WORKBENCH = {
     "receipt": "receipts",
     "self_check": "self_check",

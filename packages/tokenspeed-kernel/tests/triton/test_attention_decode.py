@@ -110,7 +110,7 @@ def test_queries_beyond_float16_meet_an_fp8_cache(size: float) -> None:
 
 
 def test_every_e4m3_number() -> None:
-    """Each token has one key, so that the outputs are the cache's values."""
+    """Each token has one key, so the outputs are the cache's values."""
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(E4M3)
     cache = every.view(16, 1, 1, 16)
     arguments = {

@@ -51,7 +51,7 @@ def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
 
 @pytest.mark.parametrize("mode", FUSED)
 def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
-    """Each call must leave the counters at zero for the next one."""
+    """Each call must leave the counters at zero for the next call."""
     for seed in range(3):
         arguments = draw(mode, seed=seed)
         got = run(mode, copied(arguments))

@@ -1,7 +1,7 @@
 """An emulator of gfx950 (CDNA4, MI355X) machine code behind a Triton driver: see the README.
 
-Importing the package imports neither PyTorch nor Triton, since pytest imports its plugin in every run. The driver is imported when
-it is first used.
+Importing the package imports neither PyTorch nor Triton, because pytest imports its plugin in every run. The driver is imported
+when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,7 +13,7 @@ class Access:
         space: ``"global"``, ``"lds"``, ``"scalar"``, ``"scratch"`` or ``"dma"`` (global memory to LDS).
         direction: ``"load"``, ``"store"``, ``"atomic"``, or ``"permute"`` (LDS instructions that touch no memory).
         size: bytes per lane (of the whole instruction for scalar loads).
-        counter: the wait counter that it increments: ``"vmcnt"`` or ``"lgkmcnt"``.
+        counter: the wait counter that the access increments: ``"vmcnt"`` or ``"lgkmcnt"``.
     """
 
     space: str

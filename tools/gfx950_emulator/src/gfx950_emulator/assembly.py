@@ -1,7 +1,7 @@
 """Parses a compiled kernel's assembly text: instructions, labels, kernel descriptor, arguments, source lines.
 
-The grammar is that of LLVM's AMDGPU assembler (llvm.org/docs/AMDGPUUsage.html and AMDGPUOperandSyntax.html), as far as LLVM
-prints it. This module executes nothing and knows no instruction by name: `gfx950_emulator.decode` gives instructions their meaning.
+The grammar is that of LLVM's AMDGPU assembler (llvm.org/docs/AMDGPUUsage.html and AMDGPUOperandSyntax.html), limited to what LLVM
+prints. This module executes nothing, and knows no instruction by name. `gfx950_emulator.decode` gives instructions their meaning.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Instruction:
     """One instruction as written.
 
     Attributes:
-        index: its position among the kernel's instructions; branch targets are such indices.
+        index: the instruction's position among the kernel's instructions. Branch targets are such indices.
         mnemonic: ``"v_add_u32_e32"``.
         operands: as written, without modifiers: ``("v0", "v[2:3]", "-v4", "0x10")``.
         modifiers: ``offset:16`` is ``{"offset": 16}``, ``op_sel:[0,1]`` is ``{"op_sel": (0, 1)}``, a bare word maps to True,
             anything else to its text.
         line: line in the assembly text, from 1.
         text: the instruction as written, without comment.
-        source: ``(file, line)`` of the kernel's source, from the debug information; None if there is none.
-        location: the same in readable form, with the calls through which it was inlined: ``"a.py:3:4 @[ b.py:5:6 ]"``.
+        source: ``(file, line)`` of the kernel's source, from the debug information; None without it.
+        location: the source in readable form, with the calls through which it was inlined: ``"a.py:3:4 @[ b.py:5:6 ]"``.
     """
 
     index: int
@@ -45,13 +45,13 @@ class Instruction:
 
     @property
     def where(self) -> str:
-        """For errors: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
+        """A suffix for errors: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
         return (f", at {self.location}" if self.location else "") + f" (assembly line {self.line}): {self.text}"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One entry of the kernel's argument segment: ``kind`` is LLVM's ``.value_kind``, offset and size are bytes."""
+    """One entry of the kernel's argument segment. ``kind`` is LLVM's ``.value_kind``; offset and size are in bytes."""
 
     offset: int
     size: int
@@ -64,7 +64,7 @@ class Assembly:
 
     name: str
     instructions: tuple[Instruction, ...]
-    labels: dict[str, int]  # label -> index of the instruction that follows it
+    labels: dict[str, int]  # index of the instruction after each label
     descriptor: dict[str, int]  # .amdhsa_* directives without the prefix
     arguments: tuple[Argument, ...]
     metadata: dict[str, int] = field(default_factory=dict)  # integers of .amdgpu_metadata: vgpr_spill_count and so on

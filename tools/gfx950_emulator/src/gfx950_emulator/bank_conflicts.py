@@ -1,9 +1,9 @@
 """Bank conflicts of LDS accesses on gfx950.
 
 A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide. A bank delivers one dword
-per cycle, to any number of lanes that read (or write) the same dword. A phase takes as many cycles as its busiest bank has
-different dwords, at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT
-(ROCm Compute Profiler, "Local data share").
+per cycle, to any number of lanes that read (or write) that dword. A phase takes as many cycles as its busiest bank has different
+dwords, but at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT (ROCm
+Compute Profiler, "Local data share").
 
 The lanes of each phase (sources: `gfx950_emulator.hardware`):
 
@@ -70,7 +70,7 @@ def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = 
         offsets: int64 [waves, 64], byte offsets in LDS; negative for inactive lanes.
         size: bytes per lane: 1, 2, 4, 8, 12 or 16.
         store: the access writes.
-        atomic: lanes that access the same dword conflict, too.
+        atomic: whether lanes that access the same dword also conflict.
 
     Returns:
         int64 [waves].
@@ -99,7 +99,7 @@ class ConflictCache:
         self._known: dict[tuple[int, bool, bool, bytes], np.ndarray] = {}
 
     def cycles(self, offsets: np.ndarray, size: int, store: bool, atomic: bool) -> np.ndarray:
-        # Banks repeat, so patterns whose offsets differ by a multiple of the period have the same conflicts.
+        # Banks repeat. So patterns whose offsets differ by a multiple of the period have the same conflicts.
         base = int(offsets.max()) // _PERIOD * _PERIOD
         key = (size, store, atomic, np.where(offsets < 0, np.iinfo(np.int64).min, offsets - base).tobytes())
         known = self._known.get(key)

@@ -1,8 +1,8 @@
 """Binds an instruction to the registers that it reads and writes, and to a function that executes it.
 
-Families of instructions register a *binder* for each mnemonic (`gfx950_emulator.instructions`), which `gfx950_emulator.decode`
-looks up. A binder runs once per instruction of a kernel, reads operands and modifiers, and returns a `Bound` whose ``run(group)``
-executes the instruction, so that nothing is parsed while a kernel executes.
+Each family of instructions registers a *binder* for each mnemonic (`gfx950_emulator.instructions`). `gfx950_emulator.decode` looks
+binders up. A binder runs once per instruction of a kernel. It reads operands and modifiers, and returns a `Bound` whose
+``run(group)`` executes the instruction. So nothing is parsed while a kernel executes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Bound:
         target: index of a branch's target instruction.
         jump: for a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
         condition: for a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
-        demands: registers that must be initialised, because their values leave the wave or decide its control flow (addresses,
+        demands: registers that must be initialised, because their values leave the wave or determine its control flow (addresses,
             stored data). None means no registers.
-        moves: the instruction only moves bits, within or across lanes, so that running it on a mask of uninitialised bits
-            tells which bits of the result are uninitialised.
+        moves: whether the instruction only moves bits, within or across lanes. Running it on a mask of uninitialised bits then
+            shows which bits of the result are uninitialised.
         memory: the access of a memory instruction, see `Access`.
     """
 
@@ -55,12 +55,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Logic:
-    """A logical operation on lane masks, for the sanitizer: the other operand may be uninitialised if one operand decides a bit.
+    """A logical operation on lane masks, for the sanitizer. If one operand decides a bit, that bit of the other operand may be
+    uninitialised.
 
     Attributes:
         first, second: the operands as bool [L]; their registers are ``first_ids`` and ``second_ids``.
-        decisive_a, decisive_b: the value of the first or second operand that decides the result; None if no value does.
-        result_ids: registers that get the result; SCC is not among them.
+        decisive_a, decisive_b: the value of the first or second operand that decides the result; None if there is no such value.
+        result_ids: registers that receive the result, without SCC.
         saved_ids: registers that receive the old second operand (a saved EXEC).
     """
 
@@ -75,7 +76,7 @@ class Logic:
 
 
 class Site:
-    """An instruction that is being bound, with the data that binders need."""
+    """An instruction that is being bound, and the data that binders need."""
 
     def __init__(self, instruction: Instruction, assembly: Assembly) -> None:
         self.instruction = instruction
@@ -134,5 +135,5 @@ def split_encoding(mnemonic: str) -> tuple[str, str]:
 
 
 def implicit(bound: Bound, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Bound:
-    """The same `Bound`, with registers added that the text does not name."""
+    """The same `Bound` with additional registers, which the instruction's text does not name."""
     return replace(bound, reads=(*bound.reads, *reads), writes=(*bound.writes, *writes))

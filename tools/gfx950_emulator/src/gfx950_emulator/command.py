@@ -52,7 +52,7 @@ def trace(
     sanitize: Sanitize = False,
     bounds: BoundsOption = "view",
 ) -> None:
-    """Run a function's kernels and print what one wave does: every instruction with what it wrote."""
+    """Run a function's kernels, and print each instruction of one wave with the values that it wrote."""
     console = console_of()
     printer = _Printer(console, as_float)
     tracer = InstructionTrace(printer, workgroup, wave, kernel, _lanes(lanes), limit)

@@ -1,4 +1,4 @@
-"""Counts what a launch executed: instructions, arithmetic, bytes, cache lines, bank conflicts; in total and per instruction.
+"""Counts what a launch executed, in total and per instruction: instructions, arithmetic, bytes, cache lines, bank conflicts.
 
 Everything is counted per wave: an instruction that a group of 8 waves runs together counts 8. Instruction counts are derived from
 the executions of each basic block, so counting costs nothing per instruction. Memory instructions report their addresses
@@ -27,13 +27,13 @@ _LINE_BITS = CACHE_LINE.bit_length() - 1
 
 @dataclass(frozen=True)
 class Line:
-    """One instruction of the kernel and its counts; see `Counters` for the columns.
+    """One instruction of the kernel, with its counts; see `Counters` for the columns.
 
     Attributes:
-        instruction, unit: the instruction, and its execution unit.
+        instruction, unit: the instruction and its execution unit.
         executions: wave-instructions.
         flops: operations of MFMA instructions.
-        accesses: wave-instructions that accessed global memory in at least one lane.
+        accesses: number of wave-instructions that accessed global memory in at least one lane.
         bytes, lines, ideal_lines, fresh_lines: global memory traffic, see `Counters`.
         lds_accesses: waves that accessed LDS; both halves of ds_read2 count.
         lds_bytes, lds_cycles, lds_conflicts: LDS traffic, see `Counters`.
@@ -62,17 +62,19 @@ class Counters:
 
     Attributes:
         program: the kernel.
-        block_runs: first instruction of a block -> waves that ran it.
+        block_runs: for each block, by its first instruction, the number of waves that ran it.
         trace: the blocks that each wave ran, for the timing model.
         columns: int64 per instruction of the program:
 
             accesses: wave-instructions that accessed global memory.
             bytes: loaded from or stored to global memory by active lanes in range.
-            lines: 128-byte cache lines that these bytes touch, counted separately for every wave-instruction.
-            ideal_lines: lines that they would touch if the lanes' data were contiguous and aligned.
-            fresh_lines: lines that no earlier instruction of the launch touched in the same way (loads and atomics; stores).
-            lds_accesses, lds_bytes: the same for LDS.
-            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that conflicts cost.
+            lines: 128-byte cache lines that these bytes touch, counted per wave-instruction.
+            ideal_lines: how many cache lines these bytes would touch if the lanes' data were contiguous and aligned.
+            fresh_lines: cache lines that no earlier instruction of the launch touched in the same way. Stores are one way, loads
+                and atomics the other.
+            lds_accesses, lds_bytes: like accesses and bytes, for LDS.
+            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the number of these cycles that conflicts
+                cost.
     """
 
     def __init__(self, program: Program) -> None:
@@ -92,10 +94,10 @@ class Counters:
 
         Args:
             bound: the instruction.
-            group: the waves that execute it.
+            group: the waves that execute the instruction.
             addresses: int64 [N], byte addresses of the active lanes.
             size: bytes per lane.
-            room: int64 [N], bytes from each address to the end of the buffer's range; None if there is no range.
+            room: int64 [N], bytes from each address to the end of the buffer's range; None without a range.
             lanes: int64 [N], the lanes' indices in the group; None for all lanes.
         """
         waves = (np.arange(group.lanes) if lanes is None else lanes) // WAVE
@@ -160,7 +162,7 @@ class Counters:
         return counts
 
     def lines(self) -> list[Line]:
-        """Each instruction that ran, in the order of the program."""
+        """Each instruction that ran, in program order."""
         counts, result = self.executions(), []
         for index in np.flatnonzero(counts).tolist():
             bound, executed = self.program.bound[index], int(counts[index])
@@ -214,13 +216,15 @@ class Counters:
 
     @property
     def coalescing(self) -> float:
-        """Coalescing efficiency: the cache lines that contiguous data would touch divided by those that were touched; 1 is best."""
+        """Coalescing efficiency: the number of cache lines that contiguous data would touch divided by the number that were
+        touched; 1 is best.
+        """
         lines = self.total("lines")
         return self.total("ideal_lines") / lines if lines else 1.0
 
 
 class _CacheLines:
-    """Numbers the cache lines of a launch's memory, and records which were loaded and which were stored.
+    """Numbers the cache lines of a launch's memory, and records which lines were loaded and which were stored.
 
     Memory blocks on the device are aligned to cache lines, unlike on the host. Line bounds are therefore relative to the start of
     the block that contains a tensor.
@@ -239,7 +243,9 @@ class _CacheLines:
         self._seen = np.zeros((2, count), bool)
 
     def of(self, addresses: np.ndarray) -> np.ndarray:
-        """Line numbers of byte addresses, int64. Invalid addresses, whose access will be rejected, get an arbitrary number."""
+        """Line numbers of byte addresses, int64. Invalid addresses get an arbitrary number, because their
+        access will be rejected.
+        """
         place = np.maximum(np.searchsorted(self._starts, addresses, "right") - 1, 0)
         lines = self._first[place] + ((addresses - self._blocks[place]) >> _LINE_BITS)
         return lines.clip(0, self._seen.shape[1] - 1)

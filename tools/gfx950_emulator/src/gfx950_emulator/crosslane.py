@@ -24,10 +24,10 @@ class DppPlan:
     """The source lane of every lane of a wave.
 
     Attributes:
-        index: int64 [64], the source lane; arbitrary if there is none.
+        index: int64 [64], the source lane; arbitrary for lanes without a source.
         valid: bool [64], whether there is a source lane.
         enabled: bool [64], row_mask and bank_mask: lanes that are written at all.
-        zero: bound_ctrl: lanes without a source read zero; otherwise they are not written.
+        zero: bound_ctrl. If set, lanes without a source read zero; otherwise they are not written.
         total: every lane has a source and is written.
     """
 
@@ -147,7 +147,7 @@ def _swizzle_code(text: str) -> int:
 
 
 def swizzle_lanes(offset: object) -> np.ndarray:
-    """The source lane of each lane of a wave for ds_swizzle_b32, by its offset: a number, or text as LLVM writes it.
+    """The source lane of each lane of a wave for ds_swizzle_b32. ``offset`` is a number, or text as LLVM writes it.
 
     Raises:
         ValueError: the text is unknown.

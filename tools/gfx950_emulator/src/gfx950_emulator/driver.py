@@ -1,4 +1,4 @@
-"""The emulator as a Triton device, and the block in which kernels for gfx950 run on it."""
+"""The emulator as a Triton device, and the block in which kernels for gfx950 run on this device."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DEVICE = 950
 
 @dataclass(kw_only=True)
 class LaunchReport(emulator.LaunchReport):
-    """One kernel launch that was executed.
+    """One executed kernel launch.
 
     Attributes:
         waves: per workgroup.
         lds: bytes of LDS per workgroup.
-        instructions: instructions that the emulator executed, each counted once for all waves in lockstep.
+        instructions: number of instructions that the emulator executed. An instruction counts once for all waves in lockstep.
         wave_instructions: instructions counted for every wave, as hardware executes them.
         program: the kernel as bound.
         counters: `gfx950_emulator.counters.Counters`, if requested.
@@ -111,8 +111,8 @@ class _Launcher(triton_driver.Launcher):
         )  # fmt: skip
 
     def described(self, type_: str, descriptor: Any, index: int) -> Iterable[tuple[str, Any]]:
-        """A tensor descriptor as the scalar arguments of the compiled kernel on this device: base, shape and strides as 64 bits,
-        padding and rounding flags, then shape (32 bits) and strides once more."""
+        """A tensor descriptor as the scalar arguments of the compiled kernel on this device: base, shape and strides in 64 bits,
+        padding and rounding flags, then shape (in 32 bits) and strides once more."""
         from triton.backends import driver as interface
 
         expand = getattr(interface, "expand_signature", None)
@@ -201,23 +201,24 @@ def emulated_gfx950(
 ) -> Iterator[Emulator]:
     """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
 
-    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run the same kernels.
+    If tokenspeed-kernel-base is installed, its platform is an emulated MI355X. Operators then select and run the same kernels as on
+    an MI355X.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the
-            tensors that a kernel was passed are errors with or without it.
+            tensors that a kernel received are errors regardless of this setting.
         counters: count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
-        jobs: processes among which workgroups are divided; global atomics, counters or a tracer force one process.
+        jobs: number of processes among which workgroups are divided. Global atomics, counters or a tracer force one process.
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
         batch_lanes: the most lanes that are executed together; affects only speed.
-        tracer: receives each instruction of one wave.
-        bounds: the bytes of a tensor argument that a kernel may access: ``"view"``, from its first to its last element, or
-            ``"storage"``, all of the underlying memory, as on a GPU. The latter is for kernels that rely on padding which their
+        tracer: called with each instruction of one wave.
+        bounds: which bytes of a tensor argument a kernel may access: ``"view"``, from its first to its last element, or
+            ``"storage"``, all of the underlying memory, as on a GPU. ``"storage"`` is for kernels that use padding which their
             caller allocated and sliced off.
 
     Raises:
         RuntimeError: inside another such block.
-        ValueError: ``bounds`` is neither of these.
+        ValueError: ``bounds`` is neither ``"view"`` nor ``"storage"``.
     """
     running = Emulator(
         sanitize=sanitize, counters=counters, jobs=jobs, edit=edit, batch_lanes=batch_lanes, tracer=tracer, bounds=bounds

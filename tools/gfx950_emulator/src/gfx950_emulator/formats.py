@@ -6,26 +6,26 @@ of the OCP Microscaling (MX) specification 1.0: fp6 is E2M3, bf6 is E3M2, fp4 is
 Facts and their sources:
 
 - *Operands and scales.* V_CVT_SCALEF32_* take the biased exponent of a float32 operand as E8M0 scale; sign and mantissa of that
-  operand do not matter (CDNA4 ISA document, pseudocode of these instructions: ``scale = exponent(S2.f32)``). Narrowing
-  divides by ``2**(exponent - 127)`` before it rounds, widening multiplies by it; exponent 255 makes a NaN (AMD's reference code,
+  operand do not matter (CDNA4 ISA document, pseudocode of these instructions: ``scale = exponent(S2.f32)``). Narrowing divides by
+  ``2**(exponent - 127)`` before it rounds; widening multiplies by this power. Exponent 255 makes a NaN (AMD's reference code,
   ``hip/amd_detail/amd_hip_ocp_host.hpp``: ``from_float`` and ``to_float``). Exponent 0 means 2**-127.
-- *Rounding* is to nearest even whatever MODE says (ISA pseudocode of V_CVT_PK_FP8_F32, V_CVT_PK_BF16_F32 and so on:
-  ``ROUND_MODE = ROUND_NEAREST_EVEN``), once, with a scale on the scaled value (``from_float``).
+- *Rounding* is to nearest even, regardless of MODE (ISA pseudocode of V_CVT_PK_FP8_F32, V_CVT_PK_BF16_F32 and so on: ``ROUND_MODE =
+  ROUND_NEAREST_EVEN``). It happens once; with a scale, on the scaled value (``from_float``).
 - *Overflow of fp8 and bf8.* With MODE.FP16_OVFL = 0, values that round beyond the largest finite number become NaN in fp8, which
-  has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``); infinities likewise. With FP16_OVFL = 1
-  (``saturate=True`` below; Triton sets this bit, MODE[23], in kernels that convert to fp8) finite values and infinities become
-  the largest finite number, NaN stays NaN: Triton's hardware test ``test_typeconvert_downcast_clamping`` expects this on gfx950.
+  has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``). Infinities do the same. With FP16_OVFL = 1
+  (``saturate=True`` below), finite values and infinities become the largest finite number, and NaN stays NaN. Triton sets this bit,
+  MODE[23], in kernels that convert to fp8, and its hardware test ``test_typeconvert_downcast_clamping`` expects this on gfx950.
 - *fp6, bf6 and fp4* have neither infinity nor NaN and always saturate. A NaN, or a NaN scale, becomes the largest number with the
   sign of the source (``amd_hip_ocp_host.hpp``); the ISA's pseudocode does not say.
 - *Widening to float16* overflows to infinity (``amd_hip_ocp_host.hpp``, "gfx950 HW behavior").
-- *NaN encodings.* NaNs keep their sign. Narrow ones have all mantissa bits set; payloads are not documented. float32 NaNs that go
-  to bfloat16 or float16 are made quiet and keep the upper bits of their payload.
-- *Stochastic rounding* adds random bits below the last bit that is kept and cuts off (``from_float_sr`` of the same file; the
-  ISA's pseudocode names the bits: S1[31:12] for fp8, S1[31:11] for bf8).
+- *NaN encodings.* NaNs keep their sign. Narrow ones have all mantissa bits set; payloads are not documented. float32 NaNs that are
+  converted to bfloat16 or float16 are made quiet, and keep the upper bits of their payload.
+- *Stochastic rounding* adds random bits below the last kept bit, and truncates (``from_float_sr`` of the same file; the ISA's
+  pseudocode names the bits: S1[31:12] for fp8, S1[31:11] for bf8).
 - *Denormals* of every format are read and written; MODE's denormal bits are on in Triton's kernels and are not consulted here.
 
 Arguments are arrays of any shape with at least one axis. ``codes`` are encoded values, uint8 (uint16 for 16-bit formats); values
-are float32. Nothing here warns about overflow.
+are float32. Overflow causes no warning.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Format:
     Attributes:
         name: as in mnemonics.
         exponent_bits, mantissa_bits, bias: its fields.
-        infinity: the largest exponent with a zero mantissa is infinity, and with any other one NaN (as in IEEE 754).
+        infinity: whether the largest exponent means infinity with a zero mantissa, and NaN with any other mantissa (as in IEEE
+            754).
         nan: without infinity, whether the encoding with all bits set is NaN (E4M3FN).
     """
 
@@ -136,7 +137,7 @@ def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 E8M0 = _powers_of_two(np.arange(256) - 127)
-"""float32 [256]: what a scale byte stands for, 2**(byte - 127); 255 is NaN."""
+"""float32 [256]: the value of each scale byte, 2**(byte - 127); 255 is NaN."""
 
 _E8M0_INVERSE = _powers_of_two(127 - np.arange(256))
 
@@ -163,7 +164,7 @@ def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -
 
     Args:
         codes: integers below ``2**form.bits``.
-        exponent: scale bytes in [0, 256), of the same shape or a scalar; 255 makes NaN.
+        exponent: scale bytes in [0, 256), of the same shape or a scalar; 255 makes a NaN.
     """
     values = form.values.take(codes)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -228,8 +229,8 @@ def encode_scaled(form: Format, values: np.ndarray, exponent: np.ndarray | int, 
     Args and errors as in `encode`; `exponent` holds scale bytes in [0, 256), of the same shape or a scalar.
     """
     _of_at_most_8_bits(form)
-    # The product may overflow to infinity or lose bits below 2**-149. Both are so far outside these formats that the result is the
-    # same as for the exact quotient.
+    # The product may overflow to infinity or lose bits below 2**-149. Both cases are so far outside these formats that the result
+    # equals that of the exact quotient.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         quotient = (values * _E8M0_INVERSE[exponent]).view(np.uint32)
     return _narrow(form, quotient & _MAGNITUDE | values.view(np.uint32) & _SIGN, saturate)
@@ -240,7 +241,7 @@ def encode_stochastic(
 ) -> np.ndarray:
     """Rounds ``values / 2**(exponent - 127)`` up or down by random bits, as V_CVT_SR_* and V_CVT_SCALEF32_SR_* do.
 
-    The upper bits of `random`, as many as float32 has below the last kept bit, are added to these low bits, and the sum is
+    The upper bits of `random` are added to these low bits, as many as float32 has below the last kept bit, and the sum is
     truncated. If the result is a denormal of `form`, source bits below its 23 are truncated first.
 
     Args:
@@ -296,8 +297,8 @@ def _bf16_in_upper_half(values: np.ndarray, saturate: bool) -> np.ndarray:
 def f32_to_bf16(values: np.ndarray, saturate: bool = False) -> np.ndarray:
     """float32 to bfloat16 bits (uint16), to nearest even.
 
-    With ``saturate``, finite values that overflow become the largest finite number and infinities stay, as in AMD's emulator
-    rocjitsu with MODE.FP16_OVFL = 1, which follows the ISA document's text on data conversion. Otherwise they become infinity.
+    With ``saturate``, finite values that overflow become the largest finite number, and infinities stay. AMD's emulator rocjitsu
+    with MODE.FP16_OVFL = 1 does the same; it follows the ISA document's text on data conversion. Otherwise they become infinity.
     """
     return (_bf16_in_upper_half(values, saturate) >> _HALF).astype(np.uint16)
 

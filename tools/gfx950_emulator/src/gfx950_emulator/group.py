@@ -1,15 +1,15 @@
-"""Waves in lockstep: their registers, and the functions by which instructions read and write them.
+"""Waves in lockstep: their registers, and the functions through which instructions read and write registers.
 
-A *group* is a set of waves, of one or several workgroups, with the same control flow. Every vector register is one row
-over all lanes of all its waves, so that one numpy operation executes an instruction for the whole group. A scalar register
-holds one of three things, whichever is cheapest:
+A *group* is a set of waves, of one or several workgroups, with the same control flow. Every vector register is one row over all
+lanes of all waves of the group. So one numpy operation executes an instruction for the whole group. A scalar register holds one of
+three things, whichever is cheapest:
 
 - a Python ``int`` in [0, 2**32), if it is equal in all waves (kernel arguments, loop counters, addresses);
 - an int64 array with one such value per wave, if waves differ;
-- half of a `LaneMask`, if it was written as a set of lanes (compares, EXEC): one bool per lane, as vector instructions need it,
-  converted to bits only if a scalar instruction reads it.
+- half of a `LaneMask`, if it was written as a set of lanes (compares, EXEC): one bool per lane, as vector instructions need it. It
+  is converted to bits only if a scalar instruction reads it.
 
-Nearly all scalar code is therefore integer arithmetic that reads the same for ints and for arrays.
+So nearly all scalar code is integer arithmetic that is written in the same way for ints and arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gfx950_emulator.outstanding import Outstanding
 
 
 class LaneMask:
-    """A lane mask, as one bool per lane. Each register of a pair holds one half; `high` is the upper half's token."""
+    """A lane mask, as one bool per lane. Each register of a pair holds one half. `high` represents the upper half."""
 
     __slots__ = ("_bits", "high", "lanes")
 
@@ -55,7 +55,7 @@ class HighHalf:
 
 
 def agree(values: np.ndarray) -> int | np.ndarray:
-    """One int if the per-wave values are all the same, otherwise the values."""
+    """One int if all per-wave values are equal, otherwise the values."""
     first = values[0]
     if len(values) == 1 or (values == first).all():
         return int(first)
@@ -86,14 +86,14 @@ class Group:
 
     Attributes:
         waves: number of waves W; lanes L = 64 W, those of a wave side by side.
-        slot: int64 [W], the workgroup's slot in the batch that is being executed (which selects its LDS).
+        slot: int64 [W], the workgroup's slot in the current batch, which selects its LDS.
         wave: int64 [W], the wave's number in its workgroup.
         registers: uint32 [rows, L]; rows are v0 up, then a0 up.
         U, F, I: the rows as uint32, float32, int32.
         s: scalar registers by their operand code: 0 to 101, VCC 106 and 107, M0 124. EXEC is `mask`.
         mask, full: active lanes, bool [L]; full says that all are active.
         scc: bool, or a bool per wave.
-        mode: the MODE register, the same for all waves.
+        mode: the MODE register, which is the same for all waves.
         pc: index of the next instruction.
         queue: outstanding memory operations.
         shadow: the sanitizer's state of the registers, or None.
@@ -290,7 +290,7 @@ class Group:
             if all(g._is_mask(index) for g in groups):
                 mask = LaneMask(np.concatenate([g.s[index].lanes for g in groups]))
                 whole.s[index], whole.s[index + 1] = mask, mask.high
-            elif type(whole.s[index]) is not HighHalf:  # else it was written with its lower half
+            elif type(whole.s[index]) is not HighHalf:  # otherwise it was written together with its lower half
                 whole.s[index] = _side_by_side([g.s32(index) for g in groups], [g.waves for g in groups])
         whole.set_exec(np.concatenate([g.mask for g in groups]))
         if all(not isinstance(g.scc, np.ndarray) and g.scc == first.scc for g in groups):

@@ -1,11 +1,11 @@
-"""Parameters of an MI355X (gfx950, CDNA4) for bank conflicts, occupancy and the timing model, each with its public source.
+"""Parameters of an MI355X (gfx950, CDNA4) for bank conflicts, occupancy and the timing model. Each has its public source.
 
 Abbreviations of the sources:
 
 - CDNA4: "AMD CDNA 4 Architecture" white paper (amd.com, amd-cdna-4-architecture-whitepaper.pdf).
 - CDNA3: "AMD CDNA 3 Architecture" white paper (amd.com, amd-cdna-3-white-paper.pdf).
 - ROCPROF: ROCm Compute Profiler documentation, "Pipeline descriptions" and "Vector L1 cache" (rocm.docs.amd.com/projects/
-  rocprofiler-compute). Written for CDNA 1 to 4; where it gives a figure of 32-bank LDS, that is said.
+  rocprofiler-compute). Written for CDNA 1 to 4. Figures for 32-bank LDS are marked as such.
 - SPECS: "GPU hardware specifications" (rocm.docs.amd.com/en/latest/reference/gpu-specs.html).
 - MT4G: measured on a gfx950 card (MI350P, 2.2 GHz) by pointer chasing and streaming; github.com/caps-tum/mt4g,
   sample_results/AMD_Instinct_MI350P.json.
@@ -46,7 +46,8 @@ LDS_BYTES = 160 * 1024  # CDNA4
 LDS_GRANULE = 1280  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
 BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only workgroups of several waves need one
 
-# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle: at most one instruction per category, each of another wave.
+# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle. A SIMD issues at most one instruction per category, each of
+# another wave.
 
 SLOT = 4  # cycles between two issue slots of a SIMD
 
@@ -55,12 +56,12 @@ SLOT = 4  # cycles between two issue slots of a SIMD
 
 VALU_CYCLES = 4
 QUARTER_RATE_CYCLES = 16
-TRANSCENDENTAL_CYCLES = 8  # CDNA4: rate doubled over CDNA3, whose transcendental instructions LLVM has at quarter rate
+TRANSCENDENTAL_CYCLES = 8  # CDNA4 doubles the rate of CDNA3, where LLVM has transcendental instructions at quarter rate
 TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
 
-# Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction needs passes + 4 wait states after an MFMA, so it issues this
+# Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction needs passes + 4 wait states after an MFMA. So it issues this
 # many slots after the passes: LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates for gfx950. An MFMA
-# that only accumulates (its C is the first one's D) waits for the passes alone. Vector instructions can issue 4 cycles after an
+# that only accumulates (its C is the first MFMA's D) waits for the passes alone. Vector instructions can issue 4 cycles after an
 # MFMA: CALC ("coexec_delay" of CDNA3).
 
 MFMA_RESULT_SLOTS = 5

@@ -78,7 +78,7 @@ class LocalMemory:
         return value
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Stores uint32 [count, N]; where lanes hit the same address the last one wins."""
+        """Stores uint32 [count, N]. If several lanes have the same address, the last lane wins."""
         count = len(values)
         if (addresses & 3).any():
             columns = addresses[:, None] + np.arange(4 * count)

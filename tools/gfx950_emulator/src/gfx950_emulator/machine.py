@@ -1,14 +1,13 @@
-"""Executes a kernel: workgroups in batches, waves in lockstep while they agree, one group at a time.
+"""Executes a kernel: workgroups in batches, and waves in lockstep while their control flow agrees, one group at a time.
 
 **Lockstep.** All waves of a batch of workgroups begin as one group. A divergent branch splits the group; groups at the same
-instruction are joined again. The group that is furthest behind (smallest program counter) runs first, so that the others wait where
+instruction are joined again. The group that is furthest behind (smallest program counter) runs first. So other groups wait where
 control flow joins.
 
-**Barriers.** A wave that reaches ``s_barrier`` waits until every wave of its workgroup has reached it; waves that ended do not
-count.
+**Barriers.** A wave that reaches ``s_barrier`` waits until every other wave of its workgroup has reached it or ended.
 
-**Spinning.** A group that branches back with exactly its earlier state, while nothing was stored in between, waits for another
-wave. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch ends with an error.
+**Spinning.** A group waits for another wave if it branches back with exactly its earlier state, while nothing was stored in
+between. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch ends with an error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Tally:
     """Counts of executed instructions.
 
     Attributes:
-        dispatched: instructions, each counted once for all waves of its group.
+        dispatched: number of executed instructions; an instruction counts once for all waves of its group.
         waves: instructions, counted once per wave.
     """
 
@@ -67,7 +66,7 @@ class Launch:
         kernarg: the argument segment, uint8; the kernel receives its address.
         memory: the tensors.
         counters: `gfx950_emulator.counters.Counters`, or None.
-        tracer: `gfx950_emulator.trace.InstructionTrace` that traces this launch, or None.
+        tracer: the `gfx950_emulator.trace.InstructionTrace` for this launch, or None.
     """
 
     program: Program
@@ -99,7 +98,7 @@ class Machine:
     counters: Any
     mode: int = MODE_DEFAULT  # initial MODE of waves
     progress: int = 0  # raised by every store
-    executed: int = 0  # instructions, each counted once for all waves of its group
+    executed: int = 0  # number of executed instructions; one counts once for all waves of its group
     executed_by_waves: int = 0
     _scratch: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
 
@@ -138,7 +137,7 @@ def execute(launch: Launch, workgroups: range | None = None) -> Tally:
             tally += batch.tally
         else:
             stalled.append(batch)
-    # Workgroups that wait for workgroups of later batches continue after these batches ran.
+    # Workgroups that wait for workgroups of later batches continue after those batches have run.
     while stalled:
         before = [batch.machine.progress for batch in stalled]
         finished = [batch for batch in stalled if batch.run()]
@@ -194,8 +193,8 @@ class Batch:
                 group.set_s64(at, int(launch.kernarg.ctypes.data))
                 initialised += [at, at + 1]
             at += size
-        # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for
-        # firmware that does not preload, so nothing needs to be done here.
+        # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for firmware that
+        # does not preload. So nothing needs to be done here.
         at = descriptor.get("user_sgpr_count", at)
         x, y, _ = launch.grid
         ids = (workgroups % x, workgroups // x % y, workgroups // (x * y))
@@ -254,7 +253,7 @@ class Batch:
         return self._sanitizer_error("deadlock", message, polls[0])
 
     def _poll(self, start: int, end: int) -> int:
-        """The instruction of a spin loop that polls: its first memory read, or its first instruction."""
+        """The instruction of a spin loop that polls: the loop's first memory read; without reads, its first instruction."""
         for index in range(start, end):
             memory = self.program.bound[index].memory
             if memory is not None and memory.direction in ("load", "atomic") and memory.space != "scratch":
@@ -395,8 +394,8 @@ class Batch:
         self.ready += released
 
     def _check_barriers(self, released: list[Group], full: np.ndarray) -> None:
-        """Checks that no wave has ended. Waves may wait at different barrier instructions: hardware only counts arrivals, and
-        pipelines in which half of the waves run one barrier ahead rely on this."""
+        """Checks that no wave has ended. Waves may wait at different barrier instructions, because hardware only counts arrivals.
+        Pipelines in which half of the waves run one barrier ahead rely on this."""
         if self.launch.sanitize and (self.alive[full] != self.launch.waves).any():
             message = "a wave of the workgroup ended without this barrier"
             raise self._sanitizer_error("barrier-divergence", message, released[0].pc - 1)

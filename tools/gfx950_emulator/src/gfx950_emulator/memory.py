@@ -112,7 +112,7 @@ class GlobalMemory:
         return value
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Stores uint32 [count, N]; where lanes hit the same address the last one wins."""
+        """Stores uint32 [count, N]. If several lanes have the same address, the last lane wins."""
         count = len(values)
         self.check(addresses, 4 * count, "store")
         offset = addresses - self.base

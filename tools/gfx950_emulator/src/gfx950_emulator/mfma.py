@@ -19,16 +19,16 @@ Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belo
 
 Sources of the layouts, and how they were checked:
 
-- The 17 forms that CDNA3 has too (f32, f64, f16 and bf16 with 2 registers, fp8, i8 with 2 registers): AMD's Matrix Instruction
+- The 17 forms that CDNA3 also has (f32, f64, f16 and bf16 with 2 registers, fp8, i8 with 2 registers): AMD's Matrix Instruction
   Calculator (github.com/ROCm/amd_matrix_instruction_calculator). The maps in the tests were compared with its output for CDNA3,
-  every element of A, B and D. AMD's article "Matrix Core Programming on AMD CDNA3 and CDNA4" (rocm.blogs.amd.com) has HIP code
-  for f32 32x32x2, f16 16x16x16 and fp8 32x32x16 that agrees.
+  every element of A, B and D. AMD's article "Matrix Core Programming on AMD CDNA3 and CDNA4" (rocm.blogs.amd.com) has HIP code for
+  f32 32x32x2, f16 16x16x16 and fp8 32x32x16 that agrees.
 - f16 and bf16 32x32x16 and 16x16x32, i8 32x32x32 and 16x16x64, which are new: the same rule, and Triton 3.9's layouts
   (`DotOperandLayout` with k_width 8 and 16). A and B have the same order of k, so the result D does not depend on that order.
 - f8f6f4: the same article for fp8 and fp4 with 32x32x64, the tables in Composable Kernel's hardware test ``mx_mfma_op.hpp`` for
   fp8 and fp4 with both shapes, and Triton's layouts (`DotOperandLayout`, `get_mfma_scale_layout`) for both, scales included.
-  The tests build registers from Triton's layouts and compare with a plain matmul, fp8 mixed with fp4: this determines the order of
-  k of one format against the other, and against the scales. fp6 and bf6 follow the vendor's emulator (rocjitsu in
+  The tests build registers from Triton's layouts, and compare with a plain matmul of fp8 and fp4. This determines the order of k of
+  one format relative to the other, and to the scales. fp6 and bf6 follow the vendor's emulator (rocjitsu in
   github.com/ROCm/rocm-systems, ``mma/layout.h``) only.
 - op_sel: LLVM (Triton 3.9's) prints ``op_sel:[i & 1, ...] op_sel_hi:[i >> 1, ...]`` for byte i of its intrinsic, and its assembler
   encodes what is omitted as 0.
@@ -36,18 +36,18 @@ Sources of the layouts, and how they were checked:
 Arithmetic
 ----------
 - Element products are exact. bf16, f16 and all smaller formats: the products of one instruction and C are added in float64 and
-  rounded to float32 once, to nearest even. Hardware rounds more often: on CDNA3 the sum runs in groups of 8 (16-bit) or 16 (8-bit)
-  products, aligned to the largest and truncated to 24 fractional bits (arXiv:2511.10909, MMA-Sim); nothing similar is published for
-  CDNA4. Results may differ from hardware in the last bits. Intermediate overflow is not modelled: bf16 products beyond
-  2**128 that cancel give a finite number here.
+  rounded to float32 once, to nearest even. Hardware rounds more often. On CDNA3 the sum runs in groups of 8 (16-bit) or 16 (8-bit)
+  products, aligned to the largest and truncated to 24 fractional bits (arXiv:2511.10909, MMA-Sim). For CDNA4, nothing similar is
+  published. Results may differ from hardware in the last bits. Intermediate overflow is not modelled: bf16 products beyond 2**128
+  that cancel give a finite number here.
 - f32: a chain of fused multiply-adds, k = 0 first, each rounded to float32 (MMA-Sim's finding for CDNA3). The addition is done in
   float64 first, which may round a tie the wrong way in about 1 of 2**29 cases.
 - f64: the same chain, but numpy has no fused multiply-add, so products are rounded to float64 first.
 - i8: exact, accumulators wrap around at 32 bits.
 - Scales are applied before C is added; scale 0 is 2**-127, and scale 255 makes the whole row or column NaN.
 - Denormals are kept, of inputs and outputs, whatever MODE says (MMA-Sim for CDNA3; CDNA2 flushed them).
-- NaN and infinity follow IEEE 754. Every NaN of a float32 result is 0x7FC00000. A sum that is zero is +0 except in the
-  f32 and f64 chains, which keep the sign as IEEE 754 has it.
+- NaN and infinity follow IEEE 754. Every NaN of a float32 result is 0x7FC00000. A sum that is zero is +0. In the f32 and f64
+  chains, it has the sign of IEEE 754.
 
 Passes
 ------
@@ -98,7 +98,7 @@ class MatrixOp:
     Attributes:
         mnemonic: as written.
         m, n, k, blocks: sizes of the matrices, and how many of them; blocks is 1.
-        a_registers, b_registers, c_registers: 32-bit registers of an operand; D has as many as C.
+        a_registers, b_registers, c_registers: number of 32-bit registers of an operand; D has as many as C.
         flops: per wave, 2 m n k blocks. Integer forms count the same.
         passes: time in the matrix core, in passes of 4 clock cycles.
         compute: ``compute(a, b, c, scale_a=None, scale_b=None)`` returns D.
@@ -131,7 +131,7 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
             All others must be 0.
 
     Raises:
-        ValueError: not an MFMA instruction of gfx950, one with several blocks, or a modifier that does not apply.
+        ValueError: the instruction is no MFMA of gfx950, or has several blocks, or a modifier does not apply.
     """
     match = _MNEMONIC.fullmatch(mnemonic)
     if match is None:
@@ -304,7 +304,8 @@ class _Recent:
     """A memoising unpacker of narrow, scaled formats.
 
     Kernels use every fragment of A and of B in several instructions. Unpacking a fragment costs far more than comparing it with
-    cached ones: v_mfma_scale_f32_16x16x128_f8f6f4 of fp4 with 4 waves takes a third of the time if both operands are cache hits.
+    cached fragments. v_mfma_scale_f32_16x16x128_f8f6f4 of fp4 with 4 waves takes a third of the time if both operands are cache
+    hits.
     """
 
     KEPT = 32
@@ -338,7 +339,9 @@ def _scales() -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _unpacker(form: Format | str, size: int, registers: int, byte: int | None = None) -> Callable[..., np.ndarray]:
-    """A function that converts an operand's registers, and byte `byte` of its scales if given, to float64 [waves, size, K]."""
+    """A function that converts an operand's registers to float64 [waves, size, K]; if `byte` is given, also that byte of its
+    scales.
+    """
     if isinstance(form, str):
         return _wide_unpacker(form, size)
     return _Recent(_narrow_unpacker(form, size, registers), size, byte)

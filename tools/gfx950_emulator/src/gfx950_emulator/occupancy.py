@@ -29,7 +29,8 @@ class Occupancy:
     Attributes:
         workgroups: workgroups per CU; 0 if not even one fits.
         waves_per_simd: average waves per SIMD, fractional if the waves are not a multiple of 4 SIMDs.
-        limits: workgroups that each resource alone would allow: ``"waves"``, ``"VGPRs"``, ``"SGPRs"``, ``"LDS"``, ``"barriers"``.
+        limits: the number of workgroups that each resource alone would allow: ``"waves"``, ``"VGPRs"``, ``"SGPRs"``, ``"LDS"``,
+            ``"barriers"``.
         limiter: the resource that allows the fewest workgroups.
         vgprs, agprs, sgprs: registers that the code uses; vgprs without accumulation registers.
         allocated_vgprs: registers per lane that the hardware allocates, VGPRs and AGPRs together.

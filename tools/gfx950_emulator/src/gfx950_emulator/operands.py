@@ -55,8 +55,8 @@ class Operand:
     def bits(self, dtype: np.dtype) -> np.generic:
         """A literal as a value of ``dtype``.
 
-        Inline floats and integers take the operand's type; a hex literal is 32 bits as they are, which for float64 are the
-        upper half, and for wider integers are extended by sign or zeros.
+        Inline floats and integers have the operand's type. A hex literal is 32 bits, unchanged: the upper half of a float64. For
+        wider integers it is extended by sign or zeros.
         """
         dtype = np.dtype(dtype)
         if isinstance(self.literal, float):

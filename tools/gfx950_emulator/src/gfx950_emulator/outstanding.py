@@ -1,11 +1,11 @@
 """Outstanding memory operations: issued and not waited for.
 
-Ordinary loads write their registers at once; the sanitizer checks that the code waits before it reads them. Direct loads to LDS are
-different, because other waves see their data: each one is deferred until the ``s_waitcnt`` that covers it. A kernel that waits for
-one load too few reads stale data, as it may on hardware.
+Ordinary loads write their registers at once. The sanitizer checks that the code waits before it reads them. Direct loads to LDS are
+different, because other waves see their data. So each direct load is deferred until the ``s_waitcnt`` that covers it. A kernel that
+waits for one load too few reads stale data, as it may on hardware.
 
-The order of completion is that of AMD's ISA document: vector memory operations complete in order (vmcnt), LDS operations
-among themselves in order, scalar loads in any order (both lgkmcnt).
+The order of completion follows AMD's ISA document. Vector memory operations complete in order (vmcnt). LDS operations complete in
+order among themselves, and scalar loads in any order (both lgkmcnt).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Stored:
         return Stored(columns, self.addresses[kept], self.size)
 
 
-# A bare `Bound` is only counted. A tuple is one operation per wave: different ones, or one with its data.
+# A bare `Bound` is only counted. A tuple is one operation per wave: different operations, or one operation with its data.
 Entry: TypeAlias = "Issued | Deferred | Stored"
 Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 
@@ -86,7 +86,7 @@ Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 class Outstanding:
     """A group's outstanding operations, oldest first: vector memory operations (vmcnt), and LDS and scalar ones (lgkmcnt).
 
-    Without the sanitizer the latter are not needed, and `local` stays empty.
+    Without the sanitizer, LDS operations and scalar loads are not needed, and `local` stays empty.
     """
 
     __slots__ = ("local", "vector")
@@ -117,8 +117,8 @@ class Outstanding:
             group.shadow.arrived(finished)
 
     def wait_local(self, group: Waiting, limit: int) -> None:
-        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others, so a limit above 0
-        proves nothing while one is outstanding."""
+        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others. So while one is
+        outstanding, a limit above 0 proves nothing."""
         if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
             return
         finished = self._finish(self.local, limit)
@@ -160,7 +160,7 @@ class Outstanding:
     @staticmethod
     def join(parts: list[Outstanding], waves: list[int]) -> Outstanding:
         """Joins the queues of groups that reconverge, aligned at the newest operation. An older operation that only some groups
-        have completes no earlier than it would have without the join."""
+        have completes no earlier than it would without the join."""
         starts = np.concatenate([[0], np.cumsum(waves)]) * WAVE
         whole = Outstanding()
         whole.vector = _aligned([part.vector for part in parts], starts)

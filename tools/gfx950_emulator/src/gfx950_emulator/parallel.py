@@ -1,7 +1,7 @@
 """Runs one launch on several processes.
 
-Workgroups are independent of one another unless they use global atomics, so batches of workgroups can run in forked child
-processes. A child sees the tensors as they were before the launch. It records its stores, and the parent repeats them. If
+Workgroups are independent of one another unless they use global atomics. So batches of workgroups can run in forked child
+processes. A child sees the tensors as they were before the launch. The child records its stores, and the parent repeats them. If
 workgroups store to the same address without atomics, which is a race on hardware too, the last batch wins.
 """
 
@@ -45,7 +45,7 @@ class RecordedMemory(GlobalMemory):
 
 
 def can_divide(launch: machine.Launch) -> bool:
-    """Whether the launch may be divided among processes: no global atomics, no tracer or counters, several batches."""
+    """Whether the launch may be divided among processes. Requires several batches, and no global atomics, tracer or counters."""
     batches = -(-int(np.prod(launch.grid)) // launch.batch_size)
     atomics = any(
         bound.memory is not None and bound.memory.space == "global" and bound.memory.direction == "atomic"

@@ -19,7 +19,7 @@ class Block:
 
     Attributes:
         body: the functions to run, without the closing branch, barrier or end.
-        checked: the same for the sanitizer: (run, registers that are touched, index of the instruction).
+        checked: the instructions for the sanitizer: (run, registers that are touched, index of the instruction).
         close: the closing instruction's `Bound`, or None if control falls through to the next block.
         next: index of the next instruction.
     """

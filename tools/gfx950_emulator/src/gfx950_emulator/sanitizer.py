@@ -4,12 +4,12 @@
 uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. Others run in
 `RegisterShadow.around`. Touching a register whose load was not waited for is an error. Uninitialised lanes propagate to results
 that depend on them, and are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
-per lane, also through moves across lanes; any other operation that combines lanes marks the whole wave.
+per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
 
 **LDS** (`LocalShadow`). For every byte the shadow records whether it was ever written, and which waves wrote and read it since the
-workgroup's last barrier. Without a barrier in between, reading another wave's write or overwriting another wave's read or write is
-a race. A barrier does not publish a write that its wave did not wait for. The bytes of a direct load to LDS are unreadable until
-the ``s_waitcnt`` that covers the load.
+workgroup's last barrier. If there is no barrier in between, reading another wave's write is a race. So is overwriting another
+wave's read or write. A barrier does not publish a write that its wave did not wait for. The bytes of a direct load to LDS are
+unreadable until the ``s_waitcnt`` that covers the load.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class RegisterShadow:
 
     Attributes:
         watch: watched registers, and `ALWAYS`.
-        pending: register -> loads into it that are outstanding: one, or several after waves reconverged.
+        pending: for each register, the outstanding loads into it: one, or several after waves reconverged.
         unset: register -> bool [L], lanes that are uninitialised.
-        loaded: set by a read of LDS or scratch memory: lanes whose data is uninitialised, by register.
+        loaded: set by a read of LDS or scratch memory. For each register, the lanes whose data is uninitialised.
         scratch: dword of scratch memory -> bool [L], uninitialised lanes; a missing dword is uninitialised in all lanes.
     """
 
@@ -118,8 +118,8 @@ class RegisterShadow:
         return new & mask if old is None else np.where(mask, new, old)
 
     def _check_pending(self, group: Group, bound: Bound) -> None:
-        """Raises `Fault` if the instruction touches a register whose load was not waited for. A vector load may follow another one
-        into the same register, because vector loads complete in order."""
+        """Raises `Fault` if the instruction touches a register whose load was not waited for. A vector load may follow another
+        vector load into the same register, because vector loads complete in order."""
         for register in (*bound.reads, *bound.writes):
             loads = self.pending.get(register, ())
             in_order = bound.unit == "vmem" and register not in bound.reads and all(load.unit == "vmem" for load in loads)
@@ -141,8 +141,8 @@ class RegisterShadow:
         return Fault("wait", f"{name} is used before an s_waitcnt {counter} covers the load into it: {source}")
 
     def demand(self, group: Group, bound: Bound) -> None:
-        """Raises `Fault` if a value that leaves the wave or decides a branch is uninitialised: a vector register in an active lane,
-        or a scalar register."""
+        """Raises `Fault` if a value that leaves the wave or determines a branch is uninitialised: a vector register in an active
+        lane, or a scalar register."""
         what = "decides the branch" if bound.unit == "branch" else "is an address or stored data"
         for register in bound.demands:
             lanes = self.unset.get(register)
@@ -224,7 +224,7 @@ class RegisterShadow:
         return np.repeat(chosen, WAVE)
 
     def _after_write_lane(self, group: Group, bound: Bound, register: int) -> np.ndarray:
-        """v_writelane: one lane takes the scalar's state; the others keep theirs."""
+        """v_writelane: one lane takes the scalar's state, and all other lanes keep theirs."""
         new = self._unset_in(group, [register]).copy()
         scalar = self._unset_in(group, [r for r in bound.reads if r >= SCALAR_BASE])
         at = np.broadcast_to(bound.extra["lane"](group), group.waves) & 63
@@ -261,7 +261,9 @@ class RegisterShadow:
         return np.where(scc, first, second) | self._unset_in(group, [SCC_ID])
 
     def _of_logic(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """A result bit is initialised if both operands are, or if one operand decides it: a 0 for and, a 1 for or."""
+        """A result bit is initialised if both operands are initialised, or if one operand decides the bit: a
+        0 for and, a 1 for or.
+        """
         logic: Logic = bound.extra["logic"]
         unknown_a, unknown_b = (self._unset_in(group, ids) for ids in (logic.first_ids, logic.second_ids))
         unknown = unknown_a | unknown_b
@@ -275,7 +277,7 @@ class RegisterShadow:
         return result
 
     def _of_move(self, group: Group, bound: Bound, data: Iterable[int]) -> dict[int, np.ndarray]:
-        """Runs the move on registers whose bits are one where the real registers are uninitialised."""
+        """Runs the move on a copy of the registers whose bits are one where the real registers are uninitialised."""
         ghost = Group(group.registers.copy(), group.slot, group.wave, group.machine)
         ghost.s = list(group.s)
         ghost.set_exec(group.mask)
@@ -371,8 +373,8 @@ class LocalShadow:
         return addresses[:, None] + np.arange(size)
 
     def _units(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Owners and readers viewed as the largest words that the accesses consist of (dwords or bytes), the words' indices, int64
-        [size / word size, N], and the factor that replicates a byte over a word."""
+        """Owners and readers, viewed as the largest words that the accesses consist of (dwords or bytes); the words' indices, int64
+        [size / word size, N]; and the factor that replicates a byte over a word."""
         if size >= 4 and not (addresses & 3).any():
             return self._owner32, self._readers32, (addresses >> 2) + np.arange(size // 4)[:, None], 0x01010101
         return self.owner, self.readers, addresses + np.arange(size)[:, None], 1
@@ -419,16 +421,17 @@ class LocalShadow:
 
     @staticmethod
     def _left(addresses: np.ndarray, waves: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """The data that each wave leaves in LDS: if several lanes of a wave write to one address, the last lane's data. The other
-        lanes may write different data, for example a reduction summed in another order."""
+        """The data that each wave leaves in LDS. If several lanes of a wave write to one address, this is the last lane's data. The
+        other lanes may write different data, for example a reduction summed in another order."""
         _, place = np.unique(waves.astype(np.int64) << 32 | addresses, return_inverse=True)
         last = np.zeros(len(place), np.int64)
         last[place] = np.arange(len(place))
         return data[last[place]]
 
     def _before_write(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
-        """Checks that no other wave read these bytes since the barrier, and that other waves wrote nothing but the same ``data``,
-        uint8 [N, size]. Waves with replicated values write equal data to the same address, which is no race."""
+        """Checks that no other wave has read these bytes since the barrier, and that other waves have written only the same
+        ``data``, uint8 [N, size]. Equal data is no race, because waves with replicated values write equal data to the same
+        address."""
         owners, readers, at, repeat = self._units(addresses, size)
         found = owners.take(at)
         if found.any() and not ((found == 0) | (found == _NEVER * repeat) | (found == (waves + 1) * repeat)).all():
@@ -481,7 +484,7 @@ class LocalShadow:
     def _share(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
         """Handles bytes that several waves of this instruction write: their data must agree, and all of them count as writers.
 
-        ``data`` is uint8 [N, size]; the owner of a byte is the wave of the last lane, whose data would be stored.
+        ``data`` is uint8 [N, size]. The owner of a byte is the wave of the last lane, whose data hardware would store.
         """
         owners, _, at, repeat = self._units(addresses, size)
         stored, writers = (self._probe32, self._writers32) if repeat > 1 else (self._probe, self.writers)
@@ -496,7 +499,7 @@ class LocalShadow:
         owners[at[several]] = _SEVERAL * repeat
 
     def atomic(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int) -> None:
-        """Records atomics, which do not race with one another; their results are settled."""
+        """Records atomics. They do not race with one another, and their results count as settled."""
         self._alignment(addresses, size)
         places = self._bytes(addresses, size)
         owners = self.owner[places]
@@ -525,7 +528,7 @@ class LocalShadow:
         self._dirty = True
 
     def barrier(self, released: list[Group], full: np.ndarray) -> None:
-        """Records a barrier of the given slots: writes are settled if their waves waited for them."""
+        """Records a barrier of the given slots. Writes are settled if their waves have waited for them."""
         if not self._dirty:
             return
         stride = self.local.stride
@@ -546,8 +549,8 @@ class LocalShadow:
                 self._dirty = True
 
     def _alignment(self, addresses: np.ndarray, size: int) -> None:
-        """Checks alignment: LDS accesses of up to 8 bytes must be aligned to their size, larger ones to 16 bytes, as compilers
-        ensure without unaligned access mode."""
+        """Checks alignment. LDS accesses of up to 8 bytes must be aligned to their size, larger accesses to 16 bytes. Compilers
+        ensure this without unaligned access mode."""
         step = {12: 16, 16: 16}.get(size, size)
         wrong = addresses & (step - 1)
         if wrong.any():

@@ -47,14 +47,14 @@ class Snippet:
     Args:
         text: instructions, one per line; labels are allowed.
         v, a: vector and accumulation registers by number: an array of 64 (times waves) values of any 32-bit dtype, or one value.
-        s: scalar registers by number, or ``"m0"``; for ``"vcc"`` and ``"exec"`` and numbers whose value needs it, 64 bits.
-            An array gives a value per wave.
+        s: scalar registers by number, or ``"m0"``. ``"vcc"``, ``"exec"``, and numbers whose value needs it, set 64 bits. An array
+            gives a value per wave.
         scc: the scalar condition code.
         waves: waves of the workgroup.
         lds: its LDS, as bytes or uint8; an int for so many zero bytes.
         arrays: numpy arrays that the instructions may access; their addresses are ``array.ctypes.data``.
         sanitize: as in `emulated_gfx950`; registers that are not given are then uninitialised.
-        counters: count what the instructions do, for the attribute ``counters``.
+        counters: whether to count what the instructions do, for the attribute ``counters``.
         tracer: as in `emulated_gfx950`.
     """
 

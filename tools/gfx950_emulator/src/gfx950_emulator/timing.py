@@ -1,21 +1,22 @@
 """A simple model of time on an MI355X. **Its results are for ratios between kernels, never for absolute times.**
 
-Input of the model is what the emulator executed: the blocks that each wave of a workgroup ran, and the cache lines and LDS cycles
+The model's input is what the emulator executed: the blocks that each wave of a workgroup ran, and the cache lines and LDS cycles
 that the counters found for each memory instruction. The results are the times of a workgroup, of a CU with as many workgroups as
 fit, and of the grid. All figures and their sources: `gfx950_emulator.hardware`.
 
 The CU (compute unit)
 ---------------------
-- Waves are distributed over 4 SIMDs. Every 4 cycles a SIMD issues at most one instruction of each category (vector ALU with MFMA,
-  vector memory, scalar with scalar memory, LDS, branch), each from another wave, the oldest wave first. Waits, barriers, s_nop and
-  the like take an issue slot of their wave, but no execution unit.
+- Waves are distributed over 4 SIMDs. Every 4 cycles, a SIMD issues at most one instruction of each category (vector ALU with MFMA,
+  vector memory, scalar with scalar memory, LDS, branch). Each is from another wave, the oldest wave first. Waits, barriers, s_nop
+  and the like take an issue slot of their wave, but no execution unit.
 - A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16. MFMAs hold
   the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer instruction
-  waits for it, 5 issue slots longer after an MFMA; an MFMA that accumulates onto another one's result waits for its passes only.
-- LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port of 128 bytes per cycle for
-  loads and 64 for stores and their addresses. Results arrive 48 cycles later.
+  waits for it; after an MFMA, 5 issue slots longer. An MFMA that accumulates onto another MFMA's result waits only for that MFMA's
+  passes.
+- LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port, with 128 bytes per cycle for
+  loads, and 64 for stores and their addresses. Results arrive 48 cycles later.
 - Vector memory: one address pipeline (4 cycles per instruction), 64 bytes per cycle from L2 and 32 to it. Loads fetch whole cache
-  lines; stores send only the bytes that they write, at most one line per cycle. Latency is interpolated between L2 and HBM by the
+  lines. Stores send only the bytes that they write, at most one line per cycle. Latency is interpolated between L2 and HBM, by the
   fraction of lines that the launch touches for the first time in that instruction. The L1 cache is not modelled: every line comes
   from L2.
 - s_waitcnt waits for the operations that it names: vector memory and LDS in order, scalar loads all at once. s_barrier waits for
@@ -25,10 +26,10 @@ The CU (compute unit)
 
 The grid
 --------
-Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated, alone and beside copies of itself; the
-times of others are proportional to the instructions they executed. The time of a CU is the maximum of two times: all its workgroups
-at the rate of full occupancy, and its heaviest workgroup alone. The time of the grid is the maximum of its slowest CU's time and
-the time that HBM needs at 8 TB/s to move every cache line once.
+Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated, alone and beside copies of itself. The
+times of other workgroups are proportional to the number of instructions that they executed. The time of a CU is the maximum of two
+times: that of all its workgroups at the rate of full occupancy, and that of its heaviest workgroup alone. The time of the grid is
+the maximum of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
 
 Ideal and achievable
 --------------------
@@ -47,8 +48,8 @@ prefill 16 x 1024   317       182       184
 prefill 2 x 8192    1462      1127      1129
 ==================  ========  ========  ==========
 
-For memory-bound kernels, the achievable time is right within 10%. Compute-bound kernels take 1.3 to 1.7 times as long as either
-time, because clocks under load and instruction fetch are not modelled.
+For memory-bound kernels, the achievable time has an error of at most 10%. Compute-bound kernels take 1.3 to 1.7 times as long as
+either time, because clocks under load and instruction fetch are not modelled.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _QUARTER_RATE = re.compile(
 # The causes for which a wave may wait, in the order of the result tables.
 CAUSES = ("MFMA", "VALU", "scalar", "LDS", "global memory", "scalar memory", "barrier", "issue")
 _SATURATED = 0.85  # even a limiting unit has some gaps, from barriers and waves of different lengths
-_PENDING = 512  # pending registers before those that are ready are dropped
+_PENDING = 512  # limit of pending registers, above which those that are ready are dropped
 _UNIT_CAUSE = {"valu": "VALU", "trans": "VALU", "mfma": "MFMA", "vmem": "global memory", "lds": "LDS", "smem": "scalar memory"}
 
 
@@ -92,11 +93,11 @@ class Simulation:
     Attributes:
         workgroups: how many workgroups ran at once.
         cycles: cycles until the last wave ended.
-        spent: wave-cycles by cause, see `CAUSES`: an instruction's issue time counts for its execution unit, its waiting time for
-            the cause of the wait. The sum is the lifetime of all waves.
+        spent: wave-cycles by cause, see `CAUSES`. An instruction's issue time counts for its execution unit, and its waiting time
+            for the cause of the wait. The sum is the lifetime of all waves.
         busy: fraction of the cycles that execution units were busy: ``"MFMA"``, ``"VALU"`` (mean of the SIMDs), ``"LDS"``,
             ``"global memory"``.
-        simulated: the fraction of the trace that was simulated; cycles are extrapolated by it.
+        simulated: the fraction of the trace that was simulated; cycles are extrapolated from it.
     """
 
     workgroups: int
@@ -107,8 +108,8 @@ class Simulation:
 
     @property
     def bound_by(self) -> str:
-        """What limits the CU: an execution unit that is busy nearly all the time; otherwise the cause on which waves spend most
-        time. The latter is followed by the busiest execution unit if it is busy at least half of the time, because it is the next
+        """What limits the CU: an execution unit that is busy nearly all the time, if any; otherwise the cause on which waves spend
+        most time. That cause is followed by the busiest execution unit, if busy at least half of the time, which is then the next
         limit."""
         unit = max(self.busy, key=lambda name: self.busy[name])
         if self.busy[unit] >= _SATURATED:
@@ -122,12 +123,12 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's view of a launch. For ratios between kernels only.
+    """The model's view of a launch. Only ratios between kernels are meaningful.
 
     Attributes:
         kernel: name.
         workgroup: the linear id of the simulated workgroup, the heaviest one.
-        alone, full: that workgroup alone on a CU, and with as many copies of itself as fit and the grid has.
+        alone, full: simulations of that workgroup, alone on a CU, and with as many copies of itself as fit and as the grid has.
         occupancy: the occupancy of a CU.
         compute_seconds: the slowest CU's time.
         memory_seconds: HBM's time to move every cache line once, at peak bandwidth.
@@ -190,7 +191,7 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     load: dict[int, float] = {}
     for workgroup, amount in work.items():
         load[workgroup % hw.COMPUTE_UNITS] = load.get(workgroup % hw.COMPUTE_UNITS, 0.0) + amount / work[heaviest]
-    # A CU with fewer workgroups than fit runs them all at once; its time is between the two simulated times.
+    # A CU with fewer workgroups than fit runs them all at once. Its time is between the two simulated times.
     cycles = max(max(alone.cycles, total * _rate(alone, full, min(resident, per_unit[unit]))) for unit, total in load.items())
     return Prediction(
         report.kernel,
@@ -221,15 +222,16 @@ class Cost:
     Attributes:
         category: issue category; empty for instructions that need no execution unit.
         cause: the cause in `Simulation.spent` for its own time.
-        turns: issue slots that it takes from its wave.
-        valu, mfma: cycles that it holds its SIMD's vector ALU or matrix core.
-        latency: cycles until its register results can be read, if more than one issue slot; otherwise 0.
+        turns: issue slots that the instruction takes from its wave.
+        valu, mfma: cycles for which the instruction holds its SIMD's vector ALU or matrix core.
+        latency: cycles until the instruction's register results can be read, if more than one issue slot; otherwise 0.
         reads, writes: registers that may have to be waited for.
         chained: for an MFMA: the registers of C and D.
         banks, port: cycles of LDS banks and of the SIMD pair's port.
         pipeline: cycles of the vector memory pipeline.
-        counter: ``"vmcnt"`` or ``"lgkmcnt"`` if it increments one; `delay`: cycles until the counter decrements.
-        scalar: it is a scalar load, which may overtake.
+        counter: ``"vmcnt"`` or ``"lgkmcnt"`` if the instruction increments one of these. `delay`: cycles until the counter
+            decrements.
+        scalar: whether the instruction is a scalar load, which may overtake others.
         wait: (vmcnt, lgkmcnt) of s_waitcnt; None for a counter that it does not name.
         kind: ``"barrier"``, ``"end"``, ``"wait"`` or empty.
     """
@@ -254,12 +256,12 @@ class Cost:
 
     @property
     def weight(self) -> float:
-        """Its weight in a workgroup's total work."""
+        """The instruction's weight in a workgroup's total work."""
         return max(self.turns * hw.SLOT, self.valu, self.mfma, self.banks, self.pipeline)
 
 
 def instruction_costs(counters: Counters) -> list[Cost]:
-    """The cost of each instruction of a program, with what the counters found of its memory accesses."""
+    """The cost of each instruction of a program, from the instruction and from the counters of its memory accesses."""
     executions = counters.executions()
     return [_cost(counters, index, bound, int(executions[index])) for index, bound in enumerate(counters.program.bound)]
 
@@ -298,7 +300,7 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
     # Scratch is not counted: lanes' dwords are interleaved, so waves access whole lines, which stay in L2.
     lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
     if memory.direction == "store":
-        # A store sends the bytes that it writes, and a request for each line.
+        # A store sends the bytes that it writes, and one request for each line.
         delay: float = hw.L2_LATENCY
         cycles: float = max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
     else:
@@ -348,7 +350,7 @@ def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:
 
 @dataclass
 class _Wave:
-    """A wave at its position in its trace."""
+    """A wave, at a position in its trace."""
 
     number: int
     simd: int
@@ -356,7 +358,7 @@ class _Wave:
     trace: list[int]
     at: int = 0
     free: float = 0.0  # earliest time of its next issue
-    last: float = 0.0  # time up to which its time is accounted for
+    last: float = 0.0  # the time up to which the wave's time is accounted for
     pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> ready, by a matrix instruction, cause
     vector: deque[float] = field(default_factory=deque)  # completion times of outstanding operations, oldest first
     local: deque[tuple[float, bool]] = field(default_factory=deque)  # (completion time, whether it is a scalar load)
@@ -531,7 +533,7 @@ def simulate(costs: list[Cost], workgroups: list[list[list[int]]], max_instructi
 
     Args:
         costs: the cost of each instruction of the program.
-        workgroups: for each workgroup, for each of its waves, the instructions that it executes.
+        workgroups: for each workgroup, for each of its waves, the instructions that the wave executes.
         max_instructions: number of instructions after which the time is extrapolated.
     """
     unit = _Unit(costs, workgroups)

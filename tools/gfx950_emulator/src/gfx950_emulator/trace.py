@@ -1,5 +1,5 @@
-"""Two records of an execution: the blocks that each wave ran (for the timing model), and each instruction's results (for
-people)."""
+"""Two records of an execution. The blocks that each wave ran are for the timing model, and each instruction's results are for
+people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlockTrace:
     """Blocks in the order in which they ran: one record for all waves that ran a block together.
 
     Attributes:
-        records: (first instruction, workgroup of each wave, number of each wave in its workgroup).
+        records: (first instruction of the block, workgroup of each wave, index of each wave in its workgroup).
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class BlockTrace:
         self.records.append((start, group.machine.workgroups[group.slot], group.wave))
 
     def work(self, weights: dict[int, float]) -> dict[int, float]:
-        """For each workgroup the sum, over its waves, of the weights of the blocks that they ran."""
+        """For each workgroup, the sum of the weights of the blocks that its waves ran."""
         if not self.records:
             return {}
         counts = [len(workgroups) for _, workgroups, _ in self.records]
@@ -52,7 +52,7 @@ class Written:
 
     Attributes:
         name: as the assembler writes it.
-        values: the chosen lanes of a vector register, or the one value of a scalar register.
+        values: the chosen lanes of a vector register, or the single value of a scalar register.
     """
 
     name: str
@@ -61,8 +61,7 @@ class Written:
 
 @dataclass
 class InstructionTrace:
-    """Reports each instruction of one wave of one workgroup to ``write(kernel, index, active lanes, registers
-    written)``.
+    """Reports each instruction of one wave. Calls ``write(kernel, index, active lanes, registers written)``.
 
     Attributes:
         workgroup, wave: the traced workgroup and wave.

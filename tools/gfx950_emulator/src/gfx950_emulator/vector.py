@@ -1,6 +1,6 @@
 """Binds vector instructions: operands become Python expressions over a group, from which a small function is generated.
 
-Functions of instructions of the same *form* (same operation, same kinds of operands) differ only in register numbers and constants.
+The functions of instructions of one *form* (same operation, same kinds of operands) differ only in register numbers and constants.
 The source of a form is generated and compiled once; binding an instruction fills in the numbers. The generated function for
 ``v_add_f32 v3, s2, v1`` is::
 
@@ -114,7 +114,7 @@ def sdwa_read(bits: np.ndarray, shift: int, width: int, signed: bool) -> np.ndar
 
 @helper
 def sdwa_write(group: Group, row: int, bits: np.ndarray, shift: int, width: int, unused: str) -> None:
-    """Writes bits [shift, shift + width) of a row; the others are zeroed, kept, or (above) filled with the sign."""
+    """Writes bits [shift, shift + width) of a row. The other bits are zeroed, kept, or, above these bits, filled with the sign."""
     field_ = np.uint32((1 << width) - 1)
     placed = (bits & field_) << np.uint32(shift)
     if unused == "UNUSED_PRESERVE":
@@ -141,7 +141,7 @@ def write_high16(group: Group, row: int, bits: np.ndarray) -> None:
 
 @helper
 def write_low16(group: Group, row: int, bits: np.ndarray) -> None:
-    """Keeps the upper half, as the mixed-precision and conversion instructions do that write one half."""
+    """Writes the lower half and keeps the upper half, like mixed-precision and conversion instructions that write one half."""
     group_write(group, row, (group.U[row] & _HIGH_HALF) | bits.astype(np.uint32))
 
 
@@ -279,7 +279,9 @@ def _register(site: Site, form: Form, type_: Type, operand: Operand, select: str
 
 
 def moved_source(site: Site, form: Form, lines: list[str], operand: Operand, type_: Type) -> str:
-    """DPP: the first source, moved across lanes. Adds the statements that move it, and returns the expression for its bits."""
+    """DPP: the first source, moved across lanes. Adds the statements that move the source, and returns the
+    expression for its bits.
+    """
     form.values["plan"] = dpp_plan(site)
     lines.append(f"moved, written = dpp_read(g, g.U[{form.add(operand.index)}], plan)")
     if type_.bits != 64:
@@ -289,7 +291,7 @@ def moved_source(site: Site, form: Form, lines: list[str], operand: Operand, typ
 
 
 def getter(site: Site, operand: Operand, type_: Type, *, high: int = 0) -> Callable[[Group], Any]:
-    """A function that reads a source operand of a group: one value per lane, or one for all lanes."""
+    """A function that reads a source operand of a group. It returns one value per lane, or one for all lanes."""
     form = Form()
     return form.function(f"return {source(site, form, type_, operand, high=high)}")
 
@@ -338,8 +340,8 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     Args:
         op: the operation.
         site: the instruction. `Site.operands` must hold the destination and the sources that `op` declares, and nothing else.
-        lanes: a pair of scalar registers (their operand, or the first one's number) that `op.function` gets as a last argument,
-            a bool per lane.
+        lanes: a pair of scalar registers (as an operand, or the number of the first), passed to `op.function` as last argument: one
+            bool per lane.
     """
     destination, *sources = site.operands
     if op.accumulates and len(sources) == len(op.sources) - 1:
@@ -382,7 +384,7 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
             raise site.unknown(f"clamp of {site.mnemonic} is not implemented")
         in_place = call if isinstance(op.function, np.ufunc) and result == f"fn({call})" and not clamp else ""
         lines.append(_store(op, site, result, in_place, bool(moved), high_result))
-        # A register with one written half counts as written; only lanes that a DPP control excludes keep their old value.
+        # A register with one written half counts as written. Only lanes that a DPP control excludes keep their old value.
         if moved and not form.values["plan"].overwrites:
             reads = (*reads, *writes)
     bound = Bound(form.function("\n".join(lines)), writes, reads, op.unit, moves=op.moves)

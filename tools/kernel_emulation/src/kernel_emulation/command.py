@@ -1,4 +1,4 @@
-"""What the emulators' command lines share: they run a function of a file on the emulator. Needs typer and rich."""
+"""Code that the emulators' command lines share. They run a function of a file on the emulator. Needs typer and rich."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def execute(
     """Calls the target in a block with these settings; an error of the kernel or the function ends the command.
 
     Returns:
-        The emulator, and the seconds that it took.
+        The emulator, and the seconds that the run took.
     """
     function = _load(target)
     begin = time.perf_counter()
@@ -56,14 +56,14 @@ def list_launches(emulator: Emulator[Any], what: str) -> None:
     """Prints each launch.
 
     Args:
-        what: the instructions that are counted.
+        what: describes the instructions that are counted.
     """
     for launch in emulator.launches:
         report.console().print(f"{report.headline(launch)}, {report.number(launch.instructions)} {what}")
 
 
 def launches_of(emulator: Emulator[Report], kernel: str) -> list[Report]:
-    """The launches of kernels with this in their name; ends the command if there is none."""
+    """The launches of kernels with ``kernel`` in their name. Ends the command if there are none."""
     chosen = [launch for launch in emulator.launches if kernel in launch.kernel]
     if not chosen:
         fail(f"no kernel with {kernel!r} in its name was launched" if kernel else "no kernel was launched")

@@ -44,7 +44,7 @@ def allocation_of(tensor: torch.Tensor, name: str, bounds: Bounds = "view") -> A
 
 @dataclass(kw_only=True)
 class LaunchReport:
-    """One kernel launch that was executed.
+    """One executed kernel launch.
 
     Attributes:
         kernel: name.
@@ -58,7 +58,7 @@ class LaunchReport:
 
     @property
     def resources(self) -> str:
-        """What each workgroup or CTA has, in words."""
+        """The resources of each workgroup or CTA, in words."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class Block(Generic[Running]):
     """The emulator of the enclosing block, if there is one. Blocks are not nested.
 
     Args:
-        name: of the block's function, for messages.
+        name: name of the block's function, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,7 +113,7 @@ class Block(Generic[Running]):
         """The emulator of the enclosing block.
 
         Raises:
-            EmulationError: there is no such block.
+            EmulationError: the process is not inside such a block.
         """
         if self.current is None:
             raise EmulationError(f"a kernel that was compiled or loaded for the emulator is launched outside `{self._name}()`")

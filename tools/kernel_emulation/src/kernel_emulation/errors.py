@@ -17,7 +17,7 @@ class Located(Protocol):
 
     @property
     def where(self) -> str:
-        """Its line, if it is known, and the instruction as written, as the end of a sentence."""
+        """The source line, if known, and the instruction as written, as the end of a sentence."""
 
 
 def describe(kernel: str, instruction: Located | None) -> str:
@@ -27,7 +27,8 @@ def describe(kernel: str, instruction: Located | None) -> str:
 
 
 class EmulationError(RuntimeError):
-    """The emulator cannot continue: an unknown instruction or form of one, or a state that hardware would not accept.
+    """The emulator cannot continue. The cause is an unknown instruction or form of an instruction, or a state that hardware would
+    not accept.
 
     Attributes:
         kernel: the kernel's name; empty if the error is not about a kernel.
@@ -54,7 +55,7 @@ class SanitizerError(EmulationError):
     """The kernel has an actual or potential error, which hardware may not report.
 
     Attributes:
-        kind: what the error is: ``"out-of-bounds"``, ``"race"``, ``"deadlock"``, and others that the emulator's README lists.
+        kind: the kind of error: ``"out-of-bounds"``, ``"race"``, ``"deadlock"``, and others that the emulator's README lists.
     """
 
     def __init__(self, kind: str, message: str, kernel: str = "", instruction: Located | None = None) -> None:

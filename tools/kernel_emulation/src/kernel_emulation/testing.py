@@ -1,4 +1,4 @@
-"""What the emulators' pytest plugins share. Imports no emulator: PyTorch and Triton are imported when a test uses one."""
+"""Code that the emulators' pytest plugins share. Imports no emulator: PyTorch and Triton are imported when a test uses one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def declare(config: pytest.Config, name: str, device: str, block: str) -> None:
 
     Args:
         config: pytest's.
-        name: of the fixture and the marker.
+        name: name of the fixture and the marker.
         device: the emulated architecture.
         block: the function whose settings the marker takes.
     """
@@ -23,7 +23,7 @@ def declare(config: pytest.Config, name: str, device: str, block: str) -> None:
 
 
 def put_first(items: list[pytest.Item], name: str) -> None:
-    """Adds the fixture to marked tests that do not name it, before their other fixtures, which may launch kernels too."""
+    """Adds the fixture to marked tests that do not name it. It comes before their other fixtures, which may launch kernels too."""
     for item in items:
         names = getattr(item, "fixturenames", None)
         if names is not None and item.get_closest_marker(name) is not None:

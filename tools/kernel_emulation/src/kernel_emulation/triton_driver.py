@@ -1,8 +1,8 @@
 """A Triton driver whose device is an emulator.
 
 Triton queries its driver for the compilation target, loads the binary through it, and calls its launcher with the kernel's
-arguments. This driver reports the emulated target, ignores the binary, and finds the text that Triton stored beside it. The
-emulator executes this text on CPU tensors.
+arguments. This driver reports the emulated target and ignores the binary. It finds the text that Triton stored beside the binary.
+The emulator executes this text on CPU tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Launcher(abc.ABC):
     Attributes:
         kind: the suffix of the text's file in Triton's cache.
         metadata: the compiler's.
-        text: what the emulator executes.
+        text: the text that the emulator executes.
     """
 
     kind: str
@@ -133,8 +133,8 @@ class _Utils:
         self._properties = properties
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        # Module, function, registers, spills, largest workgroup. Without a module, a deleted kernel does not ask the then active
-        # driver, which may be none, to unload it.
+        # Module, function, registers, spills, largest workgroup. If the module is None, a deleted kernel does not ask the currently
+        # active driver, which may be None, to unload it.
         return (None, name, 0, 0, 1024)
 
     def unload_module(self, module: Any) -> None:
@@ -149,7 +149,7 @@ class Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
 
     Args:
         launcher: runs its kernels.
-        target: what Triton compiles for.
+        target: the target that Triton compiles for.
         device: an index that no real device has, because Triton caches compiled kernels per device index.
         capability: the device's version.
         properties: the device's properties, as Triton names them.

@@ -1,4 +1,4 @@
-"""The global memory that kernels may access: that of tensors whose address was taken.
+"""The global memory that kernels may access: the memory of tensors whose address was taken.
 
 A launch gets the address of a tensor from the tensor itself, as an argument, or as a number from ``Tensor.data_ptr()``.
 """
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernel_emulation.emulator import Allocation, Bounds, allocation_of
 
-# Keys are the memory of views. An entry whose storage was freed is removed before it is read.
+# The dictionary's keys are the memory of views. An entry whose storage was freed is removed before it is read.
 _taken: dict[Allocation, tuple[StorageWeakRef, Allocation]] = {}
 
 

@@ -66,7 +66,7 @@ class Statement:
 
     @property
     def where(self) -> str:
-        """For errors: ``: add.u32 %r1, %r2, %r3``."""
+        """A suffix for errors: ``: add.u32 %r1, %r2, %r3``."""
         return f": {self.text}"
 
 
@@ -81,7 +81,7 @@ class Scope:
     labels: dict[str, int] = field(default_factory=dict)
 
     def register(self, name: str) -> Register | None:
-        """The register that a name refers to in this scope."""
+        """The register with this name in this scope."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.kinds:
@@ -115,8 +115,8 @@ class Kernel:
         local: offsets of variables in local memory.
         local_bytes: bytes of local memory per thread.
         statements: all instructions.
-        registers: registers per thread at kernel start, derived from the threads and CTAs per SM in the kernel's directives; 0 if
-            there are no such directives.
+        registers: registers per thread at kernel start, derived from the threads and CTAs per SM in the kernel's directives; 0
+            without such directives.
     """
 
     name: str

@@ -31,7 +31,7 @@ def run(
     sanitize: Sanitize = True,
     bounds: BoundsOption = "storage",
 ) -> None:
-    """Run a function's kernels, once for each seed, and list them."""
+    """Run a function's kernels once for each seed, and list the launches."""
     for seed in range(seeds):
         emulator, seconds = execute(
             emulated_sm90, target, seed=seed, copies=copies, uninitialised=uninitialised, sanitize=sanitize, bounds=bounds,

@@ -1,8 +1,8 @@
 """The device of CuteDSL's programs.
 
 A program compiled by CuteDSL consists of host code and a fat binary. The host code computes the launch and calls CuteDSL's runtime
-for everything that needs a device. `native/runtime.c` replaces these functions and forwards launches to this module, which finds
-the PTX from which the binary was compiled.
+for everything that needs a device. `native/runtime.c` replaces these functions, and forwards launches to this module. This module
+finds the PTX from which the binary was compiled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def keep(cubin: bytes, ptx: str) -> None:
 
 
 def cubin_of(image: int) -> bytes:
-    """The machine code in a fat binary, or the image itself if it is one."""
+    """The machine code in a fat binary; ``image`` itself if it is machine code."""
     head = ctypes.string_at(image, 16)
     if head[:4] == _ELF:
         return _elf(image)

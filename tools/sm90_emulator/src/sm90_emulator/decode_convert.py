@@ -1,8 +1,8 @@
 """Binds comparisons and conversions, for all types.
 
-Both are families: any comparison of any type, and conversions between any two types with one of several roundings. Frequent
-conversions have their own operation. Other conversions go through float64, which represents all types exactly except 64-bit
-integers.
+Comparisons and conversions are families of instructions: comparisons of any type, and conversions between any two types with one of
+several roundings. Frequent conversions have their own operation. Other conversions go through float64, which represents all types
+exactly except 64-bit integers.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _convert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _convert_eight_bits(decoder: Decoder, statement: Statement, to: str, source: str, given: set[str]) -> None:
-    """Converts other floats to two 8-bit floats, which always saturate, or two 8-bit floats to other floats."""
+    """Converts other floats to two 8-bit floats, which always saturate; or converts two 8-bit floats to other floats."""
     if given - {"rn", "satfinite", "relu"}:
         raise decoder.unknown()
     name = f"cvt_{'relu_' if 'relu' in given and source == 'f32' else ''}{to}_{source}"
@@ -162,7 +162,7 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
     wide = place
     if "ftz" in given and source == "f32":
         wide = _emitted(decoder, "ftz_f32", wide, "f32")
-    if source in ("s64", "u64"):  # float64 may not represent it exactly: converted directly, with one rounding
+    if source in ("s64", "u64"):  # float64 may not represent the integer exactly, so it is converted directly, with one rounding
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64", more=rounding if to == "f64" else _TO_ODD)
     elif source != "f64":
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64")
@@ -181,7 +181,7 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
 
 
 def _resized(decoder: Decoder, place: int, to: str, source: str, given: set[str]) -> tuple[int, str]:
-    """An integer resized to another width, and the type by which it is extended: the narrower of the two."""
+    """An integer resized to another width, and the type that determines its extension: the narrower of the two types."""
     if given == {"sat"}:
         wide = place if bits_of(source) == 64 else _emitted(decoder, f"widen_{source}_64", place, "b64")
         place = _emitted(decoder, f"sat_{source[0]}64", wide, "b64", more=bits_of(to) | (to[0] == "s") << 8)

@@ -255,7 +255,7 @@ def _copy_of_lane(decoder: Decoder, statement: Statement) -> None:
 
 
 def _barrier_of(decoder: Decoder, operand: str) -> tuple[int, int]:
-    """The register of an mbarrier's address, and the offset that is added to it, as in `more`."""
+    """The register of an mbarrier's address, and the offset to add to it, as in `more`."""
     found = decoder.address(operand)
     return found["a"], found["imm"] << 32
 

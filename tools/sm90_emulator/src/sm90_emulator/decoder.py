@@ -13,11 +13,11 @@ from sm90_emulator.registers import NONE, SINK, Registers, room_of
 
 Binder = Callable[["Decoder", Statement, list[str]], None]
 BINDERS: dict[str, Binder] = {}
-"""Binders, by the first word of the instructions that they bind."""
+"""Binders, by the first word of their instructions."""
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
-    """Registers the binder of instructions whose first word is one of these."""
+    """Registers a binder for instructions with one of these first words."""
 
     def declare(function: Binder) -> Binder:
         for name in names:
@@ -62,8 +62,9 @@ class Decoder:
         return UnknownInstruction(why, self.kernel.name, self.statement)
 
     def read(self, operand: str, kind: str) -> int:
-        """The offset of an operand. A symbol's address is loaded into a register first. So is the lower half of a 64-bit register
-        if the instruction reads fewer bits: `ld`, `st` and `cvt` may have registers wider than their type."""
+        """The offset of an operand. A symbol's address is loaded into a register first. The lower half of a 64-bit register is also
+        loaded into a register, if the instruction reads fewer bits: `ld`, `st` and `cvt` may have registers wider than their
+        type."""
         scope = self.statement.scope
         register = scope.register(operand)
         if register is None:

@@ -38,12 +38,13 @@ def emulated_sm90(
 ) -> Iterator[Emulator]:
     """Inside the block, CuteDSL programs for sm_90a, and optionally Triton kernels, are executed on CPU tensors.
 
-    With tokenspeed-kernel-base installed, its platform is an emulated H200, so that operators select and run the same kernels.
+    If tokenspeed-kernel-base is installed, its platform is an emulated H200. Operators then select and run the same kernels as on
+    an H200.
 
     Args:
         seed: 0 runs warps in order. Any other seed schedules warps randomly, for a random number of instructions.
         copies: when asynchronous copies and wgmma are performed: ``"early"``, at issue; ``"late"``, as late as permitted; or
-            ``"random"``. None means early with seed 0, otherwise random.
+            ``"random"``. None means "early" with seed 0, and "random" with other seeds.
         uninitialised: loads of shared memory that was never written are errors. Otherwise such loads return all ones, which is NaN
             in all float types. Tensor-core loads always return NaN instead of an error, because kernels load more than they use.
         limited_fp8_accumulation: FP8 wgmma accumulates as Hopper's tensor cores do: products are aligned to the largest exponent
@@ -52,15 +53,15 @@ def emulated_sm90(
         together: CTAs that start at once; None means 1 with seed 0, otherwise 4.
         multiprocessors: the number of SMs that the device reports.
         sanitize: in a PDL launch, accesses of memory written by the preceding kernel are errors before `griddepcontrol.wait`.
-            Other errors are found with or without it.
+            Other errors are found regardless of this setting.
         counters: count how often each instruction is executed, for `LaunchReport.counts`.
-        bounds: the bytes of a tensor that a kernel may access: ``"view"``, from its first to its last element, or ``"storage"``,
-            all of the underlying memory, as on a GPU.
+        bounds: which bytes of a tensor a kernel may access: ``"view"``, from its first to its last element, or ``"storage"``, all
+            of the underlying memory, as on a GPU.
         edit: ``edit(kernel_name, text)`` returns the PTX to execute instead.
         triton: whether Triton compiles for the emulator too. Triton must be installed.
 
     Raises:
-        RuntimeError: inside another such block, or in a process that uses a GPU, because CuteDSL programs that are loaded later
+        RuntimeError: inside another such block; or in a process that uses a GPU, because CuteDSL programs that are loaded later
             would use the emulator instead of CuteDSL's runtime.
         ValueError: ``copies`` or ``bounds`` is invalid.
     """

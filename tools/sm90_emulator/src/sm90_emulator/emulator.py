@@ -17,7 +17,7 @@ class Emulator(emulator.Emulator[LaunchReport]):
 
     Attributes:
         machine: how the machine runs launches.
-        error: the exception of a launch whose caller is C code.
+        error: the exception that a launch raised whose caller is C code.
     """
 
     machine: Settings

@@ -62,7 +62,7 @@ class Geometry:
 
 @dataclass
 class Settings:
-    """How the machine runs a launch. See `emulated_sm90`."""
+    """Settings of the machine for a launch. See `emulated_sm90`."""
 
     seed: int = 0
     copies: str = "early"
@@ -131,7 +131,7 @@ def run(
             raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
     if not 0 < threads <= 1024:
         raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
-    # The machine checks nothing if there is no range. An empty range, above all memory, stands for no memory at all.
+    # Without ranges, the machine checks nothing. An empty range, above all memory, stands for no memory at all.
     limits = np.array([] if ranges is None else merged(ranges) or [(2**64 - 1, 2**64 - 1)], np.uint64).reshape(-1)
     place = np.zeros(len(parameters) + 128, np.uint8)
     start = -place.ctypes.data % 64

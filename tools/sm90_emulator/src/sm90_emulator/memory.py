@@ -29,7 +29,7 @@ class Memory:
             The array's address.
 
         Raises:
-            MemoryError: there is no room.
+            MemoryError: there is not enough room.
         """
         content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         address = self._top

@@ -37,7 +37,7 @@ class Program:
         pool: operands in braces.
         registers: the register allocation.
         constants: the bytes of all constants.
-        origins: for each operation, its PTX statement.
+        origins: the PTX statement of each operation.
     """
 
     kernel: Kernel

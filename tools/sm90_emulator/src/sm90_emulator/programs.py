@@ -13,7 +13,7 @@ from tokenspeed_kernel_nvidia.program_backend import Backend, Launch
 
 
 class _Emulator(Backend):
-    """Compiles programs with their PTX, which it stores. Loaded programs take CPU tensors."""
+    """Compiles programs, and stores their PTX. Loaded programs take CPU tensors."""
 
     def directory(self) -> Path:
         return cache_directory() / "programs"

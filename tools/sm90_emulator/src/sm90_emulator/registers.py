@@ -88,7 +88,7 @@ class Registers:
         return self.place(f"<{len(self._places)}>", kind)
 
     def constant(self, value: int, room: int) -> int:
-        """An integer in all lanes; ``room`` is its bytes per warp: 4 (a predicate: all its bits), 128 or 256."""
+        """An integer in all lanes. ``room`` is its number of bytes per warp: 4 for a predicate (all its bits), 128 or 256."""
         if room == 4:
             return self._kept(struct.pack("<I", value & 0xFFFFFFFF) * 16)
         size = room // LANES
@@ -101,7 +101,7 @@ class Registers:
         return self._constants[content]
 
     def kind_of(self, operand: str, scope: Scope) -> str | None:
-        """The declared type of a register, or None if the operand is no register."""
+        """The declared type of a register; None if the operand is no register."""
         found = scope.register(operand)
         return None if found is None else found.kind
 

@@ -24,7 +24,7 @@ def stats(report: LaunchReport, top: int) -> RenderableType:
     threads: Counter[int] = Counter()
     texts = {}
     for statement, (warps, active) in zip(report.program.origins, report.counts.tolist(), strict=True):
-        # A statement may be several operations of the machine, which the same warps execute.
+        # A statement may consist of several operations of the machine, which the same warps execute.
         statements[id(statement)] = max(statements[id(statement)], warps)
         threads[id(statement)] = max(threads[id(statement)], active)
         texts[id(statement)] = statement

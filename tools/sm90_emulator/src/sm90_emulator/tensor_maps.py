@@ -14,7 +14,7 @@ _BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 4, 2, 4, 4)
 def tensor_map(
     address: int, kind: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 0, nan: bool = False
 ) -> bytes:
-    """The 128-byte tensor map that CUDA's driver encodes; see `tensor_map` in native/copies.h for its layout.
+    """The 128-byte tensor map as CUDA's driver encodes it; see `tensor_map` in native/copies.h for its layout.
 
     Args:
         address: address of the first element.

@@ -34,7 +34,8 @@ class _Launcher(triton_driver.Launcher):
             raise EmulationError("programs of Triton that are clusters", meta.name)
         kernel = load(self.text, meta.name).kernel
         parameters = list(kernel.parameters.values())
-        # Addresses of scratch memory follow a kernel's own parameters. Only device-side descriptors and profilers use it.
+        # Addresses of scratch memory follow a kernel's own parameters. Only device-side descriptors and profilers use scratch
+        # memory.
         if len(parameters) - len(arguments) not in (0, 1, 2) or getattr(meta, "global_scratch_size", None):
             raise EmulationError(f"{len(arguments)} arguments for {len(parameters)} parameters", meta.name)
         content = bytearray(kernel.parameter_bytes)

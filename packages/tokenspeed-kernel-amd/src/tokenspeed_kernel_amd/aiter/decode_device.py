@@ -26,10 +26,12 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`; one new token per sequence, no LSE, no scales, no logit cap."""
+    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`. Supports one new token per sequence, no LSE, no
+    scales and no logit cap.
+    """
     offsets = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     out = attend(
         q, offsets, k_cache, v_cache, page_table, cache_seqlens, 1, max_seqlen_k, window_left, sinks, softmax_scale, out
     )  # fmt: skip
-    # With split-KV, AITER divides by a sequence's number of pages, which is 0 for a sequence that only pads the batch.
+    # With split-KV, AITER divides by a sequence's number of pages. That number is 0 for a sequence that only pads the batch.
     return out.masked_fill_((cache_seqlens <= 0).view(-1, 1, 1), 0)

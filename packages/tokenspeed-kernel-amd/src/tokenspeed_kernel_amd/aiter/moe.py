@@ -1,8 +1,8 @@
 """Declaration of AITER's ``fused_moe`` for moe_apply with dense bf16 weights, without biases and SwiGLU limits.
 
 The adapter, which also shuffles the weights, is in ``moe_device``. mxfp4 weights are in ``moe_mxfp4``. AITER's kernel with fp8
-block scales is not declared: its activations have one scale per 128 features, the operator's have one per token. fp16 is not
-declared either: nothing keeps activations within its range.
+block scales is not declared. Its activations have one scale per 128 features, while the operator's have one per token. fp16 is not
+declared either, because nothing keeps activations within its range.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def prepare_silu(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _require(plan: MoEPlan, **fixed: Any) -> None:
-    """Checks the plan's options here, because a call that names a kernel skips the check of its traits."""
+    """Checks the plan's options, because the traits of a kernel that is requested by name are not checked."""
     for name, wanted in fixed.items():
         if getattr(plan, name) != wanted:
             raise ValueError(f"plan.{name} must be {wanted} for {plan.kernel}, got {getattr(plan, name)}")

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.spec import Priority
 DISTRIBUTION = "amd-aiter"
 # AITER's kernels rank below every kernel that has run: the adapters have not been run on hardware.
 UNTRIED = Priority.PORTABLE - 1
-# The version whose source the adapters were written from. Before 0.1.19, AITER did not pass sinks to the prefill kernel.
+# The adapters were written from the source of this version. Before 0.1.19, AITER did not pass sinks to the prefill kernel.
 NEEDED = (0, 1, 20)
 
 
@@ -25,8 +25,8 @@ def aiter_gap() -> str | None:
 
 @functools.cache
 def find_gap() -> str | None:
-    """The result of `aiter_gap`. Both the distribution and the module are checked, because PyPI's package named aiter is an
-    unrelated library of asynchronous iterators."""
+    """The result of `aiter_gap`. Both the distribution and the module are checked, because PyPI's package aiter is an unrelated
+    library of asynchronous iterators."""
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

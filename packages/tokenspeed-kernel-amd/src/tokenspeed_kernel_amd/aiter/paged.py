@@ -9,7 +9,7 @@ import torch
 from tokenspeed_kernel_base.signature import format_signatures
 
 SIGNATURES = format_signatures(("q", "k_cache", "v_cache"), "dense", {torch.bfloat16, torch.float16})
-# Each head_dim has its own kernel: v_head_dim must equal head_dim, and a trait cannot refer to another trait.
+# Each head_dim has its own kernel, because v_head_dim must equal head_dim and a trait cannot refer to another trait.
 WIDTHS = (64, 128)
 
 

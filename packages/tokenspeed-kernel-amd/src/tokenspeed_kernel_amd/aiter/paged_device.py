@@ -1,7 +1,7 @@
 """AITER's ``unified_attention``, which implements every operator with a paged cache. Not run on hardware.
 
-``unified_attention`` masks slots without a token only if a page has more than the 64 keys of its tile. With smaller pages it
-multiplies the contents of the unused slots of a sequence's last page by 0, so a NaN in such a slot propagates. Therefore only page
+``unified_attention`` masks slots without a token only if a page has more than the 64 keys of its tile. With smaller pages, it
+multiplies the contents of the unused slots of a sequence's last page by 0. So a NaN in such a slot propagates. Therefore only page
 sizes 128 and 256 are declared.
 """
 
@@ -29,7 +29,8 @@ def attend(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Causal attention of new tokens to a paged cache that contains them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
+    """Causal attention of new tokens to a paged cache that already contains them; see
+    `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
     Every sequence has at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
     copied if their last axis is not contiguous. If pages left of the window were freed (-1), page 0 must hold finite values.
@@ -48,9 +49,9 @@ def attend(
         max_seqlen_k,
         q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=True,
-        # AITER reads only the first value, which does not count the token itself.
+        # AITER reads only the first value, which excludes the token itself.
         window_size=(window_left, 0 if window_left >= 0 else -1),
-        # AITER may read pages that have left the window and were freed (-1); their entries are replaced with page 0.
+        # AITER may read pages that have left the window and were freed (-1). So their entries are replaced with page 0.
         block_table=rows(page_table if window_left < 0 else page_table.clamp(min=0)),
         softcap=0.0,
         q_descale=None,

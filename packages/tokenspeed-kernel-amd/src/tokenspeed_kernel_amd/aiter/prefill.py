@@ -5,7 +5,7 @@ Not declared:
 * Logit cap. AITER computes tanh as a quotient of exponentials, which is NaN if a score is many times the cap. Without its compiled
   kernels, AITER's prefill ignores the cap.
 * LSE with sinks. AITER does not document whether its LSE includes the sink.
-* Sinks and windows at head_dim 128. AITER also calls its assembly kernels for sinks and for windows of one token, but these kernels
+* Sinks and windows at head_dim 128. AITER also calls its assembly kernels for sinks and for windows of one token, but those kernels
   support neither.
 """
 

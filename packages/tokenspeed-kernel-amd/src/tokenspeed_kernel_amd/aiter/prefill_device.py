@@ -54,7 +54,8 @@ def mha_prefill(
             softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=True,
             # Visible tokens to the left and to the right, not counting the token itself, and always-visible first tokens. Without
-            # its compiled kernels, AITER raises on the 0 to the right. Without that 0, AITER would ignore a left window of 0.
+            # its compiled kernels, AITER raises an error for the 0 to the right. If None replaced this 0, AITER would ignore a left
+            # window of 0.
             window_size=(window_left, 0 if window_left >= 0 else -1, 0),
             return_lse=return_lse,
             out=written,

@@ -1,10 +1,10 @@
-"""The instructions of CDNA4 (gfx950) that its kernels use, and the register layouts that they require.
+"""The CDNA4 (gfx950) instructions that its kernels use, and the register layouts that these instructions require.
 
 Another architecture brings a module with these names. Kernels import no other name of Triton's ``amd`` namespace.
 
-* ``mfma``, ``mfma_scaled``: matrix cores; the latter takes mxfp4, mxfp6 and fp8 operands with e8m0 scales.
-* ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout whose
-  reads as an MFMA operand have no bank conflicts.
+* ``mfma``, ``mfma_scaled``: matrix-core instructions. ``mfma_scaled`` takes mxfp4, mxfp6 and fp8 operands with e8m0 scales.
+* ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout that
+  can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
   flight.

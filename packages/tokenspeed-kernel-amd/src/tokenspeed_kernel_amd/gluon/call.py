@@ -1,4 +1,4 @@
-"""A call of paged-cache attention, and the arguments that its kernels take."""
+"""A call of paged-cache attention, and the arguments of its kernels."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes that a model and its cache determine: compile-time constants."""
+    """Sizes that are fixed by a model and its cache: compile-time constants."""
 
     kv_heads: int
     gqa_ratio: int
@@ -96,8 +96,7 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements from one token, head or page to the next, as a model and its cache determine them: compile-time
-    constants."""
+    """Strides in elements from one token, head or page to the next. A model and its cache fix them: compile-time constants."""
 
     q_token: int
     q_head: int
@@ -117,7 +116,7 @@ class Variant(NamedTuple):
     Attributes:
         window_left, is_causal: the operator's.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
-        same_strides: whether k_cache and v_cache have the same strides, so that offsets are computed once for both.
+        same_strides: whether k_cache and v_cache have the same strides. Offsets are then computed once for both.
     """
 
     window_left: int
@@ -146,7 +145,7 @@ class Call:
         k_scale, v_scale: the scales of fp8 caches, one for all KV heads or one per KV head; or None.
         out: the tensor that kernels write to, with contiguous rows.
         given: the caller's ``out``, which may be another tensor.
-        lse: the LSE output, or None if it is not requested.
+        lse: the LSE output; None if not requested.
     """
 
     q: Tensor
@@ -194,8 +193,8 @@ class Call:
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """The caller's result. Read it only after all kernels are launched, because it may enqueue a copy to the caller's
-        ``out``."""
+        """The caller's result. Read this property only after all kernels are launched, because it may enqueue a copy to the
+        caller's ``out``."""
         out = deliver(self.out, self.given)
         return out if self.lse is None else (out, self.lse)
 

@@ -1,4 +1,4 @@
-"""Chooses the experts of tokens: the constants that kernels are compiled for, and a launch of its own for many tokens."""
+"""Chooses the experts of tokens: compile-time constants of kernels, and a separate launch for many tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 
 device = DeviceModule(__name__ + "_device")
 
-MAX_EXPERTS = 1024  # whose logits a wave has in registers, for one token
+MAX_EXPERTS = 1024  # the most experts whose logits, for one token, a wave has in registers
 _ELEMENTS = 4096  # logits of a program
 
 
@@ -20,9 +20,9 @@ class Routing(NamedTuple):
     """How experts are chosen. Known to the compiler.
 
     Attributes:
-        rows: tokens whose experts are chosen at once, a power of two.
-        experts: of a token, padded to a power of two.
-        slots: of a token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
+        rows: how many tokens' experts are chosen at once, a power of two.
+        experts: number of experts whose logits a token has, padded to a power of two.
+        slots: number of slots per token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
         top_k: slots of a token.
         renormalize: whether the weights of a token are divided by their sum.
     """
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Router(NamedTuple):
-    """What another kernel chooses experts from, before its own work.
+    """The inputs from which another kernel chooses experts, before its own work.
 
     Attributes:
         logits: [tokens, experts], rows contiguous.
@@ -49,7 +49,7 @@ class Router(NamedTuple):
 
 
 def routing_for(tokens: int, slots: int, num_experts: int, top_k: int, renormalize: bool) -> Routing:
-    """How the experts of so many tokens are chosen at once."""
+    """The constants for choosing the experts of this many tokens at once."""
     return Routing(power_of_two(tokens), padded_experts(num_experts), slots, top_k, renormalize)
 
 

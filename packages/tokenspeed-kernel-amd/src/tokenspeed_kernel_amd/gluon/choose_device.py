@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """The choice of experts from the router's logits: by every workgroup of `few`, and by a kernel of its own for `grouped`.
 
-Logits become integers that sort as they do, NaN last, and -0 as 0. Those of 16-bit floats have the expert in their lower half, so
-that the largest one says which expert is best, of equal ones the lowest. The choice is exact, and so the operator's.
+Logits become integers with the same order; NaN is last, and -0 equals 0. Integers of 16-bit floats have the expert in their lower
+half. So the largest integer gives the best expert; among equal logits, the lowest expert. The choice is exact, so it equals the
+operator's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NAN = gl.constexpr(2**31 - 1)
 
 @gluon.constexpr_function
 def logits_layout(rows, experts, warps):
-    """[rows, experts], a power of two each. A row lies in one warp; of fewer rows than warps, several warps have the same."""
+    """[rows, experts], a power of two each. A row is in one warp. With fewer rows than warps, rows are replicated across warps."""
     lanes = 64 // max(1, rows // warps) if rows // warps < 64 else 1
     return gl.BlockedLayout([1, max(1, min(8, experts // lanes))], [64 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -58,14 +59,14 @@ def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
     """Chooses the experts of the first ``routing.rows`` tokens.
 
     Args:
-        logits: points to those of the first of them, rows ``stride`` apart.
+        logits: points to the first token's logits; rows are ``stride`` apart.
         tokens: that there are.
         scaling: multiplies the weights.
         routing: see `few`.
 
     Returns:
         ids: int32 [rows, slots]; weights: float32 [rows, slots]. Only the first ``routing.top_k`` slots of rows below ``tokens``
-        are real.
+        are valid.
     """
     layout: gl.constexpr = logits_layout(routing.rows, routing.experts, gl.num_warps())
     dtype: gl.constexpr = logits.dtype.element_ty
@@ -102,7 +103,7 @@ def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
 
 @gluon.jit
 def store_choice(ids, weights, ids_out, weights_out, tokens, routing: gl.constexpr):
-    """Stores what `choose` gives for tokens, from where ``ids_out`` and ``weights_out``, contiguous [tokens, top_k], point."""
+    """Stores the result of `choose` for tokens, to ``ids_out`` and ``weights_out``, contiguous [tokens, top_k]."""
     layout: gl.constexpr = ids.type.layout
     row = gl.arange(0, routing.rows, gl.SliceLayout(1, layout))[:, None]
     slot = gl.arange(0, routing.slots, gl.SliceLayout(0, layout))[None, :]

@@ -8,11 +8,11 @@ from triton.experimental.gluon import language as gl
 
 @gluon.aggregate
 class Visible:
-    """The positions of keys that each row of a tile sees.
+    """The key positions that each row of a tile sees.
 
     Attributes:
         begin, end: int32 [rows], the first visible position, and the position after the last.
-        all_end: every row sees the keys before this position, if they are inside its window.
+        all_end: every row sees those keys before this position that are inside its window.
         ends_differ: whether rows see different last keys; otherwise ``end`` is not used, and every row sees the last key.
         windowed: whether there is a window; otherwise ``begin`` is not used, and every row sees the first key.
     """
@@ -41,8 +41,8 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
             if LAST:
                 row_end = gl.minimum(row_end, end)
         if visible.windowed and (ENDS or LAST):
-            # One unsigned comparison instead of two signed ones, because every comparison mask takes scalar registers. As unsigned
-            # values, the negative distances of keys before the window are large.
+            # One unsigned comparison replaces two signed comparisons, because every comparison mask takes scalar registers. As
+            # unsigned values, the negative distances of keys before the window are large.
             behind = index[None, :] - (visible.begin - start)[:, None]
             seen = behind.to(gl.uint32) < gl.maximum(row_end - visible.begin, 0).to(gl.uint32)[:, None]
         elif visible.windowed:
@@ -59,7 +59,7 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
 def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
     """The scores of the block that begins at position ``start``, with -inf where a row does not see a key.
 
-    For MFMA instructions of 32 rows. Each row is one token.
+    Used for MFMA instructions of 32 rows. Each row is one token.
 
     Args:
         row: int32 [rows], the positions of the tokens.
@@ -67,8 +67,8 @@ def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WIN
         WINDOWED: a token sees ``window_left`` tokens before itself.
     """
     if CAUSAL or WINDOWED:
-        # In a lane's column indices, all bits but bit 2 are known at compile time, and bit 2 is the same for all columns of the
-        # lane. With bit 2 moved to the other side of the comparison, the column indices are constants.
+        # In a lane's column indices, all bits except bit 2 are known at compile time. Bit 2 is the same for all columns of the
+        # lane. With bit 2 moved to the other side of the comparison, the column indices become constants.
         column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
         newest = (row - start)[:, None] - (column & 4)
         if CAUSAL and WINDOWED:

@@ -2,11 +2,11 @@
 
 The scores of a row never exist all at once. Three values per row are kept for the blocks so far: the largest score ``row_max``;
 ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the weighted sum of the values. If a block has a larger
-score, the earlier sums are rescaled by ``exp(old row_max - new row_max)`` ("online softmax", https://arxiv.org/abs/1805.02867). Any
-other value near the largest score is as good, as long as no weight overflows: `weigh` keeps the current ``row_max``, and
+score, ``exp(old row_max - new row_max)`` rescales the earlier sums ("online softmax", https://arxiv.org/abs/1805.02867). The row
+max may be any value near the largest score, as long as no weight overflows. `weigh` keeps the current ``row_max``, and
 `largest_sum` gives the limit up to which the result is valid.
 
-All scores are multiplied by log2(e), so that an exponential is one instruction (exp2).
+All scores are multiplied by log2(e), because an exponential is then one instruction (exp2).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenspeed_kernel_amd.gluon.layouts_device import lanes_of_row
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2))
-# The initial row max. Finite, so that a row without visible keys has weights exp2(-inf - LOWEST) = 0, not NaN.
+# The initial row max. The value is finite, so that a row without visible keys has weights exp2(-inf - LOWEST) = 0, not NaN.
 LOWEST = gl.constexpr(-1e30)
 
 
 @gluon.aggregate
 class Scaling:
-    """How scores are computed from the dot products of q and k.
+    """The parameters that convert dot products of q and k to scores.
 
     Attributes:
         scale: factor of the dot products: ``softmax_scale * log2(e)``, or ``2 * log2(e) * softmax_scale / logit_cap`` if capped.
@@ -58,8 +58,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, or NaN if an operand is NaN. gfx950 has a single instruction for the NaN-propagating maximum of three operands,
-    and it needs no canonicalisation of the operands first."""
+    """The maximum, or NaN if an operand is NaN. gfx950 has one instruction for the NaN-propagating maximum of three operands. It
+    does not need canonicalised operands."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -72,7 +72,7 @@ def add(a, b):
 def lane_sums(weights):
     """The partial sum of a row's elements in each lane, [rows, 4]; the reduction across lanes is deferred to `summed`.
 
-    If only two lanes hold a row, they are reduced at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's
+    If only two lanes hold a row, they are reduced at once, [rows, 1]. A prefill of 1024 tokens took 10.0 us of the emulator's
     timing model, and 10.5 us with per-lane sums, which LLVM schedules worse.
     """
     rows: gl.constexpr = weights.shape[0]
@@ -108,8 +108,8 @@ def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def cap_scores(dot_products, scaling):
-    """With a cap, ``logit_cap * tanh(score / logit_cap) * log2(e)``; without one the unscaled dot products, which are scaled
-    later."""
+    """With a cap, returns ``logit_cap * tanh(score / logit_cap) * log2(e)``. Without a cap, returns the unscaled dot products,
+    which are scaled later."""
     if scaling.capped:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)). This form is correct even if exp overflows to infinity or underflows to 0.
         # The division is v_rcp_f32, with an error of 1 ulp; an IEEE division would be ten instructions.
@@ -119,8 +119,8 @@ def cap_scores(dot_products, scaling):
 
 @gluon.jit
 def softmax_step(scores, state, scaling):
-    """The weights of a block of scores (see `cap_scores`), and the rescaled state. Its row sum includes these weights; its acc does
-    not include their values yet."""
+    """The weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these weights; its
+    acc does not include their values yet."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(state.row_max, highest)
@@ -137,7 +137,7 @@ def softmax_step(scores, state, scaling):
 
 @gluon.jit
 def weigh(scores, state, scaling):
-    """As `softmax_step`, but the row max is kept, so weights may exceed 1. See `largest_sum`."""
+    """Like `softmax_step`, but the row max is kept, so weights may exceed 1. See `largest_sum`."""
     if scaling.capped:
         weights = gl.exp2(scores - state.row_max[:, None])
     else:
@@ -147,7 +147,7 @@ def weigh(scores, state, scaling):
 
 @gluon.jit
 def first_step(scores, v_head_dim: gl.constexpr, scaling):
-    """The weights of the first block of scores, and the state. Its row sum includes these weights; its acc is 0."""
+    """The weights of the first block of scores, and the state. The state's row sum includes these weights; its acc is 0."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(highest, LOWEST)
@@ -161,15 +161,15 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """The largest row sum at which no weight became infinite when it was rounded to ``dtype``. The PV accumulators also stay
-    finite, with values of up to 2**87."""
+    """The largest row sum that guarantees that no weight became infinite when it was rounded to ``dtype``. The PV accumulators also
+    stay finite, with values of up to 2**87."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 
 @gluon.jit
 def in_some_row(found):
     """Whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
-    # Every lane reads the same maximum from LDS; v_readfirstlane tells LLVM that the value is uniform.
+    # Every lane reads the same maximum from LDS. v_readfirstlane tells LLVM that the value is uniform.
     most = gl.max(found, 0)
     return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [most], dtype=gl.int32, is_pure=True, pack=1) != 0
 

@@ -1,6 +1,6 @@
 """Tiles of query rows of one sequence.
 
-A row is one query head of one token. All rows of a tile use the same KV head, so that a key is loaded once for all of them. Row
+A row is one query head of one token. All rows of a tile use the same KV head, so that each key is loaded once for all of them. Row
 ``r`` is the new token ``r // gqa_ratio`` and the query head ``r % gqa_ratio`` of the KV head's group.
 """
 
@@ -36,7 +36,9 @@ class QueryTile:
 
 @gluon.jit
 def new_tokens(cu_seqlens_q, sequence, q_len):
-    """The index in q of a sequence's first new token, and its number of new tokens: q_len if cu_seqlens_q is None."""
+    """The index in q of a sequence's first new token, and the sequence's number of new tokens, which is q_len if cu_seqlens_q is
+    None.
+    """
     first = sequence * q_len
     new = q_len
     if cu_seqlens_q is not None:
@@ -53,7 +55,7 @@ def rows_of(tile, layout: gl.constexpr):
 
 @gluon.jit
 def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.constexpr, layout: gl.constexpr):
-    """The positions that each row sees in a sequence of ``length`` tokens, the new ones included."""
+    """The positions that each row sees in a sequence of ``length`` tokens, including the new tokens."""
     end = length - tile.q_len + rows_of(tile, layout) // tile.gqa_ratio + 1
     all_end = length - tile.q_len + 1 + tile.first_row // tile.gqa_ratio
     return Visible(end - 1 - window_left, end, all_end, ends_differ, window_left >= 0)
@@ -61,7 +63,7 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """Loads the tile's rows of q, [m, head_dim]. The last valid row is loaded in place of padding rows. The load has no mask, so
+    """Loads the tile's rows of q, [m, head_dim]. The last valid row is loaded in place of padding rows. The load has no mask. So
     nothing waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))

@@ -15,7 +15,7 @@ from tokenspeed_kernel_nvidia._rows import deliver, to_write
 
 # Dtypes of q, keys, values and the output, as configurations name them.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Dtype tags of sinks and biases for device code; 0 means that there is none.
+# Dtype tags of sinks and biases for device code; 0 stands for no tensor.
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
 # Operands that live in a paged KV cache. An unaligned one would be copied whole.
@@ -23,7 +23,7 @@ CACHES = ("k_cache", "v_cache")
 
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
-    """Returns ``(scale, cap_factor)``; scores are in base 2 (``log2(e)`` times those of base e).
+    """Returns ``(scale, cap_factor)``. Scores are in base 2 (``log2(e)`` times base-e scores).
 
     Without a cap, ``scale`` multiplies ``q @ k.T`` and ``cap_factor`` is None. With a cap, ``cap_factor`` is the factor of
     `softmax_device.cap`, and ``scale`` multiplies the result of `softmax_device.cap`.
@@ -48,7 +48,7 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
 def scales_at(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Returns the scale (keep the tensor alive until the launch), its address, and the stride in bytes between key heads.
 
-    The stride is 0 if all heads have one scale. All three are None or 0 if there is no scale.
+    The stride is 0 if all heads have one scale. Without a scale, all three are None or 0.
     """
     if scale is None:
         return None, 0, 0
@@ -67,10 +67,11 @@ def launched(
 ) -> Tensor:
     """Launches a kernel and returns the output: ``out``, or a new tensor of q's dtype with v's head_dim if ``out`` is None.
 
-    Few tensor properties are read here, since each read costs host time: the kernel checks dtypes, shapes and strides itself.
+    Only a few properties of tensors are read here, because each read costs host time. The program checks dtypes, shapes and strides
+    itself.
 
     Args:
-        program: takes q, k, v, the output, ``numbers`` and ``others``, and raises ValueError if it rejects them.
+        program: takes q, k, v, the output, ``numbers`` and ``others``. Raises ValueError for invalid arguments.
         numbers: lengths, offsets and page tables.
         others: arguments that are not tensors.
     """
@@ -96,9 +97,9 @@ def launched_on(
     """Launches a kernel on the given tensors, or on aligned copies if bulk copies cannot read or write these.
 
     Args:
-        program: takes ``read``, ``written``, ``numbers`` and ``others``, and raises ValueError if it rejects them.
+        program: takes ``read``, ``written``, ``numbers`` and ``others``. Raises ValueError for invalid arguments.
         read: the operands.
-        caches: the names of those of the last operands that are KV caches.
+        caches: the names of the KV caches, which are the last operands.
 
     Returns:
         The tensor that was written: ``written``, or a temporary for `deliver`.

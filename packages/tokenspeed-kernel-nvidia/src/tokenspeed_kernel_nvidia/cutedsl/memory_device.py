@@ -1,8 +1,8 @@
 """Flags in global memory that synchronise running CTAs, and other PTX loads, stores and copies.
 
 A flag is an int32 in global memory. A CTA writes its data, then adds to the flag (`release_add`). Another CTA waits until the flag
-has the expected value (`wait_for`), then reads the data. Both order only the calling lane's accesses; `cute.arch.sync_warp` extends
-the order to the warp, and a barrier to the CTA.
+has the expected value (`wait_for`), then reads the data. The add and the wait order only the calling lane's accesses.
+`cute.arch.sync_warp` extends the order to the warp, and a barrier to the CTA.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from cutlass import Int32, Uint32, cute
 
 
 def acquire_int(address: Any) -> Any:
-    """Reads a flag with acquire semantics: later reads see what was written before the flag got this value."""
+    """Reads a flag with acquire semantics. Later reads see all writes that precede the flag's release with this value."""
     return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
@@ -25,7 +25,7 @@ def release_add(address: Any, value: Any) -> None:
 
 
 def exchange_add(address: Any, value: Any) -> Any:
-    """Adds to a flag and returns its former value, with the semantics of both `acquire_int` and `release_add`."""
+    """Adds to a flag and returns its former value. Combines the semantics of `acquire_int` and `release_add`."""
     return cute.arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
     )
@@ -48,7 +48,7 @@ def wait_for(address: Any, value: Int32) -> None:
 def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
     """Starts an asynchronous copy (cp.async) of 16 bytes from global memory to shared address ``to + behind``.
 
-    Only the first ``count`` bytes are read; the rest is zero-filled.
+    Only the first ``count`` bytes are read; the remaining bytes are zero-filled.
     """
     code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[to, source, count])

@@ -1,11 +1,11 @@
 """mbarrier pipelines between the producer warp that loads tiles and the consumer warps that compute on them.
 
-A ring buffer has a fixed number of stages. The producer waits until a stage is empty, sets the bytes to expect on the stage's full
-barrier, and issues the bulk copies; the copies themselves complete the barrier. A consumer waits until the stage is full, and
-arrives on its empty barrier once it has read it. An mbarrier has a phase bit that flips at each completion, so a waiter names the
-phase that must have ended. `Cursor` holds the stage and that phase.
+A ring buffer has a fixed number of stages. The producer waits until a stage is empty. It sets the expected bytes on the stage's
+full barrier and issues the bulk copies. The completed copies complete the barrier. A consumer waits until the stage is full. It
+arrives on the stage's empty barrier once it has read the stage. An mbarrier has a phase bit that flips at each completion. So a
+wait names the phase that must have ended. `Cursor` holds the stage and that phase.
 
-All containers are frozen dataclasses: CuteDSL then carries them through a loop only if the loop assigns them.
+All containers are frozen dataclasses, because CuteDSL carries those through a loop only if the loop assigns them.
 """
 
 # mypy: ignore-errors
@@ -118,7 +118,7 @@ class Pipeline:
 
     Attributes:
         full: completed by the producer's copies.
-        empty: completed by the consumer warps, each of which arrives once per stage.
+        empty: the barriers that consumer warps complete; each warp arrives once per stage.
     """
 
     full: Barriers
@@ -143,12 +143,12 @@ class Pipeline:
 
     @cute.jit
     def release(self, at: Cursor) -> None:
-        """A consumer warp releases a stage: one of its lanes arrives on the empty barrier."""
+        """A consumer warp releases a stage: one lane arrives on the stage's empty barrier."""
         barrier = self.empty.of(at)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
 
 def pipeline(full: Any, empty: Any) -> Pipeline:
-    """A `Pipeline` whose barriers lie in these two members of a shared-memory struct."""
+    """A `Pipeline` whose barriers are these two members of a shared-memory struct."""
     return Pipeline(Barriers(full.data_ptr()), Barriers(empty.data_ptr()))

@@ -1,8 +1,8 @@
 """Register-level helpers of a warp: shuffles between lanes, fragments of small matrices, and single PTX instructions.
 
-A thread's accumulator of wgmma or mma.sync is a flat list of float32. The thread holds two rows r = 0, 1, which lie 8 apart, and in
-each group of 8 columns two neighbours c = 0, 1. Element ``4 * j + 2 * r + c`` is column ``8 * j + 2 * (lane % 4) + c``. So a quad
-of four lanes holds a row.
+A thread's accumulator of wgmma or mma.sync is a flat list of float32. The thread has two rows r = 0, 1, which are 8 rows apart. In
+each group of 8 columns it has two neighbouring columns c = 0, 1. Element ``4 * j + 2 * r + c`` is column ``8 * j + 2 * (lane % 4) +
+c``. So a row is spread over a quad of four lanes.
 """
 
 # mypy: ignore-errors
@@ -30,8 +30,8 @@ def _ptx_type(dtype: type[Numeric]) -> str:
 
 
 def opt_barrier(x: Int32) -> Int32:
-    """Returns x, opaque to the compiler: values computed from it are not hoisted out of the loop before, where they would occupy
-    registers.
+    """Returns x, opaque to the compiler. Values computed from the result are not hoisted out of the preceding loop, where they
+    would occupy registers.
     """
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]))
 
@@ -41,21 +41,21 @@ def opt_barrier(x: Int32) -> Int32:
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """The maximum over the four lanes that hold one row."""
+    """The maximum over the four lanes of one row."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """The sum over the four lanes that hold one row."""
+    """The sum over the four lanes of one row."""
     x += cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
 @cute.jit
 def column_max(x: Float32) -> Float32:
-    """The maximum over the eight lanes that hold one column: those with the same lane index modulo 4."""
+    """The maximum over the eight lanes of one column, which have the same lane index modulo 4."""
     for power in cutlass.range_constexpr(2, 5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
     return x
@@ -63,7 +63,7 @@ def column_max(x: Float32) -> Float32:
 
 @cute.jit
 def column_sum(x: Float32) -> Float32:
-    """The sum over the eight lanes that hold one column."""
+    """The sum over the eight lanes of one column."""
     for power in cutlass.range_constexpr(2, 5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
@@ -71,7 +71,7 @@ def column_sum(x: Float32) -> Float32:
 
 @cute.jit
 def transpose_matrix(word: Uint32, lane: Int32) -> Uint32:
-    """Transposes an 8 x 8 matrix of 16-bit elements; lane ``4 g + t`` holds columns 2 t and 2 t + 1 of row g."""
+    """Transposes an 8 x 8 matrix of 16-bit elements. Lane ``4 g + t`` holds columns 2 t and 2 t + 1 of row g."""
     column = lane // 4
     low, high = (cute.arch.shuffle_sync(word, offset=lane % 4 * 8 + row * 4 + column // 2) for row in range(2))
     return permute_bytes(low, high, cutlass.select_(column % 2 == 0, Int32(0x5410), Int32(0x7632)))
@@ -89,7 +89,7 @@ def ballot(condition: Boolean) -> Int32:
 
 
 def lanes_with(x: Int32) -> Int32:
-    """Bit i is set if lane i has the same value as this lane."""
+    """A bit mask of lanes: bit i is set if lane i has the same value as this lane."""
     return cute.arch.inline_ptx("match.any.sync.b32 {$w0}, {$r0}, 0xFFFFFFFF;", write_only_types=[Int32], read_only_args=[x])
 
 
@@ -107,7 +107,7 @@ def transpose_quad(words: list, lane: Int32) -> list:
     """Transposes four words of each of a quad's four lanes: word i of lane j becomes word j of lane i.
 
     Args:
-        lane: this lane's index in its quad.
+        lane: this lane's index within its quad.
     """
     for step in cutlass.range_constexpr(2):
         far, upper = 1 << step, (lane >> step) % 2 == 1
@@ -135,7 +135,7 @@ def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32)
 
 @cute.jit
 def round_to(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Rounds an accumulator to the 16-bit operand of the next MMA; both fragments have the same element order."""
+    """Rounds an accumulator to the 16-bit operand of the next MMA. Both fragments have the same element order."""
     target.store(source.load().to(target.element_type))
 
 
@@ -157,7 +157,7 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
 
 @cute.jit
 def factors_of_float16(bits: Int32):
-    """Returns the power of 2 that scales a warp's values into float16's range, and its inverse.
+    """Returns the power of 2 that scales a warp's values into float16's range, and the inverse of this power.
 
     Args:
         bits: the float32 bit pattern of this lane's amax.
@@ -221,7 +221,7 @@ def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Se
 
 
 def ldmatrix(address: Any, transposed: bool) -> Any:
-    """Loads four 8 x 8 matrices from shared memory; each lane passes the address of one row."""
+    """Loads four 8 x 8 matrices from shared memory. Each lane passes one row's address."""
     trans = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
@@ -274,8 +274,8 @@ def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
 def store_if(condition: Any, address: Any, values: Sequence[Any]) -> None:
     """Predicated store of 1, 2 or 4 consecutive 32-bit words or float32 values to global memory.
 
-    Predicated, not a branch: ptxas treats a branch around a store as divergent. In a loop with one, it waits for every MMA
-    separately.
+    Predicated, not a branch: ptxas treats a branch around a store as divergent. In a loop with such a branch, ptxas waits for every
+    MMA separately.
     """
     vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 2}}}" for at in range(len(values)))
@@ -301,7 +301,9 @@ def store_words(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_int(address: Any, early: bool) -> Any:
-    """Loads an int32. ``early``: others may still write it, so the load is relaxed at GPU scope and leaves nothing stale in L1."""
+    """Loads an int32. ``early``: other threads may still write the value. So the load is relaxed at GPU scope, and leaves nothing
+    stale in L1.
+    """
     order = ".relaxed.gpu" if early else ""
     return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
 

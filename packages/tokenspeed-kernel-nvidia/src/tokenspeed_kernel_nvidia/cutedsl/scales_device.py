@@ -16,7 +16,7 @@ class Scales:
     """The scales of an fp8 tensor.
 
     Attributes:
-        address: the first scale's address, or 0 if there is none.
+        address: the first scale's address; 0 without scales.
         apart: the stride in bytes between key heads.
     """
 
@@ -25,7 +25,7 @@ class Scales:
 
     @cute.jit
     def of(self, kv_head: Int32) -> Float32:
-        """The scale of a key head; 1 if there are no scales."""
+        """The scale of a key head; 1 without scales."""
         scale = Float32(1.0)
         if self.address != 0:
             scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)

@@ -1,7 +1,7 @@
 """Online softmax on accumulator fragments, in base 2: ``exp2(score * scale - shift)`` with ``scale = softmax_scale * log2(e)``.
 
-``row_max`` is the shift of a row's exponents, in base 2. It need not be the exact row max: any value that keeps the exponentials in
-range is correct.
+``row_max`` is the shift of a row's exponents, in base 2. The shift need not be the exact row max: any value that keeps the
+exponentials in range is correct.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, quad_max
 
 LN2 = 0.6931471805599453
-# Initial row max. It is finite, so that a row that has seen no key yet has weights of 0, not NaN.
+# Initial row max. The value is finite, so that a row without visible keys so far has weights of 0, not NaN.
 LOWEST = -1.0e30
 
 
@@ -29,25 +29,25 @@ def exp2(x: Float32) -> Float32:
 
 @cute.jit
 def exp2_ftz(x: Float32) -> Float32:
-    """One ex2 instruction; flushes denormals to 0."""
+    """Computes exp2 by one ex2 instruction; flushes denormals to 0."""
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def log2_ftz(x: Float32) -> Float32:
-    """One lg2 instruction; flushes denormals to 0."""
+    """Computes log2 by one lg2 instruction; flushes denormals to 0."""
     return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def reciprocal_ftz(x: Float32) -> Float32:
-    """One rcp instruction; maps infinity to 0."""
+    """Computes 1 / x by one rcp instruction; maps infinity to 0."""
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def tanh(x: Float32) -> Float32:
-    """One tanh instruction; relative error at most 2^-11."""
+    """Computes tanh by one instruction; relative error at most 2^-11."""
     return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
@@ -56,7 +56,7 @@ def tanh(x: Float32) -> Float32:
 
 @cute.jit
 def lane_maxima(scores: cute.Tensor):
-    """The max over this thread's elements of each of its two rows. Four independent chains hide the latency of fmax."""
+    """For each of this thread's two rows, the max over the thread's elements. Four independent chains hide the latency of fmax."""
     best = [scores[i] for i in range(4)]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         for i in cutlass.range_constexpr(4):
@@ -66,7 +66,7 @@ def lane_maxima(scores: cute.Tensor):
 
 @cute.jit
 def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
-    """The max over this thread's elements of one of its two rows, in two independent chains."""
+    """For one of this thread's two rows, the max over the thread's elements, in two independent chains."""
     even, odd = scores[2 * row], scores[2 * row + 1]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         even = cute.arch.fmax(even, scores[4 * j + 2 * row])
@@ -76,7 +76,7 @@ def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
 
 @cute.jit
 def cap(scores: cute.Tensor, factor: Float32) -> None:
-    """Replaces scores s by ``tanh(x)``, computed as ``1 - 2 / (1 + exp(2 * x))``, where ``factor * s`` is ``2 * log2(e) * x``.
+    """Replaces scores s by ``tanh(x)``, where ``2 * log2(e) * x`` equals ``factor * s``. Computed as ``1 - 2 / (1 + exp(2 * x))``.
 
     The tanh instruction has a relative error of 2^-11. Times a cap of 50, that exceeds the rounding error of the softmax weights.
     """
@@ -88,8 +88,8 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
 def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
     """`cap` by the tanh instruction, whose relative error is at most 2^-11.
 
-    If the errors of 4096 scores were random and that large, outputs would be off by 6e-4 of their norm for scores of variance 1,
-    where rounding weights to bfloat16 costs 1.5e-3. For a standard deviation of 5 and a cap of 50 they would be off by 2.6e-3.
+    Suppose that 4096 scores have random errors of that size. For scores of variance 1, outputs would have an error of 6e-4 of their
+    norm; rounding weights to bfloat16 costs 1.5e-3. For a standard deviation of 5 and a cap of 50, the error would be 2.6e-3.
     Prefill of Gemma 2 9B (4 x 4096 tokens, head_dim 256) took 836 us on an H200 with this function, and 980 us with `cap`. Prefill
     of the 27B (head_dim 128) took 1028 us and 1295 us, and 839 us without a cap.
     """
@@ -100,7 +100,7 @@ def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
 
 @cute.jit
 def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float32, shift: Float32) -> Float32:
-    """Replaces a row's scores by ``exp2(score * scale - shift)``, and returns this thread's partial sum of them."""
+    """Replaces a row's scores by ``exp2(score * scale - shift)``. Returns this thread's partial sum of the results."""
     sums = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
@@ -142,8 +142,8 @@ def softmax_step(
         lift: as of `softmax_first`.
 
     Returns:
-        whether this thread's maxima grew by more than ``lazy``; the rescale factor of each row's earlier accumulator; this thread's
-        partial sums of this block.
+        whether any of this thread's maxima grew by more than ``lazy``; for each row, the rescale factor of its earlier accumulator;
+        this thread's partial sums of this block.
     """
     maxima = lane_maxima(scores)
     scales = scale if cutlass.const_expr(isinstance(scale, tuple)) else (scale, scale)
@@ -178,7 +178,7 @@ class Sinks:
     """Attention sinks: one extra score for each query head, in the softmax's denominator only.
 
     Attributes:
-        address: of the first sink.
+        address: address of the first sink.
         kind: their dtype, see `launch.KINDS`; 0 for none.
     """
 
@@ -187,7 +187,7 @@ class Sinks:
 
     @cute.jit
     def load(self, head: Int32) -> Float32:
-        """A query head's sink in base 2; -inf if there are none, which contributes 0."""
+        """A query head's sink in base 2; -inf, which contributes 0, without sinks."""
         sink = -Float32.inf
         if self.kind == 1:
             sink = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[head] * LOG2_E

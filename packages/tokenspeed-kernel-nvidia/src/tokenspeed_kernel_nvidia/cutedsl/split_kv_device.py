@@ -2,13 +2,13 @@
 
 The split is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
 
-A kernel passes an object, ``work``, that defines the length of a sequence (``length_of``), its visible tiles (``visible``), the
-tiles of some sequences (``tiles_of``, see the function), and how many tiles a group computes (``tiles_per_group``). It must be a
-frozen dataclass. A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
+A kernel passes an object ``work`` with these members: the length of a sequence (``length_of``), its visible tiles (``visible``),
+the tiles of some sequences (``tiles_of``, see the function), and how many tiles a group computes (``tiles_per_group``). ``work``
+must be a frozen dataclass. A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
 
-``tiles_per_group`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and the
-fixed cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a group's
-range.
+``tiles_per_group`` takes a call, the tiles of all sequences, and the tiles of the first sequence. It returns the tiles per group
+and the fixed cost, in tiles, of starting a sequence. The fixed cost is counted ahead of each sequence's own tiles, and is part of a
+group's range.
 """
 
 # mypy: ignore-errors
@@ -27,15 +27,15 @@ def divide(work: Any, call: Any, at_once: cutlass.Constexpr[int]):
 
     The tiles of all sequences, concatenated, are split into ``groups`` equal ranges. A group has a CTA for each KV head.
 
-    Two passes over the lengths: the first sums the tiles of all sequences, the second finds the sequence in which the range
+    Makes two passes over the lengths. The first sums the tiles of all sequences. The second finds the sequence in which the range
     begins, by a warp prefix sum.
 
     Args:
-        at_once: lengths that each lane loads per round.
+        at_once: how many lengths each lane loads per round.
 
     Returns:
-        The sequence in which the range begins, its length, the tile offset in it, the tiles of this range, the tiles of a full
-        range, and the starting cost of a sequence in tiles.
+        The sequence in which the range begins, that sequence's length, the tile offset in that sequence, the tiles of this range,
+        the tiles of a full range, and the starting cost of a sequence in tiles.
     """
     lane = cute.arch.lane_idx()
     lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Tile schedulers: which work items a CTA of a persistent kernel computes, and in which order.
+"""Tile schedulers decide which work items a CTA of a persistent kernel computes, and in which order.
 
-Each warp role of a kernel makes the scheduler for itself, so that roles agree without communication::
+Each warp role of a kernel makes its own scheduler, and all roles agree without communication::
 
     index, step = own_indices()
     tiles = Raster(step, m, n, ...)
@@ -9,16 +9,17 @@ Each warp role of a kernel makes the scheduler for itself, so that roles agree w
         ...
         index = tiles.next(index)
 
-``has`` tells whether an index is a work item of the launch, ``item`` what to compute, and ``next`` the CTA's next index.
+``has`` tells whether an index belongs to a work item of the launch. ``item`` returns what to compute, and ``next`` the CTA's next
+index.
 
 * A static scheduler gives each of n CTAs every n-th index.
-* With `Queue`, the next index comes from a counter in global memory. `prefetch` issues the atomic once a CTA has its item, and
-  ``next`` takes its result.
-* `LongestFirst` searches for an item. Indices only grow, so its methods take the state of the search, which `seek` advances.
+* With `Queue`, the next index comes from a counter in global memory. `prefetch` issues the atomic once a CTA has its item; ``next``
+  returns the atomic's result.
+* `LongestFirst` searches for an item. Indices only grow. So its methods take the state of the search, which `seek` advances.
 
 `split_kv_device` splits the keys of a batch evenly, for decode kernels.
 
-All containers are frozen dataclasses: CuteDSL then carries them through a loop only if the loop assigns them.
+All containers are frozen dataclasses, because CuteDSL carries those through a loop only if the loop assigns them.
 """
 
 # mypy: ignore-errors
@@ -36,10 +37,10 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, warp_prefi
 
 
 def own_indices(ctas: int = 1):
-    """This CTA's first index, and the step to its next one, if persistent CTAs take the work items round-robin.
+    """This CTA's first index, and the step to its next index, if persistent CTAs take work items round-robin.
 
     Args:
-        ctas: the size of a cluster, whose CTAs take the same items.
+        ctas: the size of a cluster; its CTAs take the same items.
     """
     first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     return (first, step) if ctas == 1 else (first // ctas, step // ctas)
@@ -64,8 +65,8 @@ class RoundRobin:
 
 @dataclass(frozen=True)
 class Raster:
-    """The tiles of a GEMM's result, in bands of ``band`` rows of tiles; a band goes column by column, so that tiles that run at the
-    same time share operands in L2.
+    """The tiles of a GEMM's result, in bands of ``band`` rows of tiles. Within a band the order is column by column, so that
+    concurrent tiles share operands in L2.
 
     Attributes:
         step: see `own_indices`.
@@ -136,7 +137,7 @@ class Blocks:
         token: row of the sequence's first query.
         first: position of its first query.
         length: its keys.
-        counts: its blocks. The first one starts at the last multiple of 8 that is not after the first query.
+        counts: its blocks. The first block starts at the last multiple of 8 that is not after the first query.
         ends: inclusive prefix sum of blocks over all sequences of the batch.
         end: the number of blocks of these and all earlier sequences.
         size: positions of a block.
@@ -159,7 +160,7 @@ class Blocks:
     @cute.jit
     def item(self, index: Int32) -> Block:
         number, kv_head = index // self.kv_heads, index % self.kv_heads
-        lane = cute.arch.popc(ballot(self.ends <= number))  # the first lane whose prefix sum exceeds it
+        lane = cute.arch.popc(ballot(self.ends <= number))  # the first lane whose prefix sum exceeds number
         token, first, length = (cute.arch.shuffle_sync(x, lane) for x in (self.token, self.first, self.length))
         position = first // 8 * 8 + (number - cute.arch.shuffle_sync(self.ends - self.counts, lane)) * self.size
         return Block(lane, kv_head, position, token, first, length)
@@ -173,10 +174,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Queue:
-    """A counter in global memory, from which CTAs draw their next indices. A CTA's first index is its own number.
+    """A counter in global memory, from which CTAs take their next indices. A CTA's first index is its own number.
 
     Attributes:
-        counter: int32 ``[2]``: indices drawn, and CTAs that have finished. Both are 0 before and after a launch.
+        counter: int32 ``[2]``: indices drawn, and CTAs that have finished. Both counts are 0 before and after a launch.
         ctas: the number of CTAs.
     """
 
@@ -213,13 +214,13 @@ class Search:
         first_head: the first of the KV heads that run together.
         section: the first sequence of the section, which has a sequence per lane.
         start: first token of the lane's sequence.
-        q_len, kv_len: its queries (none beyond the section), and its keys.
+        q_len, kv_len: the sequence's queries (none beyond the section), and its keys.
         members: sequences of the section.
         heads: KV heads that run together.
         tiles: tiles of the lane's sequence.
         level: index of a tile in its sequence; -1 if the section's heads are done.
-        passed: tiles before this level, of this and all earlier sections.
-        head_count: KV heads that run together here; the last ones may be fewer than ``heads``.
+        passed: number of tiles before this level, in this section and all earlier ones.
+        head_count: number of KV heads that run together here; fewer than ``heads`` for the last heads.
         at_level: tiles of this level.
         found: whether there is an item.
     """
@@ -260,19 +261,20 @@ class Tile:
 
     @property
     def record(self) -> tuple:
-        """What consumers need to know of it."""
+        """The values that consumers need to know of this item."""
         return self.start, self.q_len, self.kv_len, self.position, self.kv_head
 
 
 @dataclass(frozen=True)
 class LongestFirst:
-    """Tiles of queries by sections of sequences whose K/V fit in L2. In a section the longest come first, by descending level: with
-    causal attention, a tile's level is proportional to its keys.
+    """Tiles of queries, by sections of sequences whose K/V fit in L2. Within a section the longest tiles come first, by descending
+    level. With causal attention, a tile's level is proportional to its keys.
 
     Attributes:
         positions: queries of a tile.
-        budget: K/V of one head that fit in L2, in blocks of 16 keys, so that the prefix sum cannot overflow.
-        lengths: from the sequences of a call and an index in the batch to a sequence's first token, its queries and its keys.
+        budget: how much K/V of one head fits in L2, in blocks of 16 keys, so that the prefix sum cannot overflow.
+        lengths: a function of a call's sequences and an index in the batch. It returns the sequence's first token, its queries and
+            its keys.
     """
 
     positions: int
@@ -288,7 +290,7 @@ class LongestFirst:
 
     @cute.jit
     def read_section(self, first: Int32, batch: Int32, sequences: Any, kv_heads: Int32):
-        """Forms the next section: sequences from ``first`` on, one per lane; at least one.
+        """Forms the next section: sequences from ``first`` on, at least one, one per lane.
 
         Returns:
             this lane's first token, queries and keys (no queries beyond the section); the sequences of the section; the KV heads
@@ -353,7 +355,7 @@ class LongestFirst:
         rank = index - at.passed
         nth = rank // at.head_count
         kv_head = at.first_head + rank - nth * at.head_count
-        # The lane of the sequence: the `nth`-th lane that has a tile at this level.
+        # The lane of the sequence: the `nth` among the lanes that have a tile at this level.
         reach = at.tiles > at.level
         mask = ballot(reach)
         before = cute.arch.popc(mask & ((1 << lane) - 1))

@@ -1,4 +1,4 @@
-"""Workspace memory of FlashInfer's kernels, and conversions of tensors to the forms that they need."""
+"""Workspace memory for FlashInfer's kernels, and conversion of tensors to the forms that these kernels need."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.workspace import Keeper
 
-# As in FlashInfer's own tests. XQA uses the first 8 MiB for semaphores, and the rest for partial results.
+# The same size as in FlashInfer's own tests. XQA uses the first 8 MiB for semaphores, and the rest for partial results.
 _WORKSPACE_BYTES = 256 << 20
-# One for each SM, for any device.
+# At least one counter for each SM, for any device.
 _LEAST_COUNTERS = 1 << 10
 
-# A keeper for these kernels alone, whose documentation guarantees that they leave counters and semaphores zero. A decode needs a
+# A separate keeper for these kernels. Their documentation guarantees that they leave counters and semaphores zero. A decode needs a
 # counter for each sequence and head, so an arena of 4 MiB is enough for the layers of a large model.
 _keeper = Keeper(arena=1 << 20)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a graph, whose replay stream is unknown."""
+    """Whether a graph is being captured on the current stream. The graph's replay stream is unknown."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -43,8 +43,9 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def counters(device: torch.device, wanted: int) -> Tensor:
-    """int32, at least ``wanted`` of them and one for each SM, for calls on the current stream: split-KV CTAs of a sequence count
-    their completion in them. All are zero, and each launch leaves them zero. Each captured launch has its own.
+    """int32, at least ``wanted`` counters and one for each SM, for calls on the current stream. The split-KV CTAs of a sequence
+    count their completion in a counter. All counters are zero, and each launch leaves them zero. Each captured launch has its own
+    counters.
     """
     return _keeper.get(*_where(device), 0, max(wanted, _LEAST_COUNTERS)).counters
 
@@ -74,14 +75,14 @@ def lse_for(q: Tensor, wanted: bool) -> Tensor | None:
 
 
 def sinks_of(sinks: Tensor | None) -> Tensor | None:
-    """Sinks as the kernels need them: float32, contiguous. They are in the same scale as scores after softmax_scale,
-    as in the operators.
+    """Sinks as the kernels need them: float32, contiguous. Sinks are in the same scale as scores after softmax_scale, as in the
+    operators.
     """
     return None if sinks is None else sinks.float().contiguous()
 
 
 def pages(page_table: Tensor, window_left: int) -> Tensor:
-    """The page table, contiguous. Pages that have left a window may have been freed, with entries of -1. Whether FlashInfer reads
-    such pages is unknown, so page 0 replaces them; the window masks its contents.
+    """The page table, contiguous. Pages that have left a window may have been freed, with entries of -1. FlashInfer's documentation
+    does not say whether such pages are read. So page 0 replaces them, and the window masks its contents.
     """
     return page_table.contiguous() if window_left < 0 else page_table.clamp(min=0)

@@ -1,7 +1,7 @@
 """mha_decode_with_kvcache by ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
 
-On sm_100 and sm_103 it calls TensorRT-LLM's generated kernels (``trtllm-gen``), which FlashInfer downloads at first use if its
-package flashinfer-cubin is not installed. On sm_90 and sm_120 it calls its XQA kernels, which nvcc compiles at first use.
+On sm_100 and sm_103 FlashInfer calls TensorRT-LLM's generated kernels (``trtllm-gen``). It downloads these at first use unless its
+package flashinfer-cubin is installed. On sm_90 and sm_120 FlashInfer calls its XQA kernels, which nvcc compiles at first use.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`; one new token a sequence, no scales, no cap.
+    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`. Supports one new token per sequence, without scales and without a
+    cap.
 
-    Never waits for the device. Where a window has freed pages (-1), the contents of page 0 must be finite. The first call loads the
-    kernel, which takes minutes if nvcc compiles it, and allocates 256 MiB of memory on each stream: make it before a graph is
-    captured.
+    Never waits for the device. If a window has freed pages (-1), the contents of page 0 must be finite. Make the first call before
+    a graph is captured. It loads the kernel, which takes minutes if nvcc compiles it, and allocates 256 MiB of memory on each
+    stream.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
@@ -60,7 +61,7 @@ def mha_decode_with_kvcache(
         # Scale of the scores; bmm2_scale is that of the output.
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        # FlashInfer's window_left excludes the token itself, as ours does; FlashInfer adds 1 before it calls its kernels.
+        # FlashInfer's window_left excludes the token itself, as ours does. FlashInfer adds 1 before it calls its kernels.
         window_left=window_left,
         out=written,
         sinks=sinks_of(sinks),
@@ -69,7 +70,7 @@ def mha_decode_with_kvcache(
         return_lse=return_lse,
         multi_ctas_kv_counter_buffer=counters(q.device, q.shape[0] * q.shape[1]),
     )
-    # A sequence that only pads the batch has no tokens, and its result would be 0 / 0.
+    # A sequence that only pads the batch has no tokens. Its result would be 0 / 0.
     empty = (cache_seqlens <= 0).view(-1, 1)
     out = deliver(written.masked_fill_(empty.unsqueeze(2), 0), out)
     # FlashInfer's LSE is in base 2.

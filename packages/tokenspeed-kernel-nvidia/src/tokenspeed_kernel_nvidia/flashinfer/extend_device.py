@@ -1,9 +1,10 @@
 """mha_extend_with_kvcache by ``flashinfer.prefill.trtllm_batch_context_with_kv_cache``.
 
-It calls TensorRT-LLM's generated kernels for sm_100 and sm_103. They read whole pages and multiply slots past the end of a sequence
-by 0. If such a slot is NaN, so is the result (TensorRT-LLM writes zeros there, https://github.com/NVIDIA/TensorRT-LLM/pull/18925).
-The operator promises that such slots never affect a result. They cannot be overwritten here, because another sequence may have
-tokens there. So the kernel handles only calls that name it: their caller must ensure that unused slots are finite.
+On sm_100 and sm_103, FlashInfer calls TensorRT-LLM's generated kernels. These kernels read whole pages, and multiply slots past the
+end of a sequence by 0. If such a slot is NaN, so is the result. TensorRT-LLM itself writes zeros to such slots,
+https://github.com/NVIDIA/TensorRT-LLM/pull/18925. The operator promises that such slots never affect a result. The adapter cannot
+overwrite such slots, because another sequence may have tokens there. So the kernel handles only calls that name it. The caller must
+ensure that unused slots are finite.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`; no LSE, no scales, no cap. Never waits for the device.
+    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`. Supports no LSE, no scales and no cap. Never waits for the device.
 
     Unused slots of the last page of each sequence must be finite, and where a window has freed pages (-1), so must page 0. Make the
     first call before a graph is captured.

@@ -5,8 +5,8 @@ GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own: their scales are in r
 sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need shuffled weights. They are left out, because the
 shuffle is documented only for weights that FlashInfer itself has quantised.
 
-Nothing was measured, and most of these GEMMs are compiled at first use. So these kernels are ranked below the portable ones, and
-are used on request only.
+These GEMMs have not been measured, and most of them are compiled at first use. So these kernels are ranked below the portable
+kernels, and are used on request only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 
 _PRIORITY = 2
 _TILES = "128x4"
-# CUTLASS's GEMMs need multiples of 32 elements, and those of mxfp8 were found to be wrong for sizes below 128.
+# CUTLASS's GEMMs need multiples of 32 elements. Its mxfp8 GEMMs gave wrong results for sizes below 128.
 _WHOLE = {"k": multiple_of(32), "n": multiple_of(32)}
 _LARGE = {size: constraint & at_least(128) for size, constraint in _WHOLE.items()}
 # Larger multiples than cuDNN is documented to need.

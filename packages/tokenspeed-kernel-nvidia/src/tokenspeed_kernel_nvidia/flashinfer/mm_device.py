@@ -27,8 +27,8 @@ def mm(
 ) -> Tensor:
     """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, or with a dense a in the weights' layout; no bias.
 
-    Never waits for the device. Operands that are not contiguous (weights: along k) are copied. The first call loads the kernel,
-    which takes minutes if nvcc compiles it, and allocates a workspace: make it before a graph is captured.
+    Never waits for the device. Operands that are not contiguous (weights: along k) are copied. Make the first call before a graph
+    is captured. It loads the kernel, which takes minutes if nvcc compiles it, and allocates a workspace.
     """
     dtype = out_dtype or torch.bfloat16
     written = to_write(out, a.new_empty((), dtype=dtype), (a.shape[0], b.shape[1]))

@@ -1,12 +1,12 @@
 """moe_apply by FlashInfer: the declarations. The adapter, which also arranges weights, is in ``moe_device``.
 
-These are TensorRT-LLM's grouped CUTLASS GEMMs (``cutlass_fused_moe``): dense weights on Hopper and Blackwell; on Hopper only, mxfp4
-weights with bfloat16 tokens, and fp8 block-scaled weights with fp8 tokens. FlashInfer's generated kernels for Blackwell
-(``trtllm_*_moe``) are left out: the shuffle of their weights is documented only for weights that FlashInfer itself has quantised,
-not for those of a checkpoint.
+These kernels are TensorRT-LLM's grouped CUTLASS GEMMs (``cutlass_fused_moe``). They support dense weights on Hopper and Blackwell.
+On Hopper only, they support mxfp4 weights with bfloat16 tokens, and fp8 block-scaled weights with fp8 tokens. FlashInfer's
+generated kernels for Blackwell (``trtllm_*_moe``) are left out. The shuffle of their weights is documented only for weights that
+FlashInfer itself has quantised, not for a checkpoint's weights.
 
-Nothing was measured, and the first call compiles some 250 files with nvcc, unless FlashInfer's prebuilt kernels are installed. So
-these kernels are ranked below the portable ones, and are used on request only.
+These kernels have not been measured. The first call compiles some 250 files with nvcc, unless FlashInfer's prebuilt kernels are
+installed. So these kernels are ranked below the portable kernels, and are used on request only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 _PRIORITY = 2
 _DEVICE = f"{__name__}_device"
 _ADAPTER = f"{_DEVICE}:moe_apply"
-# Every option of the activation is one value for each expert; the largest float stands for no limit.
+# Every option of the activation is passed as one value for each expert. The largest float stands for no limit.
 _OPTIONS = {"activation": "swiglu", "swiglu_limit": any, "swiglu_alpha_beta": any, "bias": any, "w13_interleaved": any}
 # Bulk copies need rows that are multiples of 16 bytes.
 _HALVES = {"hidden_size": multiple_of(8), "intermediate_size": multiple_of(8)}

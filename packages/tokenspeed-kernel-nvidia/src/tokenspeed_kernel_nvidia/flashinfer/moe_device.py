@@ -1,11 +1,11 @@
-"""moe_apply by ``flashinfer.fused_moe.cutlass_fused_moe``, and its weights.
+"""moe_apply by ``flashinfer.fused_moe.cutlass_fused_moe``, and the preparation of its weights.
 
-It needs w13's rows to be all ups, then all gates. mxfp4 weights and their scales also go through two functions of FlashInfer, and
-sizes that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) * 0``, for any options.
+The function needs all up rows of w13 first, then all gate rows. mxfp4 weights and their scales are also converted by two functions
+of FlashInfer. Sizes that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) * 0``, for any options.
 
-Slots with negative ids are skipped, as are experts beyond the rank's. The sum over slots is a kernel of its own here, which writes
-zeros for tokens without any. FlashInfer can also sum in the second GEMM's epilogue. But there it uses atomic operations in the
-output's dtype: results vary from run to run, and a token of four experts is rounded four times.
+Slots with negative ids are skipped, as are experts beyond the rank's. A separate kernel sums over slots, and writes zeros for
+tokens without slots. FlashInfer can also sum in the second GEMM's epilogue. But that epilogue uses atomic operations in the
+output's dtype. Results vary from run to run, and a token of four experts is rounded four times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlashInferWeights(MoEWeights, Resource):
     hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        # Everything that hooks read follows from the layout; the rest is private to the kernel.
+        # The layout determines everything that hooks read. Everything else is private to the kernel.
         self.key = self.layout
         self.device = self.w13_weight.device
 
@@ -154,8 +154,8 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.moe_apply`. Never waits for the device. Make the first call before a graph is captured: it
-    compiles the kernels if that has not been done.
+    """See `tokenspeed_kernel_nvidia.moe_apply`. Never waits for the device. Make the first call before a graph is captured, because
+    it may compile the kernels.
     """
     if not x.numel():
         return deliver(torch.empty_like(x), out)

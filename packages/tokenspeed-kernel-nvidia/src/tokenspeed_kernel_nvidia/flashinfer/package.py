@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 DISTRIBUTION = "flashinfer-python"
-# The version whose source the adapters were written from. Older ones lack, among other things, the counters of a decode.
+# The adapters were written from the source of this version. Older versions lack, among other things, the counters of a decode.
 NEEDED = (0, 7, 2)
 
 

@@ -1,6 +1,6 @@
 """mha_prefill by FlashInfer: the declarations. The adapter is in ``prefill_device``.
 
-No LSE with sinks: whether it includes the sink is not documented.
+Supports no LSE with sinks, because it is not documented whether the LSE includes the sink.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """mha_prefill by ``flashinfer.prefill.trtllm_ragged_attention_deepseek``: TensorRT-LLM's generated kernels, for sm_100 and sm_103.
 
-The kernels must not see a sequence without tokens, so lengths are needed on the host. If the caller passes them
-(``cu_seqlens_cpu``) nothing waits for the device; otherwise they are copied from it. The declaration's tag says so.
+The kernels must not see a sequence without tokens. So lengths are needed on the host. If the caller passes them
+(``cu_seqlens_cpu``), the call does not wait for the device. Otherwise they are copied from the device. The declaration's tag says
+so.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def mha_prefill(
         bmm2_scale=1.0,
         o_sf_scale=-1.0,  # the output is not block-scaled
         batch_size=len(lengths),
-        # FlashInfer's window_left excludes the token itself, as ours does; FlashInfer adds 1 before it calls its kernels.
+        # FlashInfer's window_left excludes the token itself, as ours does. FlashInfer adds 1 before it calls its kernels.
         window_left=window_left,
         cum_seq_lens_q=starts,
         cum_seq_lens_kv=starts,
@@ -79,13 +80,13 @@ def mha_prefill(
 
 
 def _without_empty(offsets: Tensor, on_host: Sequence[int] | Tensor | None) -> tuple[Tensor | None, list[int]]:
-    """The lengths of sequences that have tokens, and the offsets of these alone, or None if all sequences have tokens."""
+    """The offsets and lengths of the sequences that have tokens. The offsets are None if all sequences have tokens."""
     given = offsets if on_host is None else on_host
     values: list[int] = given.tolist() if isinstance(given, Tensor) else list(given)
     lengths = [end - begin for begin, end in itertools.pairwise(values)]
     if all(lengths):
         return None, lengths
-    if capturing(offsets.device):  # each replay would copy from host memory that has been freed
+    if capturing(offsets.device):  # a replay would copy from host memory that has been freed
         raise RuntimeError("sequences without tokens must be left out of cu_seqlens where a graph is captured")
     kept = [length for length in lengths if length]
     made = torch.tensor([0, *itertools.accumulate(kept)], dtype=torch.int32)

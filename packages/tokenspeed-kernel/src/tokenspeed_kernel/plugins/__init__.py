@@ -34,7 +34,7 @@ GROUP = "tokenspeed_kernel.plugins"
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A plugin whose kernels are registered."""
+    """A loaded plugin: its kernels are registered."""
 
     name: str
     package: str
@@ -62,10 +62,10 @@ _lock = threading.RLock()
 _loaded: dict[str, PluginInfo] = {}
 _failed: dict[str, PluginFailure] = {}
 _disabled: set[str] = set()
-# The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels when they are imported, so
-# its function may not register them a second time.
+# The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels at import. So the plugin's
+# function cannot declare them a second time.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
-# The registry that has been filled; `KernelRegistry.reset` replaces it by another one.
+# The registry that has been filled; `KernelRegistry.reset` replaces the process-wide registry.
 _filled: KernelRegistry | None = None
 
 CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
@@ -117,7 +117,7 @@ def _register_core() -> None:
 
 
 def _warn_of_unknown_names(installed: set[str]) -> None:
-    """Warns of unknown names in settings and declarations. This is possible only after everything is declared."""
+    """Warns of unknown names in settings and declarations. Call it after everything is declared."""
     declared = [(op.family, op.mode) for op in operators()]
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
@@ -181,7 +181,7 @@ def _load(entry: metadata.EntryPoint) -> None:
 
 
 def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
-    """Publishes kernels that were registered before, in a registry that may be a new one."""
+    """Publishes kernels that were registered before, possibly in another registry."""
     registry = KernelRegistry.get()
     for spec, impl in declared:
         if not registry.has(spec):
@@ -209,12 +209,12 @@ def disabled_plugins() -> list[str]:
 
 
 def disable_plugin(name: str) -> None:
-    """Withdraws a plugin's kernels, and prevents it from being loaded in this process.
+    """Withdraws a plugin's kernels, and prevents the plugin from being loaded in this process.
 
     The kernels remain available to the functions of their own package.
 
     Raises:
-        KeyError: the plugin is neither loaded, nor failed, nor installed.
+        KeyError: no plugin of this name is loaded, has failed, or is installed.
     """
     with _lock:
         installed = {entry.name for entry in metadata.entry_points(group=GROUP)}

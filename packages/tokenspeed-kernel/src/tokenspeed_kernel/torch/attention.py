@@ -1,6 +1,6 @@
 """Attention on a CPU by PyTorch's fused kernel, one sequence at a time. Reading ``cu_seqlens`` on the host needs no device sync.
 
-It handles causal attention only, without windows, sinks, logit caps or LSE. It accumulates in float32 (float64 for float64).
+The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 
-# Ranked above the portable Triton kernels: on a CPU they are interpreted, and this kernel is compiled.
+# Ranked above the portable Triton kernels, because Triton interprets those on a CPU, while this kernel is compiled.
 @register_kernel(
     "attention",
     "mha_prefill",

@@ -2,8 +2,8 @@
 
 Fast accumulation is off: the tensor cores' partial sums are added in float32 along k. The library requires operands that are
 contiguous along k, with rows at multiples of 16 bytes. Row scales must be contiguous, and block scales of neighbouring rows must be
-adjacent. Tensors in another layout are copied, because no trait describes layouts. Such copies are small or rare: scales are small,
-and models' operands have the required layout.
+adjacent. Tensors in another layout are copied, because no trait describes layouts. Such copies are small (scales) or rare (models'
+operands already have the required layout).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tokenspeed_kernel_base.traits import at_least, multiple_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes
-# With block scales, m must be a multiple of this: 16 bytes of float32 scales. PyTorch 2.11 with CUDA 13.0 rejects any other m.
+# With block scales, m must be a multiple of this constant: 16 bytes of float32 scales. PyTorch 2.11 with CUDA 13.0 rejects any
+# other m.
 ROWS_OF_SCALES = 4
 # Dtypes of (a, b). The library has no GEMM of e5m2 with e5m2.
 DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
@@ -52,7 +53,7 @@ def _vector(x: Tensor) -> Tensor:
 
 
 def _are_blocks(b: Tensor, b_scale: Tensor) -> bool:
-    # One block along k with a scale for each column has the shape of per-column scales, and the same meaning.
+    # Scales of a single block along k, one per column, have the shape and the meaning of per-column scales.
     return b_scale.ndim == 2 and b_scale.shape != (1, b.shape[1])
 
 
@@ -65,7 +66,7 @@ def torch_scaled_mm(
     if _are_blocks(b, b_scale):
         rows += -m % ROWS_OF_SCALES
         if rows > m:
-            # Pad with rows of zeros, whose results are dropped.
+            # Pad a with rows of zeros; their results are dropped.
             a = pad(a.view(torch.uint8), (0, 0, 0, rows - m)).view(a.dtype)
             a_scale = pad(a_scale.mT, (0, rows - m)).mT
         a_scale, b_scale = _vector(a_scale.mT).mT, _vector(b_scale.mT).mT
@@ -84,7 +85,7 @@ def torch_scaled_mm(
 
 @functools.cache
 def _gap() -> str | None:
-    """Why the installed PyTorch lacks these GEMMs, or None if it has them. A build without CUDA never launches them."""
+    """Why the installed PyTorch lacks these GEMMs, or None. A build without CUDA never launches them."""
     cuda = torch.version.cuda
     if cuda is None:
         return None
@@ -139,7 +140,7 @@ _TENSORS = _pairs(("tensor",), ("tensor",))
 # |           | 2048 x 7168 | 101.3   97.7  | 107.6  163.5  |
 _SUPPORTED = {
     "tensors": _Support(_nvidia((8, 9)), _TENSORS, fewest_rows=64, k=16, n=16),
-    # On later architectures PyTorch uses a kernel that is not the library's.
+    # On later architectures PyTorch uses its own kernel instead of the library's.
     "rows": _Support(
         _nvidia((9, 0), (9, 0)), _pairs(("tensor", "token"), ("tensor", "channel")) - _TENSORS, fewest_rows=512, k=16, n=16
     ),

@@ -1,4 +1,6 @@
-"""Host code shared by the portable Triton kernels of all families. It imports no Triton, because declarations use it too."""
+"""Host code shared by the portable Triton kernels of all families. This module does not import Triton, because declarations use it
+too.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 # Architectures with PDL (programmatic dependent launch).
 _OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
-# The SM/CU count of a platform that does not report one: between today's small and large devices.
+# The SM/CU count that is assumed for a platform that reports none: between today's small and large devices.
 _TYPICAL_SM_COUNT = 128
 
 
@@ -48,8 +50,8 @@ def for_architecture(choices: Mapping[str, T], device: torch.device) -> T:
 def may_overlap(device: torch.device) -> bool:
     """Whether the device supports PDL: a kernel may launch while the preceding kernel still runs.
 
-    A kernel launched with PDL is compiled with a flag for it and launched with `launch_options`. It calls `common_device.start`
-    before it accesses memory that other kernels access.
+    A kernel launched with PDL is compiled with a flag for it and launched with `launch_options`. The kernel calls
+    `common_device.start` before it accesses memory that other kernels access.
     """
     return for_architecture(_OVERLAPPING, device)
 
@@ -75,7 +77,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """The tensor if contiguous, else a contiguous copy: for vectors whose strides the kernel does not take."""
+    """The tensor itself if contiguous, else a contiguous copy. For vectors whose strides are not passed to the kernel."""
     return None if x is None else x.contiguous()
 
 
@@ -86,5 +88,5 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def has_rows(out: Tensor) -> bool:
-    """Whether `as_rows` of an output tensor is a view, so that a kernel can write through it."""
+    """Whether `as_rows` of an output tensor is a view, through which a kernel can write."""
     return out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)

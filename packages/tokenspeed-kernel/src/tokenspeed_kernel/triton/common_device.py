@@ -13,7 +13,7 @@ DTYPES = {
     torch.float32: tl.float32,
     torch.float8_e4m3fn: tl.float8e4nv,
 }
-"""Triton dtypes by PyTorch dtype, for launchers that pass one to a kernel."""
+"""Triton dtypes by PyTorch dtype, for launchers that pass a dtype to a kernel."""
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -22,7 +22,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def wait_for_products() -> None:
     """Waits on Hopper until all outstanding WGMMAs have completed. Does nothing elsewhere.
 
-    Call it in a loop before computing the dot's first operand (dequantised weights, converted fp8). Such an operand stays in
+    Call it in a loop before computing the dot's first operand (dequantised weights, converted fp8). Such an operand is in
     registers. Triton (3.6 to 3.9) lets the WGMMAs of one iteration overlap the next iteration. The next operand then overwrites
     registers that a WGMMA still reads. Results are wrong intermittently, more often on a busier SM. The wait costs up to 2%,
     because other warps have work meanwhile.
@@ -37,8 +37,8 @@ def wait_for_products() -> None:
 def start(EARLY: tl.constexpr) -> None:
     """PDL prologue: lets the next kernel launch, then waits until the preceding kernels' writes are visible.
 
-    A kernel launched with PDL must call this first. The next kernel may launch at any time, because its own wait is for the end
-    of this kernel. An earlier launch hides more of the next kernel's launch latency.
+    A kernel launched with PDL must call this first. From then on the next kernel may launch at any time, because its own wait is
+    for the end of this kernel. An earlier launch hides more of the next kernel's launch latency.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,7 +47,7 @@ def start(EARLY: tl.constexpr) -> None:
 
 @triton.jit
 def prefetch(rows) -> None:
-    """Prefetches to L2 the 128-byte line that each pointer of a tile points into.
+    """Prefetches to L2 the 128-byte lines that a tile of pointers points into.
 
     The prefetch is a hint and loads nothing into registers, so the preceding kernel may still be writing the line.
     """
@@ -64,7 +64,7 @@ def prefetch_rows(rows, inside, width, stride, elsewhere, PADDED: tl.constexpr) 
         inside: which rows exist, ``[rows, 1]``.
         width: elements in a row.
         stride: stride between the elements of a row, in elements.
-        elsewhere: an address of the same tensor, prefetched instead of lines that do not exist.
+        elsewhere: an address in the same tensor, to prefetch in place of lines that do not exist.
         PADDED: a power of two that is at least the width.
     """
     LINE: tl.constexpr = 1024 // elsewhere.dtype.element_ty.primitive_bitwidth
@@ -86,8 +86,8 @@ def bits_of(masks):
 def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.constexpr):
     """The sequence that owns work item ``slot``. A work item is ROWS rows; a token has GROUP rows.
 
-    The items of sequence b begin at ``cu_seqlens[b] * GROUP // ROWS + b``: at least as many as its rows need, and at least one.
-    The search compares AT_ONCE sequences at a time.
+    The items of sequence b begin at ``cu_seqlens[b] * GROUP // ROWS + b``. A sequence gets at least one item, and at least as many
+    as its rows need. The search compares AT_ONCE sequences at a time.
     """
     count = 0
     for start in range(0, batch, AT_ONCE):

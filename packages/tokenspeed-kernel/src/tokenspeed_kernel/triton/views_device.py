@@ -1,7 +1,7 @@
 """Tensors with their strides, for device functions.
 
-Kernels take flat arguments and build these structs themselves: each struct among a kernel's arguments adds about 0.5 us to a Triton
-launch.
+Kernels take flat arguments and build these structs themselves, because each struct among a kernel's arguments adds about 0.5 us to
+a Triton launch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """float32 scales of q, k and v, each one scalar or one per KV head; None where there is none."""
+    """float32 scales of q, k and v, each a scalar or one per KV head; None for a missing scale."""
 
     q: Any
     k: Any

@@ -1,1 +1,1 @@
-"""The workbench: tools that verify, time, tune, record and explain kernels. No call of an operator needs it."""
+"""The workbench: tools that verify, time, tune, record and explain kernels. Calls of operators do not need it."""

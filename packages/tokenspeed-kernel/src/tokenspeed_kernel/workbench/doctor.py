@@ -40,7 +40,7 @@ class Finding:
     """A problem or a piece of advice.
 
     Attributes:
-        problem: whether it is an error, which makes the diagnosis fail; otherwise it is advice.
+        problem: whether the finding is an error, which makes the diagnosis fail. Otherwise it is advice.
         what: the finding.
         remedy: how to fix it.
     """
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The complete diagnosis. ``load_failures``: kernels whose code could not be imported, with the traceback."""
+    """The complete diagnosis. ``load_failures``: kernels whose code failed to import, with the traceback."""
 
     platform: dict[str, Any]
     versions: dict[str, str]

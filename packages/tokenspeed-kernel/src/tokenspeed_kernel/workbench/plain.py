@@ -17,8 +17,8 @@ def from_plain(kind: type[T], value: Any) -> T:
     """Builds an instance of a dataclass. Unknown keys are ignored, because a later release may have written them.
 
     Args:
-        kind: a dataclass whose fields are dataclasses, numbers, booleans, strings, literals, tuples, mappings with string keys, or
-            optional ones of these.
+        kind: a dataclass. Its fields are dataclasses, numbers, booleans, strings, literals, tuples, mappings with string keys, or
+            optional forms of these.
         value: the plain value.
 
     Raises:

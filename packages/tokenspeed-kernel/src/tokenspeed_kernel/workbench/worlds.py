@@ -1,4 +1,4 @@
-"""Runs a function in several processes, each a rank of one torch.distributed group: a *world*.
+"""Runs a function in several processes. Each process is a rank of one torch.distributed group: a *world*.
 
 ::
 
@@ -7,7 +7,8 @@
     results = run_world(ranks_of, 2, (shape,))     # one result per rank
 
 Cases with a ``world_size`` are verified and timed in a world of that size. The processes run this Python interpreter, and import
-the function's module. Those on CPUs are forked from a server process that has imported the core once; those on GPUs are spawned.
+the function's module. Processes on CPUs are forked from a server process that has imported the core once. Processes on GPUs are
+spawned.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Seconds that a process has to exit before it is killed.
+# Seconds in which a process must exit before it is killed.
 _GRACE_S = 5.0
-# Seconds to wait for other ranks' errors after one rank has failed: the others may hang, or be about to report their own error.
+# Seconds to wait for other ranks' errors after one rank has failed. The other ranks may hang, or be about to report errors.
 _LINGER_S = 2.0
 
 _HOST = "127.0.0.1"
@@ -58,7 +59,7 @@ def current_rank() -> int:
 
 
 def agreed(value: float) -> float:
-    """Returns the maximum over all ranks' values, so that all ranks use the same value; outside a world the value itself."""
+    """Returns the maximum of all ranks' values, so that all ranks use the same value. Returns ``value`` itself outside a world."""
     if current_size() == 1:
         return value
     values: list[float] = [0.0] * current_size()
@@ -67,7 +68,7 @@ def agreed(value: float) -> float:
 
 
 def gap(world_size: int, device: torch.device) -> str | None:
-    """Returns why a world of this size cannot run on this type of device; None if it can."""
+    """Returns why a world of this size cannot run on this type of device; None for a possible world."""
     if not dist.is_available():
         return "this PyTorch has no torch.distributed"
     if device.type == "cuda" and torch.cuda.device_count() < world_size:
@@ -83,7 +84,7 @@ def run_world(
     device: torch.device | str = "cpu",
     time_limit_s: float = 300.0,
 ) -> list[Any]:
-    """Calls ``function(*args)`` in each of ``world_size`` new processes, which are the ranks of one group.
+    """Calls ``function(*args)`` in each of ``world_size`` new processes, the ranks of one group.
 
     On CPUs the group uses gloo. On GPUs it uses nccl, and rank r has GPU r as its current device.
 
@@ -91,7 +92,7 @@ def run_world(
         function: defined in a module that the processes can import. The function, its arguments and its results are pickled, and
             must hold no tensors.
         world_size: number of processes.
-        args: arguments, the same for each rank.
+        args: arguments, the same for all ranks.
         device: its type selects CPUs or GPUs.
         time_limit_s: seconds until all ranks must be done, process startup included.
 
@@ -99,11 +100,11 @@ def run_world(
         The results, by rank.
 
     Raises:
-        WorldError: a rank raised an error or exited without a result, or the time limit was exceeded. All processes have ended by
-            then.
+        WorldError: a rank raised an error or exited without a result, or the time limit was exceeded. All processes have ended when
+            the error is raised.
     """
     kind = torch.device(device).type
-    # The operating system chooses a free port, and this process holds it, so that no other process can claim it in between.
+    # The operating system chooses a free port. This process holds the port, so that no other process can claim it in between.
     limit = timedelta(seconds=time_limit_s)
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
     context = _context_for(kind)
@@ -124,7 +125,7 @@ def run_world(
             process.terminate()
         raise
     finally:
-        for connection in connections:  # the ranks wait for this: no rank exits while another still needs it
+        for connection in connections:  # the ranks wait for this message, so no rank exits while another still needs it
             connection.close()
         _join(processes)
     return results
@@ -133,8 +134,8 @@ def run_world(
 def _context_for(kind: str) -> Any:
     """The context that starts processes for a type of device.
 
-    A new interpreter takes seconds to import PyTorch and the core; a fork of one that has imported them takes milliseconds. The
-    server has used no device and started no thread.
+    A new interpreter takes seconds to import PyTorch and the core. A fork of an interpreter that has imported them takes
+    milliseconds. The server has used no device and started no thread.
     """
     if kind != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -164,7 +165,7 @@ def _gather(connections: Sequence[Connection], deadline: float, time_limit_s: fl
                 deadline = min(deadline, time.monotonic() + _LINGER_S)
     size = len(connections)
     if errors:
-        # In order of arrival: the first error is the cause, later ones may only be consequences of the first rank's exit.
+        # In order of arrival. The first error is the cause; later errors may only be consequences of the first rank's exit.
         said = "\n".join(f"rank {rank} of {size}: {error.rstrip()}" for rank, error in errors.items())
         raise WorldError(said, [*errors])
     if waiting:

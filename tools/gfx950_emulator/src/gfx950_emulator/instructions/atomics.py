@@ -1,4 +1,4 @@
-"""Atomics of global memory and LDS, applied one lane after the other in lane order, so that results are reproducible."""
+"""Atomics of global memory and LDS. Lanes are applied in order, so that results are reproducible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gfx950_emulator.memory import Fault
 
 
 def check_aligned(addresses: np.ndarray, size: int) -> None:
-    """Raises `Fault` unless all addresses are multiples of ``size``: the hardware supports no unaligned atomics."""
+    """Raises `Fault` unless all addresses are multiples of ``size``, because the hardware supports no unaligned atomics."""
     wrong = addresses & (size - 1)
     if wrong.any():
         raise Fault(
@@ -109,11 +109,11 @@ def apply_in_order(
     Args:
         cells: the memory, uint8.
         places: int64 [N], the first byte of each lane.
-        inside: lanes whose address is in range, None for all; the others read zero and write nothing.
+        inside: lanes whose address is in range, None for all. Other lanes read zero and write nothing.
         kind: a name of `operations`, or ``"cmpswap"``.
         operand: uint32 or uint64 [N].
         compare: uint32 or uint64 [N], the values with which a ``"cmpswap"`` compares.
-        changeable: uint32 or uint64 [N], the bits that are in bounds; the others read zero and are kept. None for all.
+        changeable: uint32 or uint64 [N], the bits that are in bounds. Other bits read as zero and are kept. None for all.
 
     Returns:
         The old values, in the operand's type, and whether memory changed: a wave that polls with an atomic changes nothing.

@@ -1,7 +1,7 @@
 """Vector compares: a bit per lane, to VCC, to a pair of scalar registers, or to EXEC (v_cmpx).
 
 Definitions: chapter VOPC of AMD's CDNA4 ISA document. The negated floating-point relations (nge, nlt, ...) are true for NaN; "o" is
-true if neither operand is NaN, "u" if one is.
+true if neither operand is NaN, "u" if at least one operand is.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _wait(site: Site) -> Bound:
     "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol",
 )  # fmt: skip
 def _no_operation(site: Site) -> Bound:
-    """No visible effect: caches are coherent here, and priorities do not matter."""
+    """Has no visible effect, because caches are coherent in the emulator, and priorities do not matter."""
     site.modifiers.clear()
     return Bound(_nothing, unit="nop")
 
@@ -181,7 +181,7 @@ def _getreg(site: Site) -> Bound:
 
 @binder("s_setreg_imm32_b32", "s_setreg_b32")
 def _setreg(site: Site) -> Bound:
-    """Writes to MODE may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not change. The
+    """Writes to MODE may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not change. All
     other fields control exceptions and clamping."""
     name, offset, size = _hardware_register(site, site.instruction.operands[0])
     text = site.instruction.operands[1]

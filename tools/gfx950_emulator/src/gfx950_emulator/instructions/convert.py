@@ -1,7 +1,7 @@
 """Conversions between number formats. Arithmetic and facts on rounding, overflow and scales: `gfx950_emulator.formats`.
 
 Definitions: V_CVT_* in chapters VOP1 and VOP3 of AMD's CDNA4 ISA document. MODE.FP16_OVFL is read when an instruction runs, because
-kernels set it. Results that op_sel places in a part of a register keep the rest of the register.
+kernels set it. If op_sel places a result in a part of a register, the rest of the register is kept.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _pack16(site: Site) -> Bound:
         else:
             group_write(g, row, _pack(formats.f32_to_f16(low, saturate), formats.f32_to_f16(high, saturate)))
 
-    # If only the lower half of the result is used, compilers write a scalar as second source, which may be undefined.
+    # If only the lower half of the result is used, compilers write a scalar as second source. It may be undefined.
     return Bound(run, site.ids([destination]), site.ids([first] if second.file == "s" else [first, second]))
 
 
@@ -119,14 +119,14 @@ def _byte(op_sel: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _write_part(g: Group, row: int, bits: Array, part: tuple[int, int]) -> None:
-    """Writes bits [first, first + width) of a register and keeps the others."""
+    """Writes bits [first, first + width) of a register, and keeps all other bits."""
     first, width = part
     field = np.uint32((1 << width) - 1 << first)
     group_write(g, row, (g.U[row] & ~field) | bits.astype(np.uint32) << np.uint32(first))
 
 
 def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[[Group], list[Array]]:
-    """An operand's values as float32: one, the two of a packed register, or those of consecutive registers."""
+    """An operand's values as float32: one value, the two of a packed register, or those of consecutive registers."""
     if operand.count <= 1 and wide == "f32":
         get = getter(site, operand, F32)
         return lambda g: [per_lane(g, get(g))]
@@ -238,7 +238,7 @@ _STOCHASTIC += [f"v_cvt_scalef32_sr_pk32_{narrow}_{wide}" for narrow, wide in pr
 
 @binder(*_STOCHASTIC)
 def _narrow_stochastic(site: Site) -> Bound:
-    """As `_narrow_scaled`, but rounded stochastically with the random bits of S1."""
+    """Like `_narrow_scaled`, but rounds stochastically, with the random bits of S1."""
     narrow, wide = site.mnemonic.split("_")[-2:]
     _, value, random, scale = site.operands
     read = _numbers(site, value, wide, single="_pk" not in site.mnemonic)
@@ -322,7 +322,7 @@ def _widen_32(site: Site) -> Bound:
 
 @binder(*_SCALED_SINGLE)
 def _widen_single(site: Site) -> Bound:
-    """Widens the byte that op_sel[1:0] selects and multiplies it by the scale of S1; float16 goes to the half that op_sel
+    """Widens the byte that op_sel[1:0] selects, and multiplies it by the scale of S1. A float16 result goes to the half that op_sel
     selects."""
     wide, narrow = site.mnemonic.split("_")[3:]
     form = _NARROW[narrow]

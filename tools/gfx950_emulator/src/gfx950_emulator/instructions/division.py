@@ -1,16 +1,16 @@
 """The steps of LLVM's division: v_div_scale, v_div_fmas, v_div_fixup.
 
 LLVM divides in five steps: scale both operands (v_div_scale), compute a reciprocal, run Newton steps, scale back (v_div_fmas), and
-handle special cases (v_div_fixup). Scaling brings operands whose intermediate results would overflow or become denormal into range;
-VCC says that the quotient must be scaled back.
+handle special cases (v_div_fixup). Some operands would make intermediate results overflow or become denormal. Scaling moves them
+into range, and VCC says that the quotient must be scaled back.
 
 Definitions: V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of AMD's CDNA4 ISA document. The following interpretations are needed for the
 correctly rounded quotient that IEEE 754, OpenCL and LLVM require:
 
-- If both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down; the document scales it
-  up, which would overflow.
-- v_div_fmas scales by 2**64 (2**128 for float64): up if S2, the scaled quotient, is at least 2, otherwise down (as in the document
-  of GCN3), and rounds once.
+- If both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down. The document scales it up,
+  which would overflow.
+- v_div_fmas scales by 2**64 (2**128 for float64), and rounds once. It scales up if S2, the scaled quotient, is at least 2,
+  otherwise down (as in the document of GCN3).
 - v_div_fixup returns infinity if the exponents show that the quotient overflows, because the earlier steps return NaN then.
 """
 
@@ -92,7 +92,7 @@ def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array
 
 @binder("v_div_scale_f32", "v_div_scale_f64")
 def _div_scale(site: Site) -> Bound:
-    """D, VCC = scaled S0; S1 is the denominator, S2 the numerator, and S0 equals one of them."""
+    """D, VCC = scaled S0. S1 is the denominator, S2 the numerator, and S0 equals one of these two."""
     type_ = F32 if site.mnemonic.endswith("f32") else F64
     destination, flag, *sources = site.operands
     getters = [getter(site, operand, type_) for operand in sources]

@@ -75,8 +75,8 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
 
 
 def _check_switched_off(local: LocalMemory, first: np.ndarray, size: int) -> None:
-    """Reports writes beyond the allocation, which hardware drops, unless M0 is beyond any LDS: compilers disable a wave in this
-    way."""
+    """Reports writes beyond the allocation, which hardware drops. Exception: M0 is beyond any LDS, by which compilers disable a
+    wave."""
     meant = first >= LIMIT
     if not meant.all():
         at = int(first[~meant][0])

@@ -1,9 +1,9 @@
 """Vector floating point in float16, float32 and float64: add, multiply, min and max, exponents, mixed precision, dot products.
 
-Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact or rounded
-once as IEEE 754 defines it, except dot products, which round every partial sum. NaNs are quiet as on hardware, but with the host's
-payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document.
-Transcendental functions: `gfx950_emulator.instructions.transcendental`; division: `gfx950_emulator.instructions.division`.
+Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact, or rounded
+once as IEEE 754 defines. Exception: dot products round every partial sum. NaNs are quiet as on hardware, but with the host's
+payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document. Transcendental functions:
+`gfx950_emulator.instructions.transcendental`; division: `gfx950_emulator.instructions.division`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     """float32, rounded once.
 
     The product is exact in float64. The sum is rounded to float64 and then to float32. Double rounding is wrong only if the float64
-    result is halfway between two float32 values: bits 28 to 0 are 2**28, or the value is a float32 denormal.
+    result is halfway between two float32 values. Then bits 28 to 0 are 2**28, or the value is a float32 denormal.
     """
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c
@@ -61,7 +61,7 @@ def _safe_to_round(product: Array, c: Array, total: Array) -> Array:
 def round_to_odd(a: Array, b: Array, total: Array) -> Array:
     """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest.
 
-    The result is the one with an odd last bit of the two float64 values around an inexact sum, so that rounding it to fewer bits
+    Returns whichever of the two float64 values around an inexact sum has an odd last bit. Rounding this result to fewer bits then
     equals rounding once. For finite sums."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
@@ -142,7 +142,7 @@ vector_op("v_fmamk_f32", lambda a, k, b: fma32(a, k, b), F32, F32, F32, F32)
 vector_op("v_fmaak_f32", lambda a, b, k: fma32(a, b, k), F32, F32, F32, F32)
 
 
-# Minimum and maximum. With MODE.IEEE on, v_min and v_max return the number if the other operand is a quiet NaN; a signalling NaN
+# Minimum and maximum. With MODE.IEEE on, v_min and v_max return the number if the other operand is a quiet NaN. A signalling NaN
 # becomes the result, made quiet. -0 is below +0.
 
 
@@ -192,7 +192,7 @@ def maximum3(a: Array, b: Array, c: Array) -> Array:
 
 
 def median(a: Array, b: Array, c: Array) -> Array:
-    """The median of three; if one is a NaN, v_min3 of them."""
+    """The median of three values; if one is a NaN, v_min3 of the values."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     if (np.abs(middle) > 0).all():
         return middle

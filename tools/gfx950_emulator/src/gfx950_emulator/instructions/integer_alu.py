@@ -2,7 +2,7 @@
 
 Definitions: chapters VOP1, VOP2, VOP3 and VOP3P of AMD's CDNA4 ISA document. Functions take and return numpy arrays (or numpy
 scalars) of the declared types, which wrap as registers do. 16-bit results of instructions with a VOP1 or VOP2 encoding zero the
-upper half of the register. Those of VOP3-only instructions keep the other half; op_sel selects the written half (LLVM,
+upper half of the register. 16-bit results of VOP3-only instructions keep the other half; op_sel selects the written half (LLVM,
 ``GCNSubtarget::zeroesHigh16BitsOfDest``).
 """
 
@@ -97,7 +97,7 @@ def reverse_bits(a: Array) -> Array:
 vector_op("v_bfrev_b32", reverse_bits, U32, U32)
 
 
-# v_perm_b32: each byte of the selector picks a byte of {S0, S1} (0 to 3 are those of S1), a sign, 0x00 or 0xff.
+# v_perm_b32: each byte of the selector picks a byte of {S0, S1} (0 to 3 pick bytes of S1), a sign, 0x00 or 0xff.
 
 
 Pick = tuple[bool, int, np.uint32]
@@ -161,7 +161,7 @@ _OF_TWO = (
 
 @lru_cache(maxsize=256)
 def bit_table(table: int) -> Callable[[Array, Array, Array], Array]:
-    """The bitwise function of three inputs whose value for (a, b, c) is bit 4a + 2b + c of the table."""
+    """The bitwise function of three inputs given by a table: its value for (a, b, c) is bit 4a + 2b + c of the table."""
     off, on = table & 15, table >> 4  # for a = 0 and a = 1
     for_off, for_on = _OF_TWO[off], _OF_TWO[on]
     if off == on:
@@ -449,7 +449,7 @@ def _carry(site: Site) -> Bound:
 
 @binder("v_mad_u64_u32", "v_mad_i64_i32")
 def _multiply_add_wide(site: Site) -> Bound:
-    """D = S0 * S1 + S2 in 64 bits, and bit 64 of the sum: its carry, or its sign."""
+    """D = S0 * S1 + S2 in 64 bits, and bit 64 of the sum, which is its carry or its sign."""
     signed = site.mnemonic == "v_mad_i64_i32"
     destination, carry_out, *sources = site.operands
     narrow, wide = (I32, I64) if signed else (U32, U64)

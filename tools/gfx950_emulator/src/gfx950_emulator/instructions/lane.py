@@ -44,7 +44,7 @@ def _read_lane(site: Site) -> Bound:
 
 @binder("v_writelane_b32")
 def _write_lane(site: Site) -> Bound:
-    """D[lane S1] = S0, whether or not that lane is active; the other lanes keep their values."""
+    """D[lane S1] = S0, whether or not that lane is active; all other lanes keep their values."""
     row, value, lane = site.operands[0].index, read32(site.operands[1]), read32(site.operands[2])
 
     def run(g: Group) -> None:
@@ -79,7 +79,7 @@ def _swap(site: Site) -> Bound:
             second[:, :, 0] = kept
             return
         mask = g.mask.reshape(shape)
-        on = mask[:, :, 1]  # the lanes of D that change; their partners, of S0
+        on = mask[:, :, 1]  # the lanes of D that change; their partners are lanes of S0
         if (on != mask[:, :, 0]).any():
             raise Fault("exec", f"{site.mnemonic} between lanes that are on and lanes that are off has no defined result")
         from_first, from_second = first[:, :, 1].copy(), second[:, :, 0].copy()

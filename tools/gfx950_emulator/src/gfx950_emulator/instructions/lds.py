@@ -169,12 +169,13 @@ def _bind_write2(site: Site) -> Bound:
 
 
 # Transposing reads. For each group of 16 lanes, memory holds a block of rows of 16 elements, and every lane reads a fragment of a
-# row: 16 elements of 4 or 6 bits are a row each, 8 of 8 bits half of one, 4 of 16 bits a quarter. Lane i receives column i.
+# row. With 4 or 6 bits per element a lane reads a whole row of 16 elements, with 8 bits half a row (8), with 16 bits a quarter (4).
+# Lane i receives column i.
 
 
 @lru_cache(maxsize=4)
 def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source lane and the index in that lane's read data of each result element: int64 [64, elements]."""
+    """For each element of the result, the source lane, and the index in that lane's read data: int64 [64, elements]."""
     per_lane = 16 if bits == 6 else 64 // bits
     lane, element = np.meshgrid(np.arange(WAVE), np.arange(per_lane), indexing="ij")
     # The 16 lanes read a block of 16 * per_lane elements, in row-major order of rows of 16 elements: 16 / per_lane lanes

@@ -1,7 +1,7 @@
 """Packed instructions (VOP3P): two operations at once, on halves of registers or on pairs of registers.
 
-For each source, op_sel selects the half that the lower result uses, and op_sel_hi (default 1) the half that the upper result uses.
-neg_lo and neg_hi negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
+For each source, op_sel selects the half that the lower result uses. op_sel_hi (default 1) selects the half that the upper result
+uses. neg_lo and neg_hi negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """The `Bound`, with only the registers that each half of the result uses; a pair's other register is not read."""
+    """The `Bound`, with only the registers that each half of the result uses. A pair's other register is not read."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))
@@ -109,7 +109,7 @@ def _move_pair(site: Site) -> Bound:
 
 @helper
 def write_pair(group: Group, row: int, low: Array, high: Array) -> None:
-    """The upper value may be a view of the register that the lower one is written to."""
+    """The upper value may be a view of the register to which the lower value is written."""
     high = high.copy()
     np.copyto(group.U[row], low, where=group.mask)
     np.copyto(group.U[row + 1], high, where=group.mask)

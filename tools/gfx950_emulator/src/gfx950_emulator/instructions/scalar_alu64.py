@@ -74,7 +74,7 @@ def _logic64(site: Site) -> Bound:
 
 @binder("s_wqm_b64")
 def _whole_quads(site: Site) -> Bound:
-    """Sets all four lanes of a quad if one of them is set."""
+    """Sets all four lanes of a quad if any of them is set."""
     destination, first = site.operands
     lanes, to = lanes_of(first), destination.index
 
@@ -244,7 +244,7 @@ def _replicate(site: Site) -> Bound:
 
 @binder("s_cselect_b64", "s_cmov_b64")
 def _cselect64(site: Site) -> Bound:
-    """s_cselect_b64 and s_cmov_b64; the latter keeps the destination if SCC is 0."""
+    """s_cselect_b64 and s_cmov_b64. If SCC is 0, s_cmov_b64 keeps the destination."""
     destination, first = site.operands[:2]
     second = site.operands[2] if site.mnemonic == "s_cselect_b64" else destination
     to, a, b, lanes_a, lanes_b = destination.index, read64(first), read64(second), lanes_of(first), lanes_of(second)

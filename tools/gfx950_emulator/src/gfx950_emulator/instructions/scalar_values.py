@@ -1,7 +1,7 @@
 """Scalar operands of scalar instructions: reading them, and integer arithmetic on their values.
 
-A scalar is an int or, if waves differ, an int64 array (32 bits) or uint64 array (64 bits) with a value per wave in the same range.
-Integer arithmetic works on both; `select` and `per_wave` are for operations that do not.
+A scalar is an int. If waves differ, it is an int64 array (32 bits) or uint64 array (64 bits), with a value per wave in the same
+range. Integer arithmetic works on both; `select` and `per_wave` are for operations that do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = Any  # int or numpy array, see above
 
 
 def select(condition: Value, yes: Value, no: Value) -> Value:
-    """One of two values, for all waves or for each."""
+    """One of two values, chosen for all waves or for each wave."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
     return yes if condition else no
@@ -74,7 +74,9 @@ def constant64(operand: Operand) -> int:
 def scalar_bound(
     site: Site, run: Callable[[Group], None], *, writes_scc: bool = False, reads_scc: bool = False, stores: int = 1
 ) -> Bound:
-    """The `Bound` of a scalar instruction: its first ``stores`` operands are written, the others are read, SCC as given."""
+    """The `Bound` of a scalar instruction. Its first ``stores`` operands are written, the others are read, and SCC is used as
+    given.
+    """
     destinations, sources = site.operands[:stores], site.operands[stores:]
     writes, reads = site.ids(destinations), site.ids(sources)
     return Bound(
@@ -116,7 +118,7 @@ def chooses(bound: Bound, first: Iterable[int], second: Iterable[int]) -> Bound:
 
 
 def is_mask(g: Group, operand: Operand) -> bool:
-    """Whether a 64-bit operand is stored as a lane mask, so that reading it as lanes is cheaper than as an integer."""
+    """Whether a 64-bit operand is stored as a lane mask. Reading it as lanes is then cheaper than as an integer."""
     return operand.file == "s" and (operand.index == EXEC or type(g.s[operand.index]) not in (int, np.ndarray))
 
 

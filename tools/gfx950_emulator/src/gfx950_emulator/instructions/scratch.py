@@ -1,6 +1,6 @@
 """Scratch memory: private memory per lane, to which compilers spill registers.
 
-Only addresses that are uniform across lanes are implemented (a scalar register, an immediate), as spills use them.
+Only addresses that are uniform across lanes (a scalar register, an immediate) are implemented. Spills use such addresses.
 """
 
 from __future__ import annotations

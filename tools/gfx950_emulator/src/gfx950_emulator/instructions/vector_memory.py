@@ -1,7 +1,7 @@
 """Vector memory: buffer and global instructions.
 
-Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword: an access is
-out of range if ``inst_offset + voffset >= num_records - soffset``; loads then return zero and stores are dropped. Only buffers
+Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword. An access is
+out of range if ``inst_offset + voffset >= num_records - soffset``. Loads then return zero, and stores are dropped. Only buffers
 without stride and swizzle are implemented, the form that compilers emit for pointers.
 """
 
@@ -122,8 +122,8 @@ def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
 def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-    """A function that returns for each lane the address, and the bytes from there to the end of the buffer's range (may be
-    negative), both int64 [N]."""
+    """A function that returns, for each lane, the address, and the number of bytes from there to the end of the buffer's range (may
+    be negative), both int64 [N]."""
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")
     offen, immediate = bool(site.take("offen", False)), int(site.take("offset", 0))
@@ -153,7 +153,9 @@ def buffer_address(
 
 
 def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, None]]:
-    """A function that returns each lane's address, int64 [N]: a 64-bit register pair, or scalar base plus 32-bit offset."""
+    """A function that returns each lane's address, int64 [N]. The address is a 64-bit register pair, or a scalar base plus a 32-bit
+    offset.
+    """
     immediate = int(site.take("offset", 0))
     if saddr.file == "off":
 
@@ -338,14 +340,14 @@ def _atomic(site: Site) -> Bound:
     return bound
 
 
-# 16-bit atomics. The hardware has only packed atomics and compare-and-swap of dwords. Compilers add zero to the other element, or
-# load the dword and swap it with the other element unchanged. If a tensor has an odd number of elements, or begins in the middle of
-# a dword, the other element is outside of the tensor. Hardware permits this, so the bounds check must too.
+# 16-bit atomics. The hardware has only packed atomics and compare-and-swap of dwords. Compilers add zero to the other element; or
+# they load the dword and swap it with the other element unchanged. If a tensor has an odd number of elements, or begins in the
+# middle of a dword, the other element is outside of the tensor. Hardware permits this, so the bounds check must too.
 
 
 def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
-    """A mask of each dword's bits that are inside a tensor, uint32 [N]; None for all bits. Raises `Fault` if no bit is inside, or
-    if an operand has a bit set outside."""
+    """A mask of those bits of each dword that are inside a tensor, uint32 [N]; None for all bits. Raises `Fault` if no bit is
+    inside, or if an operand has a bit set outside."""
     whole = memory.contains(at, 4)
     if inside is not None:
         whole |= ~inside

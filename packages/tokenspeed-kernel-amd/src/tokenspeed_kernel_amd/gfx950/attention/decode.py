@@ -7,7 +7,7 @@ The keys of a long sequence are divided into *splits* (split-KV), one per workgr
 lengths, which only the device reads. The grid is therefore an upper bound: every workgroup finds its own split, and surplus
 workgroups exit at once. The splits of a sequence write partial results, which a second launch merges in a fixed order. The first
 launch writes the final output of a sequence with one split. If the host can tell that no sequence is worth splitting, as in layers
-with a short window, every sequence has one split and there is one launch.
+with a short window, every sequence has one split. Then there is only one launch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Config:
 
     Attributes:
         stages: pipeline stages of a wave if there are few workgroups: twice as many without splits, half as many for blocks of 64
-            keys. With many workgroups there is 1 stage.
+            keys. With many workgroups a wave has 1 stage.
         waves: workgroups per CU that a large batch is split for; a small batch is split for two per CU.
         long: target length of a split, in keys. Splits are shorter only while there are fewer than two splits per CU.
         least: minimum length of a split, in keys.
-        whole: sequences are not split if no sequence has more visible keys than this.
+        whole: if no sequence has more visible keys than this, no sequence is split.
         merged: maximum number of splits that the merge kernel loads at once.
     """
 
@@ -57,7 +57,7 @@ class Partial(NamedTuple):
     """The splits' partial results for the merge kernel.
 
     Attributes:
-        plan: int64 [batch], for each sequence its first split (upper 32 bits) and its number of splits (lower 32 bits).
+        plan: int64 [batch]; for each sequence, its first split (upper 32 bits) and its number of splits (lower 32 bits).
         log_sums: float32 [splits, q_len, heads], the base-2 LSE of the scores.
         results: float32 [splits, q_len, heads, v_head_dim], the normalised output.
     """
@@ -68,12 +68,12 @@ class Partial(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """How sequences are divided into splits: compile-time constants.
+    """The division of sequences into splits: compile-time constants.
 
     Attributes:
         q_len: sequences with more new tokens, or with none, are skipped.
         window_left: the operator's.
-        aligned: splits begin at positions that are multiples of this.
+        aligned: splits begin at positions that are multiples of this number.
         block_n: keys per block.
         split_kv: whether sequences may have several splits.
         at_once: splits that fill the device once, with two workgroups per CU.
@@ -95,7 +95,7 @@ class SplitPlan(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How splits are merged: compile-time constants.
+    """The merge of splits: compile-time constants.
 
     Attributes:
         heads, v_head_dim, q_len: the sizes of `Partial`.
@@ -152,14 +152,17 @@ def mha_decode_with_kvcache(
 
 
 def tile_of_rows(call: Call, rows: int) -> TileShape:
-    """The one-wave tile for this many query rows per KV head; more rows than the tile has need several tiles."""
+    """The one-wave tile for this many query rows per KV head. If there are more rows than the tile has,
+    several tiles are needed.
+    """
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
 def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     """Launches split-KV attention for sequences with 1 to q_len new tokens.
 
-    Other sequences are skipped; if ``call.cu_seqlens_q`` is None there are none. ``tile.stages`` is ignored and chosen here.
+    Other sequences are skipped. If ``call.cu_seqlens_q`` is None, there are no other sequences. ``tile.stages`` is ignored and
+    chosen here.
     """
     if call.empty:
         return
@@ -169,7 +172,8 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
-    # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Converting fp8 needs more waves: 17.9, with 1: 28.6
+    # 16 sequences of 8192 take 34.4; with 2 waves 34.7, including 0.1 for merging. Converting fp8 needs more waves: 17.9; with 1
+    # wave 28.6.
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
     at_once = extra_splits = 0
     if in_view > CONFIG.whole:
@@ -212,7 +216,7 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
             out_head=strides.out_head,
             sinks=variant.sinks,
             lse=variant.lse,
-            # About the number of splits per sequence, if all sequences have about the same length.
+            # About the number of splits per sequence if all sequences are about equally long.
             at_once=min(CONFIG.merged, max(4, 1 << (extra_splits // batch - 1).bit_length())),
         )
         device.merge_kernel[(heads * q_len * batch,)](

@@ -24,13 +24,14 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are computed.
+    """For plan.lengths sequences from ``first`` on: their numbers of blocks of keys, whether they exist, and whether they are
+    computed.
 
     Sequences with 1 to plan.q_len new tokens are computed; others have 0 blocks.
     """
     index = first + gl.arange(0, plan.lengths, layout)
     real = index < operands.batch
-    at = gl.minimum(index, operands.batch - 1)  # not masked: loads without branches
+    at = gl.minimum(index, operands.batch - 1)  # clamped instead of masked, so that loads have no branches
     computed = real
     if operands.cu_seqlens_q is not None:
         new = gl.load(operands.cu_seqlens_q + at + 1) - gl.load(operands.cu_seqlens_q + at)
@@ -52,7 +53,9 @@ def blocks_per_split(blocks, plan):
 
 @gluon.jit
 def find_split(split, operands, plan):
-    """The sequence of a split (``batch`` if there is none), that sequence's first split, and the number of blocks per split."""
+    """The sequence of a split (``batch`` if no sequence has it), that sequence's first split, and the number
+    of blocks per split.
+    """
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     blocks = 0
     for first in range(0, operands.batch, plan.lengths):
@@ -83,8 +86,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to one split, for one KV head. Workgroups are numbered by tile, split and KV head; the KV
-    head varies fastest.
+    """Attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split and KV
+    head; the KV head varies fastest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -128,7 +131,8 @@ def decode_kernel(
                 )
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
-            # Split bounds assume plan.q_len new tokens. With fewer, a split's first keys may be in a page that was freed.
+            # Split bounds assume plan.q_len new tokens. If a sequence has fewer new tokens, its first split's keys may be in a page
+            # that was freed.
             start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
             gl.to_tensor(first_query),
@@ -156,10 +160,10 @@ def decode_kernel(
 
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
-    """Merges the partial results of a sequence's splits, for one query head of one token. Workgroups are numbered by sequence,
-    token and head; the head varies fastest.
+    """Merges the partial results of a sequence's splits for one query head of one token. Workgroups are numbered by sequence, token
+    and head; the head varies fastest.
 
-    Latency-bound: almost all of the time is spent on dependent loads, so the chain of loads is as short as possible.
+    Latency-bound: dependent loads take almost all of the time. So the chain of loads is as short as possible.
 
     Args:
         cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.

@@ -1,14 +1,15 @@
-"""Extend: attention of new tokens to a paged cache that holds these tokens and all earlier ones.
+"""Extend: attention of new tokens to a paged cache that already holds these tokens and all earlier ones.
 
-The rows of a tile are all query heads of a KV head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile
-of 64 rows. The tile is the smallest that holds the new tokens of the longest sequence, so that a few tokens cost less than many. A
-tile of 16 or 32 rows is one wave, as in decode; 64 and 128 rows are four waves, which share the keys in LDS. A tile loops from the
-first key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely are not masked.
-A few new tokens of a few long sequences would leave most of the device idle, so their keys are divided into splits, as in decode.
+The rows of a tile are all query heads of a KV head, for as many tokens as fit. For example, eight tokens with a gqa_ratio of eight
+are one tile of 64 rows. The tile is the smallest that holds the new tokens of the longest sequence. So a few tokens cost less than
+many. A tile of 16 or 32 rows is one wave, as in decode. A tile of 64 or 128 rows is four waves, which share the keys in LDS. A tile
+loops from the first key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely
+are not masked. A few new tokens of a few long sequences would leave most of the device idle. So their keys are divided into splits,
+as in decode.
 
 Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as
-the longest. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio // m +
-b`` on: always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
+the longest sequence. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio
+// m + b`` on. These are as many as its rows need, or one more. Finding a slot's owner takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
 
-# In ascending order of rows. `tile_of_stretches` selects the first tile that holds all rows of the longest sequence, or the last.
+# Tiles in ascending order of rows. `tile_of_stretches` selects the first tile that holds all rows of the longest sequence, or the
+# last.
 TILES = (TileShape(16, 32, 1), TileShape(32, 32, 1), TileShape(64, 64, 4), TileShape(128, 64, 4))
-# For head_dim or v_head_dim 128, which need twice the registers per row: a tile of 128 rows would need 458 registers.
+# For head_dim or v_head_dim 128, which need twice the registers per row. A tile of 128 rows would need 458 registers.
 WIDE_TILES = TILES[:3]
-# For fp8 caches. Every wave converts the keys itself, so the fewest waves that the registers allow are best: 64 sequences of 1024
+# For fp8 caches. Every wave converts the keys itself, so the fewest waves that the registers allow are best. 64 sequences of 1024
 # with 8 new tokens take 18.3 us of the emulator's timing model, and 24.8 us with four waves.
 FP8_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 1), TileShape(64, 64, 2), TileShape(128, 64, 4))
 FP8_WIDE_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 2), TileShape(64, 64, 4))
 
 
 class Slots(NamedTuple):
-    """Which tiles a launch computes: compile-time constants.
+    """The tiles that a launch computes: compile-time constants.
 
     Attributes:
         shared: whether sequences share a grid of slots; otherwise each has as many tiles as the longest.
@@ -110,7 +112,7 @@ def split_kv_pays(call: Call, tile: TileShape) -> bool:
 
 
 def slots_of(call: Call, tile: TileShape) -> int:
-    """An upper bound of the slots that all rows of one KV head need."""
+    """An upper bound of the number of slots that all rows of one KV head need."""
     return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 

@@ -17,7 +17,7 @@ def owner_of(slot, cu_seqlens_q, batch, rows_of_token: gl.constexpr, m: gl.const
     begun = 0
     for first in range(0, batch, lengths):
         index = first + gl.arange(0, lengths, layout)
-        begins = gl.load(cu_seqlens_q + gl.minimum(index, batch - 1))  # not masked: loads without branches
+        begins = gl.load(cu_seqlens_q + gl.minimum(index, batch - 1))  # clamped instead of masked, so that loads have no branches
         begun += gl.sum(((index < batch) & (begins * rows_of_token // m + index <= slot)).to(gl.int32), 0)
     return begun - 1
 

@@ -1,15 +1,15 @@
-"""Mixed batches: sequences that decode, extend and prefill, in one call.
+"""Mixed batches: one call for sequences that decode, extend and prefill.
 
-The decode kernel computes the sequences whose rows fit its small tile, and divides long caches into splits. The extend kernel
-computes all others. Only the device knows which sequences these are, so both kernels are launched for the whole batch and each
-skips the other's sequences. Extend is launched first, for two reasons: the host prepares the next launches while extend runs, and
-decode's partial results are merged right after decode, while they are still in the GPU's caches.
+The decode kernel computes the sequences whose rows fit its small tile. It divides long caches into splits. The extend kernel
+computes all others. Only the device knows which sequences these are. So both kernels are launched for the whole batch, and each
+skips the other kernel's sequences. Extend is launched first for two reasons. The host prepares the next launches while extend runs.
+And decode's partial results are merged right after decode, while they are still in the GPU's caches.
 
 One kernel computes the whole batch in three cases:
 
 * All sequences have few new tokens (decode).
 * Few new tokens of few long sequences are worth splitting (decode).
-* Splitting does not pay off and all tiles fit on the device at once, so that short sequences run beside long ones (extend).
+* Splitting does not pay off and all tiles fit on the device at once. Short sequences then run beside long ones (extend).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def mha_with_kvcache(
     small = tile_of_rows(call, call.gqa_ratio)
     short = max(1, small.m // call.gqa_ratio)
     if call.max_seqlen_q <= short:
-        if call.tokens == call.batch and call.max_seqlen_q == 1:  # one token each: no offsets are needed
+        if call.tokens == call.batch and call.max_seqlen_q == 1:  # one token per sequence, so no offsets are needed
             call = dataclasses.replace(call, cu_seqlens_q=None)
         attend_split_kv(call, small, call.max_seqlen_q)
         return call.result

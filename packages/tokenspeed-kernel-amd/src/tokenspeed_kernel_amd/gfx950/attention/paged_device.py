@@ -1,9 +1,9 @@
 """Device code of paged-cache attention: a tile of query rows against a range of key blocks.
 
 Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next
-copy into a key buffer starts as soon as the block's scores are computed; the next copy into a value buffer starts after the PV
-MFMAs. One stage therefore suffices with enough waves per CU: the softmax and the PV MFMAs overlap the copy of keys, and the next QK
-MFMAs overlap the copy of values.
+copy into a key buffer starts as soon as the block's scores are computed. The next copy into a value buffer starts after the PV
+MFMAs. With enough waves per CU, one stage therefore suffices. The softmax and the PV MFMAs overlap the copy of keys, and the next
+QK MFMAs overlap the copy of values.
 
 fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
 into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16
@@ -113,7 +113,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
         stop = gl.minimum(first + span, end)
         blocks = (stop - first + block_n - 1) // block_n
         for stage in gl.static_range(stages):
-            # With fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
+            # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
             start = first + gl.minimum(stage, blocks - 1) * block_n
             page = find_pages(cache, first, start, cache.keys)
             copy_block(cache, cache.keys, stage, page, start, False)
@@ -129,7 +129,8 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
                 state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, False)
         for block in range(unmasked, fetching):
             state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, visible.ends_differ)
-        # Drain the pipeline: the last blocks are already copied. With fewer blocks than stages, the mask hides the surplus ones.
+        # Drain the pipeline: the last blocks are already copied. If there are fewer blocks than stages, the mask hides the surplus
+        # blocks.
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
@@ -145,8 +146,8 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One mainloop iteration: computes a block, and prefetches the block ``tile_shape.stages`` ahead into each buffer once it is
-    read.
+    """One mainloop iteration: computes a block. Once a buffer has been read, prefetches the block ``tile_shape.stages`` ahead into
+    it.
 
     Args:
         first: the position at which the list of pages begins; ``block`` is counted from there.

@@ -1,12 +1,12 @@
 """Prefill: causal attention of whole sequences, with keys and values contiguous in memory, not paged.
 
-The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile and its
-length.
+The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile, and the
+sequence's length.
 
-A tile starts at the diagonal. The row max of the first diagonal block is kept for the whole tile, so later weights may exceed 1;
-bf16 and fp32 represent these with the same relative precision as smaller weights. A fixed row max saves the max reduction and the
+A tile starts at the diagonal. The row max of the first diagonal block is kept for the whole tile. So later weights may exceed 1,
+which bf16 and fp32 represent with the same relative precision as smaller weights. A fixed row max saves the max reduction and the
 rescaling of O in every further iteration. If a row's weights grow too large (row sum above 2**40, or above 2**15 in fp16), the
-workgroup computes all its tiles a second time with the usual online softmax."""
+workgroup computes all its tiles a second time, with the usual online softmax."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Config:
     Attributes:
         waves_per_simd: occupancy in waves per SIMD: three leave 168 registers per lane, two leave 256. More waves hide more
             latency. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
-        block_n: keys per iteration. Twice as many need fewer instructions per key, but more registers than three waves per SIMD
-            have: 40 for the same prefill.
-        block_m: query rows of one head in a workgroup's tile, twice block_n; each wave has 32 of them.
+        block_n: keys per iteration. Twice as many keys need fewer instructions per key, but more registers than three waves per
+            SIMD have: 40 for the same prefill.
+        block_m: query rows of one head in a workgroup's tile: twice block_n. Each wave has 32 of these rows.
         warps: waves per workgroup.
         attributes: LLVM function attributes. Without accumulation registers (AGPRs), any register can hold any value. With AGPRs,
-            LLVM reserves half of the registers for them and moves values between AGPRs and VGPRs.
+            LLVM reserves half of the registers for them, and moves values between AGPRs and VGPRs.
     """
 
     waves_per_simd: int
@@ -75,9 +75,9 @@ class Operands(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of tokens and heads. Those of q, k and v are in vectors of 16 bytes, those of the output in elements.
+    """Strides of tokens and heads. Strides of q, k and v are in vectors of 16 bytes, strides of the output in elements.
 
-    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not
+    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only. That would not
     prove the row alignment that copies to LDS need.
     """
 
@@ -113,7 +113,7 @@ class Variant(NamedTuple):
 
     Attributes:
         windowed: whether there is a window.
-        narrow: whether the window may hide keys in the diagonal blocks; a window as wide as a tile cannot.
+        narrow: whether the window may hide keys in the diagonal blocks; False for a window at least as wide as a tile.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
     """
 
@@ -125,7 +125,7 @@ class Variant(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """How work is divided: compile-time constants.
+    """The division of work: compile-time constants.
 
     Attributes:
         block_m, block_n: see `Config`.

@@ -37,7 +37,7 @@ class TileLocation:
 
     Attributes:
         level: the tile's index in its sequence; negative if no tile is left.
-        rank: its index among all tiles of this level.
+        rank: the tile's index among all tiles of its level.
         start, length: the sequence's first token, and how many tokens it has.
     """
 
@@ -53,7 +53,7 @@ class Rows:
 
     Attributes:
         shared: LDS double buffer, [2, block_n, head_dim].
-        offsets: int32 [block_n, head_dim], of a block's elements from its first one.
+        offsets: int32 [block_n, head_dim], offsets of a block's elements from the block's first element.
         token_stride: elements from one token to the next.
     """
 
@@ -64,7 +64,7 @@ class Rows:
 
 @gluon.aggregate
 class Block:
-    """Where a block of keys and values begins in memory."""
+    """The address of a block of keys and values."""
 
     keys: gl.tensor
     values: gl.tensor
@@ -72,7 +72,7 @@ class Block:
 
 @gluon.aggregate
 class Band:
-    """The mask of a tile's rows: the query at position ``row`` [rows] sees itself and ``window_left`` positions before it."""
+    """The mask of a tile's rows. The query at position ``row`` [rows] sees itself and ``window_left`` positions before it."""
 
     row: gl.tensor
     window_left: gl.tensor
@@ -89,7 +89,7 @@ def rank_of(round_number, cu, cus: gl.constexpr):
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `TileLocation` of the tile that is ``rank`` tiles after the first one of ``level``.
+    """The `TileLocation` of the tile that is ``rank`` tiles after the first tile of ``level``.
 
     Tiles are ordered from most keys to fewest: from the highest level down, within a level by sequence, and within a sequence by
     head.
@@ -168,7 +168,7 @@ def attend_block(
     q, keys, values, side: gl.constexpr, first, state, band, scaling,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr,
 ):  # fmt: skip
-    """Updates the softmax state with the block in one side of LDS, whose first key is at position ``first``.
+    """Updates the softmax state with the block in one of the two LDS buffers. The block's first key is at position ``first``.
 
     Args:
         MAXIMUM: "first" for the first block of a tile, "moves" to update the row max, "stays" to keep it (see `weigh`).
@@ -192,7 +192,7 @@ def attend_before_diagonal(
     """Updates the softmax state with the blocks from position ``begin`` to ``end``, an even number, all before the diagonal.
 
     On entry, the copy of ``block`` (the block at ``begin``) to side 0 of LDS is in flight. On exit, the copy of the block at
-    ``end`` is in flight, unless ``end`` is ``last``, where there is no further block.
+    ``end`` is in flight, unless ``end`` is ``last``: then there is no further block.
 
     Returns:
         The block at ``end``, and the state.
@@ -241,12 +241,12 @@ def attend_tiles(
     dtype: gl.constexpr = operands.q.dtype.element_ty
     row_layout: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
     too_large = gl.zeros([block_m], gl.int32, row_layout)
-    # Consecutive workgroups run on different XCDs. Each XCD computes its own heads, so that its L2 holds the keys of few heads.
+    # Consecutive workgroups run on different XCDs. Each XCD computes its own heads. So its L2 holds the keys of few heads.
     xcd = gl.program_id(0) % shape.xcds
     workers = gl.num_programs(0) // shape.xcds
     worker = gl.program_id(0) // shape.xcds
-    # Load balancing: each round assigns every CU one tile, the longest tiles first. Every second round assigns in reverse order, so
-    # that the CU with the longest tile of a round gets the shortest of the next. A CU's workgroups alternate between rounds.
+    # Load balancing: each round assigns one tile to every CU, the longest tiles first. Every second round assigns in reverse order,
+    # so that the CU with the longest tile of a round gets the shortest of the next. A CU's workgroups alternate between rounds.
     cus: gl.constexpr = tile_shape.cus
     round_number = worker // cus
     rank = rank_of(round_number, worker % cus, cus)
@@ -256,7 +256,7 @@ def attend_tiles(
         kv_head = head // shape.gqa_ratio
         first_row = location.level * block_m
 
-        # Every row sees all keys before first_row that are inside its window.
+        # Every row sees all keys that are before first_row and inside its window.
         begin = 0
         full_begin = 0
         if variant.windowed:
@@ -268,10 +268,10 @@ def attend_tiles(
             operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
             operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
-        # The diagonal blocks come first: only they may reach beyond the sequence, and every row sees a key in them.
+        # The diagonal blocks come first. Only they may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
         left = location.length - first_row
-        # Loads return in order. q comes from HBM; the keys are often in L2 already, because other workgroups read them too.
+        # Loads return in order. q comes from HBM. The keys are often in L2 already, because other workgroups read them too.
         q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None
@@ -284,8 +284,8 @@ def attend_tiles(
         rank = next_rank
         following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles, in 64 pairs
-        # of scalar registers, and spill them.
+        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles. They would
+        # take 64 pairs of scalar registers, and spill.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
         copies.wait_group(0)

@@ -1,1 +1,1 @@
-"""What the attention kernels for gfx950 share beyond `gluon`: MFMA and LDS layouts, MFMAs, and paged caches copied to LDS."""
+"""Code that the attention kernels for gfx950 share beyond `gluon`: MFMA and LDS layouts, MFMAs, and paged caches copied to LDS."""

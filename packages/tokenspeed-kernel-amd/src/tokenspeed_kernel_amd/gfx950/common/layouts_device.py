@@ -20,7 +20,7 @@ class Layouts:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, v_head_dim].
         queries: operand layout of q for the QK MFMA, [rows, head_dim].
         keys, values: LDS layouts, [block_n, head_dim] and [block_n, v_head_dim].
-        key_copy, value_copy: layouts of the copies to LDS: the elements that each lane copies.
+        key_copy, value_copy: layouts of the copies to LDS, that is, which elements each lane copies.
     """
 
     mfma: Any
@@ -49,8 +49,8 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row, so that most of the
-    row max and row sum is computed within a lane."""
+    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row. So most of the row
+    max and row sum is computed within a lane."""
     return isa.mfma_layout([mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
@@ -59,8 +59,8 @@ def byte_storage(head_dim):
     """LDS layout of one-byte keys or values [64, head_dim], without bank conflicts in row reads and in transposing reads.
 
     Banks repeat every 256 bytes. Padding is possible only after each 1 KB, the amount that a wave copies at once. In a read of 16
-    bytes per lane, keys that are 1, 2 and 4 apart must be in different banks; in a transposing read, keys that are 1, 2, 4 and 16
-    apart. As many of these distances as possible stay within 256 bytes; each of the others is a multiple of 1 KB.
+    bytes per lane, keys that are 1, 2 and 4 apart must be in different banks. In a transposing read, this holds for keys that are
+    1, 2, 4 and 16 apart. As many of these distances as possible stay within 256 bytes. Each other distance is a multiple of 1 KB.
     """
     columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
     rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]

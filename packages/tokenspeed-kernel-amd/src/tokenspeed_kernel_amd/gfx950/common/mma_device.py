@@ -1,7 +1,7 @@
 """The QK and PV MFMAs of attention, and the loads of their operands from LDS.
 
 Weights stay in their lanes between the two MFMAs. The PV MFMA takes keys in the order in which the QK MFMA leaves them (``k_width``
-4), and the transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
+4). The transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A paged cache: the keys and values of one sequence and one KV head, and the copies to LDS."""
+"""A paged cache: the keys and values of one sequence and one KV head, and their copies to LDS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PagedRows:
 
     Attributes:
         base: pointer to page 0 of this KV head in the cache.
-        page_stride, token_stride: elements from one page, and from one slot of a page, to the next.
+        page_stride, token_stride: distance in elements from one page to the next, and from one slot of a page to the next.
         shared: LDS, [stages, block_n, head_dim].
         copy: the layout of copies to ``shared``.
     """
@@ -52,7 +52,9 @@ class PagedCache:
 
 @gluon.constexpr_function
 def page_span(page_size, block_n):
-    """How many positions a list of PAGES_AT_ONCE pages covers, if it begins at a multiple of the smaller of page and block size."""
+    """How many positions PAGES_AT_ONCE pages cover, if the list of pages begins at a multiple of the smaller of page and block
+    size.
+    """
     return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
 
 
@@ -74,7 +76,7 @@ def list_pages(cache, first):
 
 @gluon.jit
 def find_pages(cache, first, start, rows):
-    """The page of each position of the block that begins at ``start``, int64 [block_n]; the list of pages begins at ``first``."""
+    """The page of each position of the block that begins at ``start``, int64 [block_n]. The list of pages begins at ``first``."""
     row = gl.arange(0, rows.shared.shape[1], gl.SliceLayout(1, rows.copy))
     return cache.listed.gather((start >> log2(cache.page_size)) - first // cache.page_size + row // cache.page_size, 0).to(gl.int64)
 
@@ -84,12 +86,12 @@ def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
     """Starts the copy of a block of keys or values to LDS.
 
     Args:
-        cache, rows: the cache, and its keys or values.
+        cache, rows: the cache, and its keys or its values.
         stage: the LDS buffer's index.
         page: the page of each position, from `find_pages`.
         start: the first position, a multiple of the smaller of page size and block size.
-        CLAMPED: slots without a token are not read, because they may hold NaN. The last slot with a token, or an earlier one, is
-            read in their place.
+        CLAMPED: slots without a token are not read, because they may hold NaN. Instead, the last slot with a token, or an earlier
+            slot, is read.
     """
     shared = rows.shared.index(stage)
     block_n: gl.constexpr = shared.shape[0]

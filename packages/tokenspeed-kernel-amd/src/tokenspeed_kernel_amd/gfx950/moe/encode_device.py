@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Quantises activations for the MMAs. ``encoding`` says what the codes are.
+"""Quantises activations for the MMAs. ``encoding`` defines the quantised values.
 
 A tile of activations is float32 [rows, blocks, 32], because 32 neighbours along k share a scale.
 """
@@ -21,7 +21,7 @@ ENOUGH = gl.constexpr(24)  # elements of a block, three quarters
 
 @gluon.constexpr_function
 def activation_layout(rows, warps):
-    """[rows, blocks, 32]: 8 elements a lane. Warps are divided among rows, as long as there are any."""
+    """[rows, blocks, 32]: 8 elements a lane. Warps are divided among rows, up to one row per warp."""
     along = min(rows, warps)
     return gl.BlockedLayout([1, 1, 8], [1, 16, 4], [along, warps // along, 1], [2, 1, 0])
 
@@ -35,8 +35,8 @@ def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """BLOCK elements of each row from ``first`` on, as they are. ``row``: int32 [rows], where rows of x begin; k may be
-    int32 [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
+    """BLOCK unconverted elements of each row, from ``first`` on. ``row``: int32 [rows], where rows of x begin; k may be int32
+    [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
     at = places(first, BLOCK, layout)
     return isa.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
@@ -51,8 +51,8 @@ def magnitudes(values):
 
 @gluon.jit
 def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
-    """The scale of each token, float32 [rows], as `quantize_fp8` computes it, but for tokens with a NaN, whose element keeps it.
-    ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several. SPLIT rows are one token."""
+    """The scale of each token, float32 [rows], as `quantize_fp8` computes it. Exception: tokens with a NaN, whose elements keep the
+    NaN. ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several. SPLIT rows are one token."""
     rows: gl.constexpr = largest.shape[0]
     bits = gl.max(largest.reshape(rows, largest.shape[1] * 32), axis=1)
     if SPLIT > 1:
@@ -71,8 +71,8 @@ def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
 def e2m1_codes(values):
     """float32 to e2m1, ties to even, saturating: int32 0 to 15."""
     magnitude = gl.minimum(gl.abs(values), 6.0)
-    # Adding a constant of the right size rounds to a multiple of its unit in the last place, to nearest even, and leaves the
-    # multiple in the low bits: multiples of 0.5 below 2 (codes 0 to 4), of 1 from there (4 to 6), of 2 from 4 on (6 and 7).
+    # Adding a constant of the right size rounds to a multiple of the constant's ulp, to nearest even, and leaves the multiple in
+    # the low bits. The ulps are 0.5 below 2 (codes 0 to 4), 1 from 2 on (codes 4 to 6), and 2 from 4 on (codes 6 and 7).
     aligned = gl.where(magnitude < 2.0, 4194304.0, gl.where(magnitude < 4.0, 8388610.0, 16777224.0))
     code = (magnitude + aligned).to(gl.int32, bitcast=True) & 7
     return code | ((values.to(gl.int32, bitcast=True) >> 28) & 8)
@@ -91,7 +91,7 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
     if EXACT:
         divisor, _ = gl.broadcast(step[:, None, None], values)
         factor, _ = gl.broadcast(reciprocal, values)
-        # With these signs -0 stays -0.
+        # With these signs, -0 stays -0.
         quotient = gl.fma(-gl.fma(quotient, divisor, -values), factor, quotient)
     return quotient.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
@@ -122,9 +122,10 @@ def split_by_block(values, exponents, finite, encoding: gl.constexpr):
 
 @gluon.jit
 def encode_by_block(values, encoding: gl.constexpr):
-    """The codes of each plane, uint8 [rows, blocks, 32] (packed: [rows, blocks, 16]), and its scales, uint8 [rows, blocks].
+    """For each plane, the quantised values, uint8 [rows, blocks, 32] (packed: [rows, blocks, 16]), and the scales, uint8 [rows,
+    blocks].
 
-    A block with a NaN or an infinity has the scale 255, which makes it NaN.
+    A block with a NaN or an infinity gets the scale 255, so the whole block is NaN.
     """
     exponents, finite = block_exponents(values, encoding)
     codes = ()
@@ -145,7 +146,7 @@ def encode_by_block(values, encoding: gl.constexpr):
 
 @gluon.jit
 def residual_of(values, encoding: gl.constexpr):
-    """The exact residual of all planes of float32 [rows, blocks, 32]. It is zero in blocks that are not finite."""
+    """The exact residual of all planes of float32 [rows, blocks, 32]. The residual is zero in blocks with an infinity or NaN."""
     exponents, finite = block_exponents(values, encoding)
     _, left = split_by_block(values, exponents, finite, encoding)
     last: gl.constexpr = 5 * (encoding.planes - 1)
@@ -164,8 +165,8 @@ def either(a, b):
 
 @gluon.jit
 def held_at_least(codes, exponents, encoding: gl.constexpr):
-    """A quick test for `passes_for`, int32 [lanes of the workgroup]: a lower bound of the elements that planes hold of a block, the
-    minimum over the lane's blocks. It is below ENOUGH where a block takes several passes.
+    """A quick test for `passes_for`, int32 [lanes of the workgroup]. For each lane, the minimum over its blocks of a lower bound:
+    how many elements of a block the planes represent exactly. The result is below ENOUGH if a block takes several passes.
 
     Args:
         codes, exponents: of the first plane, with a layout of `activation_layout`.
@@ -173,7 +174,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = codes.shape[0]
     blocks: gl.constexpr = codes.shape[1]
-    # Four codes at a time: bit 7 of each byte says whether its magnitude is at least ``least``, which planes hold.
+    # Four codes at a time: bit 7 of each byte tells whether the code's magnitude is at least ``least``, which planes represent.
     quarters = codes.reshape(rows, blocks, 4, 2, 4)
     byte = gl.arange(0, 4, axis_layout(quarters.type.layout, 5, 4))[None, None, None, None, :]
     words = gl.reduce(quarters.to(gl.int32) << (8 * byte), 4, either)
@@ -205,7 +206,7 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
         planes, exponents = encode_by_block(values, encoding)
         if encoding.planes > 1 and not encoding.exact:
             held = gl.minimum(held, held_at_least(planes[0], exponents[0], encoding))
-        # A lane of an MMA reads the scales of every fourth block, so those are contiguous.
+        # A lane of an MMA reads the scales of every fourth block. So these scales are stored contiguously.
         block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
         scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
         scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
@@ -249,15 +250,15 @@ class Output:
 
 @gluon.jit
 def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encoding: gl.constexpr, CHUNKS: gl.constexpr):
-    """Encodes rows of k elements in memory, one for each warp, so that none waits for another.
+    """Encodes rows of k elements in memory, one per warp, so that no warp waits for another.
 
     Args:
         x: points to the first row of all; elements have unit stride, rows are ``stride`` apart.
         codes, scale, width: see `encoding`; k padded to ``width`` elements, a multiple of 512.
-        rows: of which there is room for codes.
+        rows: the number of rows for which ``codes`` has room.
         first_row: the row of the first warp.
         count: the rows that there are.
-        CHUNKS: 512 elements each, of a row that is kept in registers; 0: rows are read again.
+        CHUNKS: how many chunks of 512 elements of a row are kept in registers; 0: rows are read twice.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = activation_layout(warps, warps)

@@ -1,14 +1,15 @@
-"""How activations are encoded for MMAs, as e4m3 or e2m1 codes. Blocks of 32 elements, tokens, or all tokens share a scale.
+"""The encoding of activations for MMAs, as e4m3 or e2m1 codes. Blocks of 32 elements, tokens, or all tokens share a scale.
 
-* fp8: one *plane* of e4m3 codes and a float32 scale a token, which the epilogue applies.
-* fp8 with a static scale: the same, but all tokens share the scale. The gate/up GEMM stores codes for the down projection.
+* fp8: one *plane* of e4m3 codes, and a float32 scale per token, which the epilogue applies.
+* fp8 with a static scale: one plane of e4m3 codes; all tokens share the scale. The gate/up GEMM stores codes for the down
+  projection.
 * mxfp4: one plane of e2m1 codes with block scales.
-* Unrounded: several planes of e4m3 codes with block scales, which sum to the element. Each plane holds the leading four bits of the
-  residual of the planes before it, signed, with scales 2^5 times smaller. Two planes hold a bfloat16 exactly, three a float16, down
-  to 2^-14 of the block's amax. The residual of a smaller element is at most 2^-22 of the amax. A row with a block of which more
-  than a quarter of the nonzero elements have a residual takes exact passes, see ``exact_device``; so does every row with a
-  residual where the encoding is exact. Two MMAs with e4m3 take as long as one with bfloat16, which needs dequantised weights. A
-  token with an infinity gives NaN.
+* Unrounded: several planes of e4m3 codes with block scales, which sum to the element. Each plane holds the leading four bits,
+  signed, of the residual that the preceding planes leave. Its scales are 2^5 times smaller. Two planes hold a bfloat16 exactly,
+  three a float16, down to 2^-14 of the block's amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes
+  exact passes, see ``exact_device``, if more than a quarter of the nonzero elements of one of its blocks have a residual. If the
+  encoding is exact, every row with a residual takes them. Two MMAs with e4m3 take as long as one MMA with bfloat16, which needs
+  dequantised weights. A token with an infinity gives NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or
@@ -32,12 +33,12 @@ ACCURACY = (
     "up to a quarter of the nonzero numbers of a block of 32 have an error of at most 2^-22 of its largest, unless the plan asks "
     "for exact ones"
 )
-# Planes that hold an element of this type.
+# The number of planes that represent an element of this dtype.
 _PLANES = {torch.bfloat16: 2, torch.float16: 3}
 
 
 class Encoding(NamedTuple):
-    """How a plan's activations are encoded. A compile-time constant of the kernels.
+    """The encoding of a plan's activations. A compile-time constant of the kernels.
 
     Attributes:
         format: ``"e4m3"`` or ``"e2m1"``.
@@ -73,10 +74,10 @@ class Encoded(NamedTuple):
 
 
 def encoding_of(plan: MoEPlan) -> Encoding:
-    """How a plan's activations are encoded.
+    """The encoding of a plan's activations.
 
     Raises:
-        ValueError: activations are not rounded, and no planes hold their type.
+        ValueError: activations are not rounded, and no number of planes represents their dtype.
     """
     if plan.activation_dtype == "fp8":
         return Encoding("e4m3", 1, "token")
@@ -90,7 +91,7 @@ def encoding_of(plan: MoEPlan) -> Encoding:
 
 
 def room_for(encoding: Encoding, rows: int, k: int, device: torch.device, static: Tensor | None) -> Encoded:
-    """Allocates encoded rows. ``static``: their scale, if it is static."""
+    """Allocates encoded rows. ``static``: the rows' scale, if it is static."""
     codes = torch.empty(encoding.planes, rows, encoding.row_bytes(k), dtype=torch.uint8, device=device)
     scales = encoding.row_scales(k)
     if encoding.scales == "tensor":

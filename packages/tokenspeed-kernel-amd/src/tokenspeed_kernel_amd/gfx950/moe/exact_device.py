@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Exact dot products for rows that the planes of `encoding` do not hold.
 
-Such a row takes several passes. Each pass encodes the residual of the passes before it, with block scales of its own. The planes of
-all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. It loads weights and activations again
-and has no pipeline, because models rarely have such rows.
+Such a row takes several passes. Each pass encodes the residual that the preceding passes leave, with its own block scales. The
+planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights
+and activations again and have no pipeline, because models rarely have such rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def source_layout(warps):
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps have the same."""
+    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps have the same codes."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
@@ -70,8 +70,8 @@ class Source:
 
 @gluon.aggregate
 class Shared:
-    """Four steps of all rows in LDS, plane after plane: codes, e4m3 [planes * step, columns, 128], and block scales, uint8
-    [planes * step, columns, g]."""
+    """Four steps of all rows in LDS, plane after plane: codes, e4m3 [planes * step, columns, 128], and block scales, uint8 [planes
+    * step, columns, g]."""
 
     codes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -79,7 +79,7 @@ class Shared:
 
 @gluon.jit
 def wave_uniform(value):
-    """A scalar that is equal in all lanes, as an SGPR: branches on it need no EXEC mask."""
+    """A scalar that is equal in all lanes, as an SGPR. Branches on an SGPR need no EXEC mask."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     return gl.max(gl.full([64], 0, gl.int32, layout) + value, axis=0)
 
@@ -94,17 +94,17 @@ def load_step(source, length, step):
 
 @gluon.jit
 def passes_for(values, encoding: gl.constexpr):
-    """The passes that hold each block exactly, int32 [rows, blocks]. 0 where one pass suffices: at most a quarter of the nonzero
-    elements lose bits, or none where the encoding is exact.
+    """How many passes represent each block exactly, int32 [rows, blocks]. 0 where one pass suffices: at most a quarter of the
+    nonzero elements lose bits, or none where the encoding is exact.
 
-    With an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) in two planes, 2^(-19 - 27 (p - 1)) in three.
-    bfloat16 has 8 bits and float32 24.
+    For an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) with two planes, and 2^(-19 - 27 (p - 1)) with
+    three. bfloat16 has 8 bits and float32 24.
     """
     two: gl.constexpr = encoding.planes == 2
     exponents, finite = block_exponents(values, encoding)
     finite &= exponents > smallest_exponent(encoding)
     found = magnitudes(values)
-    # One pass holds 8 bits of a bfloat16, and 12 bits of others.
+    # One pass represents 8 bits of a bfloat16, and 12 bits of other dtypes.
     small = gl.sum((found >> 23 < (exponents - (7 if two else 8))[:, :, None]).to(gl.int32), axis=2)
     zero = gl.sum((found == 0).to(gl.int32), axis=2)
     octaves = exponents + 7 - (gl.min(gl.where(found == 0, 0x7FFFFFFF, found), axis=2) >> 23)
@@ -142,7 +142,7 @@ def read_plane(shared, plane):
 
 @gluon.jit
 def passes_of(source, quads, encoding: gl.constexpr):
-    """The passes that each row takes, int32 [columns]; 0 where one suffices. ``quads``: groups of four steps of a row."""
+    """How many passes each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: groups of four steps of a row."""
     passes = source.length * 0
     for step in range(4 * quads):
         passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))

@@ -1,9 +1,10 @@
 """`moe_apply` for the smallest batches: two launches.
 
-With few tokens, weights and launches take the time. So no launch prepares anything: each workgroup of a GEMM finds its pairs among
-all ids, and encodes its input into LDS while its first weights are in flight. An expert rarely has more pairs than a workgroup
-processes; another workgroup, which reads the same weights, processes the rest. The down projection has all slots of a token in one
-workgroup, and sums over them. Given the router's logits, each workgroup of the gate/up projection routes by itself.
+With few tokens, loading weights and launching kernels take most of the time. So no separate launch prepares anything. Each
+workgroup of a GEMM finds its pairs among all ids, and encodes its input into LDS while its first weights are in flight. An expert
+rarely has more pairs than one workgroup processes. If it has, another workgroup reads the same weights and processes the further
+pairs. In the down projection, one workgroup has all slots of a token, and sums over them. If the router's logits are given, each
+workgroup of the gate/up projection routes by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ device = DeviceModule(__name__ + "_device")
 MAX_TOP_K = 8
 _MAX_PAIRS = 64  # a lane each
 _PAIRS_AT_ONCE = 4  # of an expert: few have more
-# Elements of a row, of what is encoded in registers, by format of weights.
+# The most elements of a row that is encoded in registers, by weight format.
 _MAX_K = {"mxfp4": 4096, "fp8_block": 8192}
 _LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
 
@@ -59,13 +60,13 @@ class Shape(NamedTuple):
     """A GEMM's compile-time constants.
 
     Attributes:
-        rows: what a workgroup encodes at once: pairs of an expert, or slots of a token.
-        split: parts of k that have warps of their own.
+        rows: how many rows a workgroup encodes at once: pairs of an expert, or slots of a token.
+        split: number of parts of k, each with its own warps.
         block: elements of a row, or of a part of it, padded; a power of two where there are more warps than rows.
         top_k, num_experts: of the plan.
         bias: whether there is one.
         limited: whether gate and up are clamped.
-        encoding: of what is multiplied.
+        encoding: the encoding of the GEMM's input.
     """
 
     rows: int
@@ -120,7 +121,7 @@ def moe_topk_apply_few(
     scaling: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `moe_topk_apply`. As `moe_apply_few`, and `few_enough_to_choose` says yes as well."""
+    """See `moe_topk_apply`. Like `moe_apply_few`. Also requires that `few_enough_to_choose` returns True."""
     written = rows_to_write(out, x, *x.shape)
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))
@@ -132,7 +133,7 @@ def moe_topk_apply_few(
 def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Both GEMMs. With a router the gate/up projection writes the routing; otherwise both read it."""
+    """Both GEMMs. With a router, the gate/up projection writes the routing. Otherwise both GEMMs read it."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)
@@ -164,7 +165,7 @@ def _gemms(
             shape=shape, routing=router.routing, num_warps=warps,
         )  # fmt: skip
     w2 = projection(weights, "w2_weight")
-    # One token has fewer workgroups than there are compute units: then what counts is how long one of them takes.
+    # One token has fewer workgroups than there are CUs. Then the time of a single workgroup matters.
     split = 2 if tokens == 1 and quads_of(features) > 1 else 1
     warps = power_of_two(plan.top_k) * split
     part = -(-quads_of(features) // split) * QUAD * STEP

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `few`: both GEMMs. Each workgroup encodes its activations itself."""
+"""Device code of `few`: both GEMMs. Each workgroup encodes its own activations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps have the same."""
+    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps have the same codes."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
@@ -104,7 +104,7 @@ def store_scale(shared, quad: gl.constexpr, exponents):
 
 @gluon.constexpr_function
 def elements_at_once(rows, block, warps):
-    """Elements of a chunk: 512 with a row for each warp, which need no padding to a power of two."""
+    """Elements of a chunk. With one row per warp these are 512, which need no padding to a power of two."""
     return 512 if warps == rows else block
 
 
@@ -123,9 +123,9 @@ def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 def encode(
     chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
 ):
-    """Encodes rows of type ``dtype``, SPLIT of which are one token. Rows that are codes already are copied. ``static``: points to
-    the static scale. Returns rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes, the
-    same in all waves."""
+    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are codes already are copied. ``static``: points to the
+    static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes. The
+    last value is the same in all waves."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
@@ -175,12 +175,12 @@ def encode(
 
 @gluon.jit
 def any_inexact(held, encoding: gl.constexpr):
-    """Whether rows may take exact passes, the same in all waves. ``held``: see `held_at_least`."""
+    """Whether rows may take exact passes. The result is the same in all waves. ``held``: see `held_at_least`."""
     warps: gl.constexpr = gl.num_warps()
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
         shared.store(held.to(gl.int8))
-        # Each wave reduces all by itself, after the barrier that codes need, too.
+        # Each wave reduces all values by itself, after the barrier that the codes need anyway.
         held = shared.load(gl.BlockedLayout([warps], [64], [warps], [0])).to(gl.int32)
         return gl.min(held, axis=0) < ENOUGH
     return gl.to_tensor(encoding.planes > 1)
@@ -214,7 +214,7 @@ def repeated_scale(shared, quad):
 
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
-    """Codes and block scales of all planes; codes in place of scales where there are none."""
+    """The codes and block scales of all planes. Without block scales, the codes are returned in place of scales."""
     codes = (repeated_codes(shared.first, quad, encoding),)
     scales = codes
     if encoding.planes > 1:
@@ -246,15 +246,16 @@ def add(a, b):
 
 @gluon.jit
 def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM: workgroup (pair, block of strips), the latter fastest.
+    """The gate/up GEMM. Workgroups are numbered by pair and block of strips; the block varies fastest.
 
     A column is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert, nearly always
-    all. The workgroups of the first pair beyond these compute the next ones, and so on. The others end at once.
+    all. If there are more, the workgroups of the first pair beyond these compute the next ``shape.rows`` pairs, and so on. All
+    other workgroups end at once.
 
     Args:
         operands, swiglu, shape: see `few`.
         pairs: how many there are.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
         blocks: of strips.
     """
@@ -271,8 +272,8 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 def routed_first_kernel(
     operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
 ):
-    """`first_kernel` with routing: each workgroup chooses the tokens' experts from the logits itself. One workgroup also writes the
-    chosen ids and weights to ``operands``, for the down projection.
+    """`first_kernel` with routing. Each workgroup chooses the tokens' experts from the logits by itself. One workgroup also writes
+    the chosen ids and weights to ``operands``, for the down projection.
 
     Args:
         logits, logits_stride, scaling, tokens, routing: see `choose`.
@@ -288,15 +289,15 @@ def routed_first_kernel(
     real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
     lane_pair = gl.where(real, lane // routing.slots * routing.top_k + lane % routing.slots, 64)
     lane_expert = gl.convert_layout(ids.reshape(64), layout)
-    # A maximum over all lanes of a wave is known to be the same in all of them, as the weights' address has to be.
+    # The weights' address must be the same in all lanes of a wave. The compiler knows this of a maximum over all lanes.
     expert = gl.max(gl.where(lane_pair == pair, lane_expert, 0), axis=0)
     multiply_first(operands, real & (lane_expert == expert), lane_pair, pair, expert, block, strips, k, swiglu, shape)
 
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; workgroups of the others do nothing.
-    ``own`` says of each lane whether its pair has the expert; lanes have pairs in ascending order, each at most once."""
+    """Computes up to ``shape.rows`` pairs of an expert if ``pair`` is the first of them. Workgroups of other pairs do nothing.
+    ``own`` tells for each lane whether its pair has the expert. Lanes have pairs in ascending order, each at most once."""
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
     if earlier % shape.rows == 0:
@@ -392,12 +393,12 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
 
 @gluon.jit
 def second_kernel(operands, strips, k, shape: gl.constexpr):
-    """The down projection and the sum over slots: workgroup (half a strip, token). A warp has a split of k of a slot, and so has a
-    column. Only the diagonal blocks of the accumulator, of the same split, are used.
+    """The down projection and the sum over slots: workgroup (half a strip, token). A warp handles one split of k of one slot. So
+    does a column. Only the diagonal blocks of the accumulator are used, where both have the same split.
 
     Args:
         operands, shape: see `few`.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
     """
     warps: gl.constexpr = gl.num_warps()

@@ -1,15 +1,15 @@
-"""The layout ``"gfx950_fp8_block"`` of expert weights in fp8 blocks: what the kernels of this folder read, made once when a model
-is loaded.
+"""The layout ``"gfx950_fp8_block"`` of expert weights in fp8 blocks, which this folder's kernels read. The layout is made once,
+when a model is loaded.
 
-Strips and their rows are those of `mxfp4_layout`. A lane has 16 bytes as there, which here are 16 elements of k:
+Strips and their rows are as in `mxfp4_layout`. A lane has 16 bytes as there, which here are 16 elements of k:
 
     weight  float8_e4m3fn  [experts, strips, chunks, 2, 64, 16]   chunks of 64 elements of k; byte ``b`` of lane ``16 g + r`` has
                                                                   element ``16 g + b`` of row ``r`` of the strip's half
     scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; beyond the last 0
     bias    float32        [experts, 32 * strips]                 as there
 
-A half's 16 rows share a scale, because gates and ups begin at multiples of 16 rows, or lie next to each other. A block is one step
-along k. Elements of k are padded to a multiple of 64 with zeros.
+The 16 rows of a half share a scale, because gates and ups begin at multiples of 16 rows, or are adjacent. A block is one step along
+k. Elements of k are padded to a multiple of 64 with zeros.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(given: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
+    """One projection. ``rows``: the canonical row for each row of the strips, in the strips' order."""
     assert scale is not None  # checked by the operator
     codes = given.view(torch.uint8)
     experts, count, k = codes.shape

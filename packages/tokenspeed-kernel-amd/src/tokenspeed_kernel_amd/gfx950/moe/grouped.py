@@ -1,12 +1,13 @@
-"""`moe_apply` for many pairs of tokens and slots: two grouped GEMMs. Weights are in the layout of `mxfp4_layout` or of
-`fp8_block_layout`; the latter have no wide tiles.
+"""`moe_apply` for many pairs of tokens and slots: two grouped GEMMs. Weights are in the layout of `mxfp4_layout` or
+`fp8_block_layout`. The latter has no wide tiles.
 
-Five launches: sort pairs by expert and encode tokens; gate/up GEMM with the activation; encode its result (with static scales the
-GEMM's epilogue does); down projection; sum over slots. Wide tiles of unrounded activations have a launch more behind each GEMM, see
-``grouped_exact_device``. The grid covers the most tiles that any routing can need; the schedule stays on the device.
+A call takes five launches: sort pairs by expert and encode tokens; gate/up GEMM with the activation; encode its result (with static
+scales the GEMM's epilogue does this); down projection; sum over slots. Wide tiles of unrounded activations have a launch more
+behind each GEMM, see ``grouped_exact_device``. The grid covers the most tiles that any routing can need; the schedule stays on the
+device.
 
 The waves of a workgroup share a tile of tokens in LDS. Each wave prefetches its own strips of weights into registers. So an
-expert's weights are loaded once for each of its tiles, and these tiles run one after another on the same XCD.
+expert's weights are loaded once for each of its tiles. These tiles run one after another on the same XCD.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
-# Up to so many logits each expert's workgroup chooses the experts of all tokens itself. With 64 tokens and 128 experts that takes
-# 2.5 us in one launch. Two launches, for the choice and for the rest, would take 1.1 and 1.2, and another start costs 2.3. With 128
-# tokens one launch takes 4.6.
+# Up to this many logits, each expert's workgroup chooses the experts of all tokens by itself. With 64 tokens and 128 experts, this
+# takes 2.5 us in one launch. Two launches, one for the choice, would take 1.1 and 1.2 us, and a further launch costs 2.3 us. With
+# 128 tokens, one launch takes 4.6 us.
 _MOST_LOGITS = 8192
 _CHOOSING_WARPS = 4
-_ENCODED = 4  # rows that a workgroup of the encoding launch has, one a warp
+_ENCODED = 4  # rows of a workgroup of the encoding launch, one per warp
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Tile:
         columns: tokens.
         warps: strips of weights.
         wide: by the kernel that reads tokens from LDS in chunks of 32.
-        blocks: of strips, that a workgroup computes one after another. Only for the wide kernel.
+        blocks: number of blocks of strips that a workgroup computes one after another. Used by the wide kernel only.
     """
 
     columns: int
@@ -57,15 +58,15 @@ class Tile:
     blocks: int = 1
 
 
-# Average pairs an expert up to which a tile is used. Figures are microseconds of both GEMMs by the emulator's timing model, at
-# GPT-OSS-120B's sizes with fp8 activations and 8 experts.
+# Each tile is used up to this average number of pairs per expert. Figures are microseconds of both GEMMs by the emulator's timing
+# model, at GPT-OSS-120B's sizes with fp8 activations and 8 experts.
 _TILES = (
     (12.0, Tile(16, 4)),
-    (48.0, Tile(32, 4)),  # 32 pairs an expert: 14.6, of which 14.1 are memory's; with 16 columns 15.5, wide with 64 24.9
+    (48.0, Tile(32, 4)),  # 32 pairs per expert: 14.6, of which memory takes 14.1; with 16 columns 15.5, wide with 64 columns 24.9
 )
-# Of 256 pairs an expert the time of 32 columns is 1.33 times that of this tile, 1.7 times with two planes, 2.4 times with mxfp4.
+# With 256 pairs per expert, 32 columns take 1.33 times as long as this tile, 1.7 times with two planes, 2.4 times with mxfp4.
 _WIDE = Tile(128, 8, wide=True, blocks=3)
-_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # three planes of 128 columns do not fit into LDS
+_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # because three planes of 128 columns do not fit into LDS
 
 
 class Operands(NamedTuple):
@@ -75,7 +76,7 @@ class Operands(NamedTuple):
         order, tiles: the schedule, see ``schedule_device``.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         codes, scale: the encoded activations, see `encoding`.
-        x, x_stride: the activations before they are encoded, and the stride of their rows in elements.
+        x, x_stride: the unencoded activations, and the stride of their rows in elements.
         out: [rows, features].
         out_static: the static scale of the gate/up GEMM's result, or None.
     """
@@ -106,13 +107,13 @@ class Shape(NamedTuple):
 
     Attributes:
         columns: tokens of a tile.
-        blocks: of strips, that a workgroup computes one after another.
+        blocks: number of blocks of strips that a workgroup computes one after another.
         top_k: slots of a token.
-        gated: whether it is the gate/up GEMM, whose rows are gathered from the tokens and whose epilogue is the activation.
+        gated: whether this is the gate/up GEMM, which gathers its rows from the tokens and applies the activation in its epilogue.
         bias: whether there is one.
         limited: whether gate and up are clamped.
         padded: whether encoded rows are padded to whole groups of four steps.
-        encoding: of the activations.
+        encoding: encoding of the activations.
     """
 
     columns: int
@@ -156,8 +157,9 @@ def moe_apply_many(
     tile: Tile | None = None,
     router: Router | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None. With a ``router`` the
-    choice of experts is written into ``topk_weights`` and ``topk_ids``, contiguous, and `few_enough_to_route` says yes."""
+    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None. With a ``router``,
+    the chosen experts are written to ``topk_weights`` and ``topk_ids``, which must be contiguous. `few_enough_to_route` must return
+    True then."""
     tokens, hidden = x.shape
     pairs, features = topk_ids.numel(), plan.intermediate_size
     written = rows_to_write(out, x, tokens, hidden)
@@ -192,7 +194,7 @@ def moe_apply_many(
 
 
 def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
-    """Whether the launch that sorts pairs may choose the experts, too: each expert's workgroup has all logits in registers."""
+    """Whether the launch that sorts pairs may also choose the experts. Each expert's workgroup then has all logits in registers."""
     return power_of_two(tokens) * padded_experts(plan.num_experts) <= _MOST_LOGITS
 
 
@@ -205,7 +207,7 @@ def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
     """The dtype of the gate/up GEMM's result: codes with a static scale; float32 where float16 may overflow.
 
     Rounding to 16 bits before quantisation changes codes: an error of 1.5e-2 in place of 2e-3 with weights in fp8 blocks. With
-    mxfp4 weights the portable kernel has that error, too, and half the bytes are worth more.
+    mxfp4 weights the portable kernel has that error too, and halving the bytes is worth more.
     """
     if encoding.scales == "tensor":
         return torch.float8_e4m3fn
@@ -239,7 +241,7 @@ def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> No
 
 
 def _chunks(k: int) -> int:
-    """Chunks of 512 elements of a row that stays in registers while it is encoded; 0 if it is too long for that."""
+    """Number of chunks of 512 elements of a row that stays in registers while it is encoded; 0 if the row is too long."""
     return quads_of(k) if quads_of(k) <= 16 else 0
 
 
@@ -272,8 +274,8 @@ def _route(
             encoding=encoding, routing=router.routing, ROWS=tile.columns, CHUNKS=_chunks(hidden), num_warps=warps,
         )  # fmt: skip
         return schedule, encoded
-    # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in chunks of 1024. 1024 take
-    # 1.2 us with 4 warps, 1.6 with 8.
+    # All ids at once if they fit in registers: 4096 ids take 2.2 us with 8 warps, 2.3 us with 4, and 3.6 us in chunks of 1024. 1024
+    # take 1.2 us with 4 warps, 1.6 with 8.
     warps = 4 if pairs <= 1024 else 8
     ids_at_once = min(512 * warps, max(1024, power_of_two(pairs)))
     schedule_device.route_kernel[(plan.num_experts + -(-tokens // warps),)](
@@ -309,7 +311,7 @@ def _product(
     weight, weight_scale, bias = projection(weights, name)
     codes = encoded.codes if encoding.format == "e2m1" else encoded.codes.view(torch.float8_e4m3fn)
     strips = strips_of(features)
-    # A multiple of the XCDs, so that an expert's tiles of tokens find its weights in the same L2.
+    # A multiple of the number of XCDs. So an expert's tiles of tokens find its weights in the same L2.
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
     limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
     shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)

@@ -36,8 +36,8 @@ class Columns:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: from one plane to the next.
         offsets: int32 [columns, bytes of four steps] of the codes.
-        place: int32 [1, bytes of four steps], which byte of a row they are.
-        row_bytes: of a row's codes.
+        place: int32 [1, bytes of four steps], the index of each byte within a row.
+        row_bytes: bytes of a row's codes.
         scale_offsets: int32 [columns, 4, 4] of block scales.
         quads: groups of four steps.
     """
@@ -55,7 +55,9 @@ class Columns:
 
 @gluon.jit
 def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The row of each column: its token in the gate/up GEMM, else its place in the order; beyond ``count`` the last one's."""
+    """The row of each column: in the gate/up GEMM the pair's token, else its index in the order. Columns beyond ``count`` get the
+    last row.
+    """
     row = first + gl.minimum(gl.arange(0, COLUMNS, layout), count - 1)
     return gl.load(order + row) // top_k if GATED else row
 
@@ -99,8 +101,8 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 @gluon.jit
 def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
-    """Whether rows of a tile may take exact passes, the same in all waves. ``held``: points to the test's results, see
-    `encoding`."""
+    """Whether rows of a tile may take exact passes. The result is the same in all waves. ``held``: points to the test's results,
+    see `encoding`."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
         layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all
@@ -131,13 +133,13 @@ def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact,
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """A tile of one GEMM: workgroup (tile of tokens, block of strips), the latter fastest.
+    """A tile of one GEMM. Workgroups are numbered by tile of tokens and block of strips; the block varies fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
         rows: encoded rows.
         row_bytes: bytes of a row's codes.
-        strips: of an expert.
+        strips: number of strips of an expert.
         k: the inner dimension.
         blocks: of strips.
     """
@@ -197,7 +199,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         second = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
         store_codes(even_shared, even_codes, encoding)
         even_codes = load_codes(columns, 2, encoding)
-        gl.barrier()  # or each iteration has two: one for the first iteration, and one for the others
+        gl.barrier()  # otherwise each iteration would have two barriers, one for the first iteration and one for all others
         for quad in range(0, quads, 2):
             store_codes(odd_shared, odd_codes, encoding)
             odd_codes = load_codes(columns, quad + 3, encoding)
@@ -226,8 +228,8 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
 
 @gluon.aggregate
 class Tokens:
-    """The columns of a tile: whether each exists, the row of its result, its scale (1 with block scales), and the reciprocal of the
-    static scale of the result (1 where there is none)."""
+    """The columns of a tile. For each: whether it exists, the row of its result, its scale (1 with block scales), and the
+    reciprocal of the static scale of the result (1 without a static scale)."""
 
     exists: gl.tensor
     out_row: gl.tensor
@@ -237,7 +239,7 @@ class Tokens:
 
 @gluon.jit
 def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The columns of a tile whose first row is ``first_row``, and which has ``count`` of them."""
+    """The columns of a tile that has ``count`` rows, the first of which is ``first_row``."""
     column = gl.arange(0, COLUMNS, layout)
     row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
     pair = gl.load(operands.order + row)
@@ -294,7 +296,7 @@ def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TO
     total = gl.zeros([BLOCK], gl.float32, layout)
     for slot in gl.static_range(TOP_K):
         expert = gl.load(ids + token * TOP_K + slot)
-        # The row of a slot without an expert was not written, and may be NaN; so may its weight.
+        # The row of a slot without an expert was not written, and may be NaN. Its weight may also be NaN.
         present = (expert >= 0) & (expert < num_experts)
         weight = gl.load(weights + token * TOP_K + slot)
         known = feature < gl.where(present, hidden, 0)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The exact pass behind `wide_device`, whose mainloop leaves no registers for it.
+"""The exact passes after `wide_device`, whose mainloop leaves no registers for them.
 
-It has the same grid, computes the rows of its tiles that planes do not hold, and replaces their results. A workgroup without such
-rows ends after the test.
+This kernel has the same grid. It computes the rows of its tiles that planes do not represent, and replaces their results. A
+workgroup without such rows ends after the test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _PART = gl.constexpr(32)  # columns
 
 @gluon.jit(do_not_specialize=["rows"])
 def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Program (tile of tokens, group of blocks of strips), the latter fastest. Arguments: see `wide_kernel`."""
+    """Workgroups are numbered by tile of tokens and group of blocks of strips; the group varies fastest. Arguments: see
+    `wide_kernel`.
+    """
     strip = gl.program_id(0) % groups * (shape.blocks * gl.num_warps())
     tile = operands.tiles + gl.program_id(0) // groups * 4
     expert = gl.load(tile)

@@ -1,6 +1,6 @@
 """`moe_apply` with weights in mxfp4 and in fp8 blocks on CDNA4. Weights are in one layout, see `mxfp4_layout` and
-`fp8_block_layout`. Two groups of kernels read it: `few` for the smallest batches, in two launches, and `grouped`, which sorts pairs
-by expert. The number of tokens decides.
+`fp8_block_layout`. Two groups of kernels read these layouts: `few` for the smallest batches, in two launches; and `grouped`, which
+sorts pairs by expert. The number of tokens decides.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ def moe_apply(
 
 for _weights in WEIGHTS:
     _registered("", _weights, {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_apply)
-    # float32 has no codes that hold it, so it must be rounded.
+    # No codes represent float32, so float32 activations must be rounded.
     for _kind, _trait in ROUNDED.items():
         _registered(f"_float32_{_kind}", _weights, {torch.float32}, **{_trait: {True}})(moe_apply)

@@ -1,5 +1,5 @@
-"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the GEMMs of `moe_apply`. In the smallest batches the
-gate/up projection also routes. In others the launch that sorts pairs by expert routes, or one before it.
+"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the GEMMs of `moe_apply`. In the smallest batches, the gate/up
+projection also routes. In larger batches, the launch that sorts pairs by expert also routes, or a separate launch before it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""The layout ``"gfx950_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
+"""The layout ``"gfx950_mxfp4"`` of mxfp4 expert weights, which this folder's kernels read. The layout is made once, when a model is
+loaded.
 
 A projection ``[rows, k]`` is cut into *strips* of 32 rows and *steps* of 128 elements of k. A wave reads the tile of a strip and a
-step as it lies in memory, 16 bytes a lane, twice: these are the A operands of two MFMAs of 16 x 16 x 128. In w13
-the first 16 rows of a strip are the gates of 16 features and the others their ups, so that a gate meets its up in one lane; in w2
-they are 32 rows in order.
+step contiguously, 16 bytes per lane, twice. The two reads are the A operands of two MFMAs of 16 x 16 x 128. In w13, the first 16
+rows of a strip are the gates of 16 features, and the other 16 rows their ups. So one lane has both gate and up of a feature. In w2,
+a strip is 32 consecutive rows.
 
     weight  uint8    [experts, strips, steps, 2, 64, 16]     byte ``b`` of lane ``16 g + r`` has elements ``32 g + 2 b`` and the
                                                              next one of row ``r`` of the strip's half
     scale   uint8    [experts, strips, quads, 2, 64, 4]      of four steps each, lanes as above; beyond the last step 0
     bias    float32  [experts, 32 * strips]                  rows as above, or None
 
-Elements of k are padded to a multiple of 128 with code 0, whose scale is 0 (2^-127).
+Elements of k are padded to a multiple of 128 with code 0. The padding's scale is 0 (2^-127).
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ LAYOUT = "gfx950_mxfp4"
 STRIP = 32  # rows
 HALF = 16  # rows of a matrix instruction
 STEP = 128  # elements of k of a matrix instruction
-QUAD = 4  # steps whose scales a lane reads at once
+QUAD = 4  # number of steps whose scales a lane reads at once
 _LANES_K = 4  # lanes along k, 32 elements each
 _BYTES = 16  # of a lane
 
 
 def strips_of(rows: int) -> int:
-    """Strips of an expert. Rows are a multiple of 32, because mxfp4 wants that of what the other projection sums over."""
+    """Strips of an expert. Rows are a multiple of 32, because they are k of the other projection, and mxfp4 requires that of k."""
     return rows // STRIP
 
 
 def steps_of(k: int) -> int:
-    """Steps of k, the last of which may be padded."""
+    """Number of steps of k; the last step may be padded."""
     return -(-k // STEP)
 
 
 def quads_of(k: int) -> int:
-    """Groups of four steps, the last of which may have fewer."""
+    """Number of groups of four steps; the last group may have fewer steps."""
     return -(-k // (QUAD * STEP))
 
 
@@ -55,14 +56,14 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def order_of_rows(plan: MoEPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns, for w13 and for w2, which canonical row each row of the strips is."""
+    """Returns, for w13 and for w2, the canonical row for each row of the strips."""
     features = torch.arange(2 * plan.intermediate_size, device=device)
     gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
     return gate_up.reshape(2, -1, HALF).transpose(0, 1).flatten(), torch.arange(plan.hidden_size, device=device)
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
+    """One projection. ``rows``: the canonical row for each row of the strips, in the strips' order."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
     strips, steps, quads = strips_of(count), steps_of(2 * half_k), quads_of(2 * half_k)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Routing: pairs of tokens and slots sorted by expert and cut into tiles, and tokens encoded in the same launch.
+"""Routing: sorts pairs of tokens and slots by expert, divides them into tiles, and encodes tokens in the same launch.
 
-Where an expert's tiles are listed follows from how many pairs go to experts before it, so that no expert's program waits for
-another's: with ``start`` such pairs, tiles of expert ``e`` begin at entry ``start // rows + e`` of the list. Entries that are not
-used in between, at most one an expert, and those beyond the last one have the expert -1.
+An expert's tiles have a position in the list that depends only on the number of pairs of earlier experts. So no expert's workgroup
+waits for another. With ``start`` such pairs, the tiles of expert ``e`` begin at entry ``start // rows + e``. Unused entries have
+the expert -1: at most one per expert in between, and those beyond the last tile.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
 
 @gluon.jit
 def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl.constexpr):
-    """Lists the tiles of an expert that has ``count`` pairs; the experts before it have ``start`` pairs. For the last expert, the
-    unused entries at the end of the list are written, too. ``lane``: int32 [lanes], 0, 1, and so on."""
+    """Lists the tiles of an expert with ``count`` pairs. All earlier experts together have ``start`` pairs. For the last expert,
+    also writes the unused entries at the end of the list. ``lane``: int32 [lanes], 0, 1, and so on."""
     lanes: gl.constexpr = lane.shape[0]
     entry = start // ROWS + expert
     after = (start + count) // ROWS + expert + 1
@@ -69,7 +69,7 @@ def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl
 
 @gluon.jit
 def list_pairs(found, pair, order, row, expert):
-    """Lists those of the pairs that have the expert, from entry ``row`` on; returns the entry behind them."""
+    """Lists those pairs that have the expert, from entry ``row`` on. Returns the entry after them."""
     mine = (found == expert).to(gl.int32)
     until = gl.associative_scan(mine, 0, add)
     isa.buffer_store(pair, order, row + until - 1, mask=mine != 0)
@@ -96,11 +96,10 @@ def route_kernel(
     CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """Programs: first those of experts, each of which lists its pairs, then those that encode a token with
-    each warp.
+    """The first workgroups are for experts: each lists its expert's pairs. The others encode tokens, one per warp.
 
     Args:
-        ids: int32 [pairs], TOP_K for each token, the experts; those that are not in 0 ... num_experts - 1 are left out.
+        ids: int32 [pairs], TOP_K expert ids for each token. Ids that are not in 0 ... num_experts - 1 are left out.
         order: int32 [pairs], receives the pairs by expert, ascending within one.
         tiles: int32 [entries + 1, 4], receives expert, first row and number of rows of each tile; at the end the number of rows.
         x: [tokens, k], rows x_stride apart.
@@ -110,7 +109,7 @@ def route_kernel(
     """
     program = gl.program_id(0)
     if program < num_experts:
-        # The compiler sees that this is a multiple of TOP_K, and loads several ids at once.
+        # The compiler sees that this number is a multiple of TOP_K, and loads several ids at once.
         schedule_expert(ids, tokens * TOP_K, order, tiles, entries, program, num_experts, ROWS, CHUNK)
     else:
         first = (program - num_experts) * gl.num_warps()
@@ -140,7 +139,7 @@ def choose_and_route_kernel(
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """As `route_kernel`, of tokens whose experts are chosen from their logits, by each expert's program. The first one stores the
+    """Like `route_kernel`, but each expert's workgroup also chooses the tokens' experts from their logits. The first one stores the
     choice. There are at most ``routing.rows`` tokens.
 
     Args:

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""What the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout``
-say how weights lie in memory. Those in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step of the former has twice as many
-loads of 16 bytes per lane.
+"""Code that the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout`` say how
+weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step in fp8 blocks has twice as many loads of
+16 bytes per lane.
 
-A wave has a strip of weights, two tiles of 16 rows, and all waves share a tile of tokens: rows of the accumulator are features,
-columns tokens.
+A wave has a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
+features, and columns are tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pieces_of_step(dtype):
 
 @gluon.constexpr_function
 def words_of_quad(dtype):
-    """Words that the scales of four steps of a half strip have: one for each lane, or one for each step."""
+    """Number of words of the scales of four steps of a half strip: one per lane, or one per step."""
     return 4 if dtype == gl.float8e4nv else 64
 
 
@@ -57,7 +57,7 @@ def weight_layout(warps, steps=4):
 
 @gluon.constexpr_function
 def weight_scale_layout(warps):
-    """int32 [warps, g, r] as it lies in memory: a word a lane, whose bytes are the scales of four steps."""
+    """int32 [warps, g, r] as stored in memory: a word per lane, whose bytes are the scales of four steps."""
     lanes = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     return gl.DistributedLinearLayout([], lanes, [[1 << bit, 0, 0] for bit in range(log2(warps))], [], [warps, 4, 16])
 
@@ -95,14 +95,15 @@ def axis_layout(layout, rank, axis):
 
 @gluon.aggregate
 class Strips:
-    """Where a workgroup's strips lie, one for each warp.
+    """The location of a workgroup's strips, one strip per warp.
 
     Attributes:
         weight, scale: pointers to the first of them, scale to words of four steps.
-        offsets: int32 [warps, chunk, g, r, b], of the first loads of the strips' first halves, as many as are loaded at once.
+        offsets: int32 [warps, chunk, g, r, b], offsets of the first loads of the first halves of the strips, as many as are loaded
+            at once.
         block: int32 [1, chunk, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
         scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
-        blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
+        blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. Memory beyond these blocks is not read.
         scale_blocks: of 32 elements that k has, or int32 [warps, 1, 1].
     """
 
@@ -117,11 +118,11 @@ class Strips:
 
 @gluon.aggregate
 class Quad:
-    """Four steps of strips: two tiles of weights, uint8 [16 * warps, 256], and the words of their scales, int32 [warps, g, r]; in
-    fp8 blocks [16 * warps, 512], and float32 [warps, 1, step].
+    """Four steps of strips. In mxfp4: two tiles of weights, uint8 [16 * warps, 256], and the words of their scales, int32 [warps,
+    g, r]. In fp8 blocks: [16 * warps, 512], and float32 [warps, 1, step].
 
-    Scales stay words until they are used: a loop that carries bytes takes words apart, and waits for them, as soon as it asks for
-    them."""
+    Scales stay words until they are used. If a loop carried bytes instead, it would split words into bytes right after loading
+    them, and so wait for the loads."""
 
     first: gl.tensor
     second: gl.tensor
@@ -131,8 +132,8 @@ class Quad:
 
 @gluon.jit
 def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_ONCE: gl.constexpr = 4):
-    """The strips of an expert from ``first`` on, of ``strips`` that it has; the last one again in place of those beyond it. So many
-    steps are loaded at once."""
+    """Strips of an expert from ``first`` on. The expert has ``strips`` of them; the last strip replaces strips beyond it.
+    ``AT_ONCE`` steps are loaded at once."""
     PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
     WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
     layout: gl.constexpr = weight_layout(warps, PIECES * AT_ONCE)
@@ -188,8 +189,8 @@ def expert_of(ids, warp, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr, warps: gl.constexpr):
-    """For each warp the half of a strip, ``half`` counted in 16 rows, of the expert that the warp's slot has. SPLIT neighbouring
-    warps have a slot, and each of them a part of k. All weights together have less than 2^31 bytes."""
+    """For each warp, half of a strip of its slot's expert. ``half`` is counted in 16 rows. SPLIT neighbouring warps handle one
+    slot, each a part of k. All weights together must have less than 2^31 bytes."""
     PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
     WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
     layout: gl.constexpr = weight_layout(warps, 4 * PIECES)
@@ -272,7 +273,7 @@ def load_quad(strips, quad, warps: gl.constexpr):
 
 @gluon.jit
 def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
-    """The four steps of a tensor of two axes, of which AXIS is k."""
+    """The four steps of a tensor with two axes; AXIS is k."""
     if AXIS == 1:
         parts = tensor.reshape(tensor.shape[0], 2, 2, tensor.shape[1] // 4).permute(0, 3, 1, 2)
     else:
@@ -312,7 +313,7 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
     Args:
         weight, words: of a `Quad`.
         codes: of some planes, [512, columns] (packed along k: [256, columns]).
-        scales: of the same planes the block scales, uint8 [columns, 16]; not used where a token has one scale.
+        scales: block scales of the same planes, uint8 [columns, 16]; unused if a token has one scale.
     """
     if weight.dtype == gl.float8e4nv:
         acc = add_block_products(acc, weight, words, codes, scales, encoding)
@@ -328,8 +329,8 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_products` of weights in fp8 blocks: a block is one step along k, whose partial sum is multiplied by the block's
-    scale."""
+    """`add_products` for weights in fp8 blocks. A block is one step along k, and the block's scale multiplies the step's partial
+    sum."""
     product: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
     token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [acc.shape[1], 4])
@@ -354,8 +355,8 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
 
 @gluon.jit
 def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
-    """The biases of both halves of an expert's strips from ``first_strip`` on, a strip for each warp, float32 [16 * warps]; zeros
-    beyond the last strip."""
+    """The biases of both halves of an expert's strips from ``first_strip`` on, one strip per warp, float32 [16 * warps]. Beyond the
+    last strip they are zeros."""
     row = gl.arange(0, 16 * gl.num_warps(), layout)
     strip = first_strip + row // 16
     at = strip * 32 + row % 16

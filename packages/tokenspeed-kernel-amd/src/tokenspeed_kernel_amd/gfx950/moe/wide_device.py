@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Device code of `grouped` where it is compute-bound: a tile of up to 128 tokens of one expert's GEMM.
+"""Device code of `grouped` for the compute-bound case: a tile of up to 128 tokens of one expert's GEMM.
 
 Two steps of all tokens are in LDS, and the next two are in flight through registers. A wave has the weights of two steps in
-registers, and those of the next two are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that take
-exact passes are left to ``grouped_exact_device``.
+registers, and the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows
+that take exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
 
 @gluon.aggregate
 class Columns:
-    """Where the codes and block scales of a tile's tokens lie.
+    """The location of the codes and block scales of a tile's tokens.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: from one plane to the next.
-        row_bytes: of a row's codes.
+        row_bytes: bytes of a row's codes.
         offsets: int32 [columns, bytes of two steps] of the codes.
-        place: int32 [1, bytes of two steps], which byte of a row they are.
+        place: int32 [1, bytes of two steps], the index of each byte within a row.
         scale_offsets: int32 [columns, g, 2] of the block scales of two steps.
     """
 
@@ -151,8 +151,8 @@ def columns_at(operands, rows, row_bytes, first_row, count, k, size: gl.constexp
 
 @gluon.aggregate
 class Shared:
-    """Two steps of a tile of tokens in LDS, of each plane: codes [planes, columns, bytes], and block scales, uint8
-    [planes, columns, g, step]; codes in their place where there are none."""
+    """Two steps of a tile of tokens in LDS, for each plane: codes [planes, columns, bytes], and block scales, uint8 [planes,
+    columns, g, step]. Without block scales, the codes are in their place."""
 
     codes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -171,8 +171,8 @@ def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexp
 
 @gluon.jit
 def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
-    """Two steps of all tokens, the first or the second two of four: the codes of each plane, and then their block scales. Codes are
-    zeros beyond a row, where rows are not padded."""
+    """Two of four steps of all tokens (HALF: the first two or the last two): the codes of each plane, then the block scales of each
+    plane. Codes are zeros beyond a row, where rows are not padded."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists = None
     if not shape.padded:
@@ -198,8 +198,8 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 
 @gluon.jit
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
-    """Two steps of 32 tokens of a plane as the right operand, [256, 32] (packed: [128, 32]), and their block scales, uint8 [32, 8];
-    codes in their place where there are none. Items are parts, and planes of each."""
+    """Two steps of 32 tokens of a plane as the right operand, [256, 32] (packed: [128, 32]), and their block scales, uint8 [32, 8].
+    Without block scales, the codes are in their place. Items are parts, and planes of each."""
     warps: gl.constexpr = gl.num_warps()
     operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes
@@ -227,7 +227,7 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
     """MMAs of two steps, STEP and the next one of the four of ``words``, with the tokens in ``shared``. Each chunk is read during
-    the MMAs of the previous one. Meanwhile the loaded steps are stored in the other half of LDS."""
+    the MMAs of the previous chunk. Meanwhile, the loaded steps are stored in the other half of LDS."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     planes: gl.constexpr = encoding.planes
@@ -264,7 +264,8 @@ def no_sums(parts: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """A tile of tokens of one GEMM and several blocks of strips: workgroup (tile of tokens, group of blocks), the latter fastest.
+    """A tile of tokens of one GEMM, and several blocks of strips. Workgroups are numbered by tile of tokens and group of blocks;
+    the group varies fastest.
 
     The pipeline runs across blocks: during one's epilogue, the weights of the next are in flight.
 

@@ -17,8 +17,9 @@ from tokenspeed_kernel_base.operator import operator
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, where ``gate`` is the first half of the last axis, ``up`` the second, ``silu(g) = g * sigmoid(g)``.
 
-    The gate of SwiGLU (Shazeer, 2020, arXiv:2002.05202), between the two products of a feed-forward layer. All in float32
-    (float64 for float64 inputs), rounded to x's dtype once. An infinite or NaN gate gives what IEEE arithmetic makes of the
+    The gate of SwiGLU (Shazeer, 2020, arXiv:2002.05202), between the two products of a feed-forward layer. Arithmetic is float32
+    (float64 for float64 inputs); the result is rounded to x's dtype once. An infinite or NaN gate gives what IEEE arithmetic makes
+    of the
     formula: ``silu(-inf)`` is NaN.
 
     Args:
@@ -29,7 +30,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
 
     Example:
         >>> import torch

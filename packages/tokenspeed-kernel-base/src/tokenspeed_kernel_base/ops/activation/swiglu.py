@@ -27,10 +27,10 @@ def swiglu(
 ) -> Tensor:
     """``(up + beta) * gate * sigmoid(alpha * gate)``, with gate and up clamped first where a limit is given.
 
-    The clamp is one-sided for the gate, ``min(gate, limit)``, and two-sided for up, ``min(max(up, -limit), limit)``. With
-    ``alpha=1.702``, where ``gate * sigmoid(alpha * gate)`` comes close to GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415),
-    ``beta=1`` and ``limit=7`` it is the activation of the GPT-OSS models' experts, whose weights make it ``interleaved``. With
-    ``alpha=1``, ``beta=0`` and no limit it is `silu_and_mul`. All in float32 (float64 for float64 inputs), rounded to x's dtype
+    The clamp is one-sided for the gate, ``min(gate, limit)``, and two-sided for up, ``min(max(up, -limit), limit)``. The activation
+    of GPT-OSS experts has ``alpha=1.702``, ``beta=1``, ``limit=7`` and ``interleaved`` weights. At this alpha, ``gate *
+    sigmoid(alpha * gate)`` approximates GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415). With ``alpha=1``, ``beta=0`` and no
+    limit the operator equals `silu_and_mul`. Arithmetic is float32 (float64 for float64 inputs); the result is rounded to x's dtype
     once. NaN stays NaN, also through the clamp.
 
     Args:
@@ -46,7 +46,7 @@ def swiglu(
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
 
     Example:
         >>> import torch

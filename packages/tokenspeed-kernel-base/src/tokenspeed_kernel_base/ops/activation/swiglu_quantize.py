@@ -37,8 +37,8 @@ def swiglu_quantize(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`quantize` of `swiglu`: a gated activation in the format that ``quantization`` names.
 
-    The activation's result is rounded to x's dtype, and then quantised. With ``alpha=1``, ``beta=0``, no limit
-    and gate and up in halves the activation is `silu_and_mul`.
+    The activation's result is rounded to x's dtype, and then quantised. The activation is `silu_and_mul` if ``alpha=1``,
+    ``beta=0``, there is no limit, and gate and up are two contiguous halves.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., 2 * d]``: gate and up, see ``interleaved``; d a multiple of 32 for mxfp8, of 16 for
@@ -56,7 +56,7 @@ def swiglu_quantize(
         q and scale as `quantize` gives them for ``[..., d]``; q alone if an fp8 scale is given.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
 
     Example:
         >>> import torch
@@ -79,7 +79,7 @@ for _hook in Quantised.hooks:
 
 @recipe
 def _inputs(kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: those of the activation, and see `draw_quantization`."""
+    """``options``: options of the activation and of `draw_quantization`."""
     own: dict[str, Any] = {name: options.pop(name) for name in ("alpha", "limit", "beta", "interleaved") if name in options}
 
     def make(draw: Draw) -> dict[str, Any]:

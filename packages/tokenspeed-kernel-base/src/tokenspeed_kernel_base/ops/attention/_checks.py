@@ -163,13 +163,13 @@ def check_scales(
 ) -> None:
     """Checks the scales of fp8 q, k and v: one for all heads, or one for each head.
 
-    ``size`` names the number of heads; call it when that is bound."""
+    ``size`` names the number of heads; call this function once ``size`` is bound."""
     for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
         check_scale(check, f"{name}_scale", scale, name, tensor, check[size], size)
 
 
 def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) -> None:
-    """Checks ``cu_seqlens_q``, or without it that the number of tokens is a multiple of batch.
+    """Checks ``cu_seqlens_q``; without it, checks that the number of tokens is a multiple of batch.
 
     Call it when ``tokens`` and ``batch`` are bound."""
     tokens, batch = check["tokens"], check["batch"]
@@ -207,7 +207,7 @@ def check_values_offsets(
 ) -> None:
     """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no step above ``longest``.
 
-    With ``padded`` it may end before the number of tokens."""
+    With ``padded`` the last offset may be less than the number of tokens."""
     if offsets is None:
         return
     first, last = offsets[0].item(), offsets[-1].item()
@@ -225,7 +225,7 @@ def check_values_offsets(
 
 
 def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: int, why: str) -> None:
-    """Checks counts, one for each row of a tensor: how many of the row's first entries are used, 0 to ``most``."""
+    """Checks counts of used entries: entry i of ``counts`` says how many leading entries of row i are used, 0 to ``most``."""
     if counts is None or not counts.numel():
         return
     smallest, largest = (int(bound) for bound in counts.aminmax())
@@ -269,9 +269,9 @@ def check_values_paging(
     window_left: int = -1,
     new_tokens: Tensor | int = 0,
 ) -> None:
-    """Checks the lengths in a cache, and the pages that they use; either is None if its values cannot be read.
+    """Checks the lengths in a cache, and the pages in use. Either is None if its values are not readable on the host.
 
-    ``new_tokens``: the new tokens of each sequence, 0 if their number cannot be read."""
+    ``new_tokens``: the number of new tokens of each sequence; 0 if unknown on the host."""
     if cache_seqlens is None or not cache_seqlens.numel():
         return
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())

@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, first_visibl
 
 
 def visible_pairs(q_len: int, kv_len: int, causal: bool, window_left: int) -> int:
-    """Pairs of a query and a key that it sees, in one sequence whose last ``q_len`` tokens are the queries."""
+    """The number of (query, visible key) pairs in one sequence whose last ``q_len`` tokens are the queries."""
     position = torch.arange(kv_len - q_len, kv_len)
     last = position if causal else torch.full_like(position, kv_len - 1)
     first = (position - window_left).clamp(min=0) if window_left >= 0 else torch.zeros_like(position)
@@ -36,7 +36,7 @@ def attention_cost(
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.
-        others: further tensors that are read completely.
+        others: further tensors that are read whole.
     """
     tokens, heads, head_dim = q.shape
     pairs = visible = 0
@@ -60,7 +60,7 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """The cost of a prefill: queries attend to their own sequence, or with cu_seqlens_kv to keys of other lengths."""
+    """The cost of a prefill: queries attend to their own sequence, or, with cu_seqlens_kv, to keys of other lengths."""
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
     kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()
@@ -84,7 +84,7 @@ def paged_cost(
 
 
 def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
-    """The cost minus that of the pairs that the masks of draft trees hide, plus the bytes of the masks."""
+    """The cost without the pairs that draft trees' masks hide, plus the bytes of the masks."""
     if tree_mask is None or not len(tree_mask):
         return cost
     tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding

@@ -37,9 +37,9 @@ def scores_without_keys(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 def write_scores(
     q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, begin: int, end: int, scores: Tensor, lengths: Tensor
 ) -> None:
-    """Writes the scores of one sequence, and how many keys each token sees.
+    """Writes the scores of one sequence, and the number of keys that each token sees.
 
-    k ``[kv_len, head_dim]`` holds its keys; rows ``begin`` to ``end`` of q are its last tokens."""
+    k ``[kv_len, head_dim]`` holds the sequence's keys; rows ``begin`` to ``end`` of q are its last tokens."""
     wide, kv_len = scores.dtype, k.shape[0]
     k = k.to(wide)
     for token in range(begin, end):
@@ -85,8 +85,8 @@ def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torc
 def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
     """Draws paged index keys, and their scales if they are fp8.
 
-    Both are views of pages of bytes, in which the scales of a page follow its keys, as in DeepGEMM's layout. ``stale``: slots
-    that hold no token hold NaN."""
+    Both tensors are views of pages of bytes. In a page, the scales follow the keys, as in DeepGEMM's layout. ``stale``: slots that
+    hold no token hold NaN."""
     if dtype not in FP8:
         return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
     pages, page_size = held.shape

@@ -1,4 +1,4 @@
-"""Inputs for the cases of attention operators. Each recipe returns the function of a `Draw` that a `Case` needs."""
+"""Inputs for the cases of attention operators. Each recipe returns the function of a `Draw` that a `Case` takes."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 
 
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
-    """A cache with ``token``-shaped tokens in the slots that hold one.
+    """A cache of tokens with shape ``token``, drawn for the slots that are in use.
 
-    ``stale``: all other slots hold NaN. ``guarded``: likewise, and the page in front of the cache holds NaN too, so that a kernel
+    ``stale``: all other slots hold NaN. ``guarded``: as ``stale``, and the page in front of the cache also holds NaN. So a kernel
     that reads page -1 reads NaN instead of foreign memory."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
@@ -119,7 +119,7 @@ def draw_groups(
 def draw_trees(draw: Draw, q_lens: Sequence[int], padding: int = 0) -> Tensor:
     """Masks of random draft trees: int64 ``[sum(q_lens) + padding]``.
 
-    They are 0 for every other sequence, for sequences of more than 64 tokens and for padding."""
+    Masks are 0 for every other sequence, for sequences of more than 64 tokens and for padding."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
     for at, q_len in enumerate(q_lens):
         tree = at % 2 == 0 and 0 < q_len <= MAX_TREE
@@ -154,14 +154,14 @@ def paged(
     """New tokens and a paged cache that holds them.
 
     Args:
-        q_lens: new tokens of each sequence, for extend; None for decode, with ``max_seqlen_q`` (or 1) tokens of each.
+        q_lens: new tokens of each sequence, for extend. None for decode, with ``max_seqlen_q`` (default 1) new tokens per sequence.
         kv_lora_rank: makes a cache of latents with rotary parts, each ``head_dim`` wide.
         scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
         stale: slots that hold no token hold NaN.
         freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
             NaN.
         running_sums: also give ``cu_seqlens_kv`` if there are q_lens.
-        trees: the new tokens of every other sequence form a draft tree, if they are at most 64.
+        trees: the new tokens of every other sequence form a draft tree, if the sequence has at most 64 of them.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
         padding: rows of q past the last sequence, which belong to no sequence.
         width: entries of the page table for each sequence; by default one more than the pages of the longest sequence.

@@ -11,7 +11,7 @@ A query that is a node of a draft tree has a mask of the new tokens that it sees
 
 Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``. The softmax runs over the visible scores. A head's
 sink is one more score, whose value vector is zero. Arithmetic is float32 (float64 where q is float64), and the output is rounded
-once. Queries are processed in blocks, each with the keys that it can see, to bound the memory of the scores.
+once. Queries are processed in blocks, which bounds the memory of the scores. Each block reads only the keys that it can see.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def output_dtype(q: Tensor) -> torch.dtype:
 
 
 def first_visible(position: int, window_left: int) -> int:
-    """The first position that a query at ``position``, or any after it, can see."""
+    """The first position visible to a query at ``position`` or to any later query."""
     return max(position - window_left, 0) if window_left >= 0 else 0
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
     """Which entries of a page table the window hides from all new tokens: bool ``[batch, max_pages]``.
 
-    These pages cover only positions before the window of the sequence's oldest new token."""
+    Such pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
     if window_left < 0:
         return torch.zeros(len(cache_seqlens), max_pages, dtype=torch.bool, device=cache_seqlens.device)
@@ -82,17 +82,17 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """A ``[..., heads, dim]`` tensor in another dtype, multiplied by its scale: one for the tensor or one for each head."""
+    """A ``[..., heads, dim]`` tensor converted to a dtype and multiplied by its scale, which is per tensor or per head."""
     return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
 
 
 def _by_query_head(q_scale: Tensor | None, heads: int) -> Tensor | None:
-    """The scale of queries; one for each KV head is repeated for the query heads of its group."""
+    """The scale of queries for each query head. A scale per KV head is repeated for the query heads of its group."""
     return q_scale if q_scale is None or q_scale.numel() == 1 else q_scale.repeat_interleave(heads // q_scale.numel())
 
 
 def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
-    """Which keys each query of a sequence sees, ``[q_len, kv_len]``, where queries may be nodes of a draft tree.
+    """The keys that each query of a sequence sees, bool ``[q_len, kv_len]``; queries may be nodes of a draft tree.
 
     Args:
         tree_mask: int64 ``[q_len]``. Bit i of a node's mask means that the node sees new token i. A node also sees all tokens
@@ -187,7 +187,7 @@ def attend_ragged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences: each to itself, or to packed keys, the last of which belong to the queries.
+    """Attention of packed sequences, each to itself or to packed keys. The queries are the last tokens of their sequences.
 
     Args:
         offsets: ``cu_seqlens`` on the host.
@@ -254,7 +254,7 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_paged` where all heads share one key: the cached latent and its rotary part. The value is the latent alone."""
+    """`attend_paged` for heads that share one key: the cached latent followed by its rotary part. The value is the latent alone."""
     if kv_scale_cache is not None and rope_cache is not None:
         kv_cache = whole_tokens(kv_cache, kv_scale_cache, rope_cache)
     k_cache = kv_cache.unsqueeze(2)

@@ -111,8 +111,8 @@ def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
 def _without_unused(arguments: dict[str, Any], caches: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fills unused memory with values that show a wrong read. Slots that hold no token hold NaN. Page table entries are -1 where
     the window hides a whole page. Entries past a sequence's length are out of range on the host, where an index error shows the
-    read. On a device such a read would be an illegal access, so there they are the index of an unused page, or unchanged if there
-    is none but page 0."""
+    read. On a device such a read would be an illegal access. So there these entries hold the index of an unused page; they stay
+    unchanged if page 0 is the only unused page."""
     page_table, cache_seqlens = arguments["page_table"], arguments["cache_seqlens"]
     pages, page_size = next(iter(caches.values())).shape[:2]
     positions = torch.arange(page_table.shape[1] * page_size, device=page_table.device).view(-1, page_size)

@@ -36,9 +36,9 @@ def attn_merge_state(
     online softmax (Milakov & Gimelshein, 2018, arXiv:1805.02867). Commutative, and associative up to rounding. Arithmetic is
     float32 (float64 for float64 outputs); each result is rounded once.
 
-    A partial result without keys has ``lse = -inf`` and does not change the other one, whatever its output holds. If both are
-    without keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the attention call that got it,
-    so give the sinks to exactly one of the two calls.
+    A partial result without keys has ``lse = -inf``. It does not change the other result, whatever its output holds. If neither
+    result has keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the call that receives it. So
+    pass the sinks to exactly one of the two calls.
 
     Args:
         out_a: float16, bfloat16, float32 or float64 ``[tokens, heads, v_head_dim]``.
@@ -108,7 +108,7 @@ def _inputs(
             "out_b": draw.normal(tokens, heads, v_head_dim, dtype=dtype),
             "lse_b": draw.normal(tokens, heads, scale=4.0),
         }
-        if empty:  # by token modulo 4: a has no keys, b has none, neither has any, both have some
+        if empty:  # by token modulo 4: a has no keys, b has none, both have none, both have some
             turn = torch.arange(tokens, device=draw.device) % 4
             for part, nothing in (("a", (turn == 0) | (turn == 2)), ("b", (turn == 1) | (turn == 2))):
                 arguments[f"lse_{part}"][nothing] = -torch.inf

@@ -49,24 +49,26 @@ def dsa_indexer_scores(
     """Lightning-indexer scores of DeepSeek sparse attention for contiguous, packed index keys (prefill).
 
     ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is), where
-    s counts the keys of t's own sequence. The tokens in q are the last ones of their sequence; each sees itself and earlier ones.
-    `dsa_indexer_scores_with_kvcache` does the same for a paged cache.
+    s counts the keys of t's own sequence. The tokens in q are the last tokens of their sequences. Each token sees itself and
+    earlier tokens. `dsa_indexer_scores_with_kvcache` does the same for a paged cache.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k: q's dtype ``[keys, head_dim]``.
         weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
             of an fp8 q.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins in q, and where the last one ends.
-        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence begins in k, and where the last one ends. None: as in q.
+        cu_seqlens: int32 ``[batch + 1]``, the offsets in q at which sequences begin; the last entry is the end of the last
+            sequence.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the offsets in k at which sequences begin; the last entry is the end of the last
+            sequence. None: as in q.
         k_scale: float32 ``[keys]``, multiplies the keys, for fp8 only.
-        out: receives the scores. It must not overlap an input.
+        out: receives the scores; must not overlap an input.
         lengths_out: receives the lengths.
 
     Returns:
-        Scores, float32 (float64 where q is) ``[tokens, keys]``: column s is position s of the token's own sequence, and -inf if
-        the token does not see position s or the sequence does not have it. Also the lengths, int32 ``[tokens]``: how many
-        positions each token sees, which are the first ones.
+        Scores, float32 (float64 where q is) ``[tokens, keys]``. Column s is position s of the token's own sequence. The score is
+        -inf at positions that the token does not see or its sequence does not have. Also the lengths, int32 ``[tokens]``: a token
+        with length n sees positions 0 to n - 1.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
@@ -135,7 +137,7 @@ def _inputs(
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Packed sequences; ``kv_lengths``: the numbers of keys, if they differ from those of queries."""
+    """Packed sequences; ``kv_lengths``: the numbers of keys, if they differ from the numbers of queries."""
 
     def make(draw: Draw) -> dict[str, Any]:
         keys = sum(kv_lengths or lengths)

@@ -56,7 +56,7 @@ def dsa_indexer_scores_with_kvcache(
     heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices`
     selects the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of
     sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at
-    its last positions, and each sees itself and earlier ones. Prefill and decode are the same call.
+    its last positions. Each sees itself and earlier tokens. Prefill and decode are the same call.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
@@ -67,17 +67,17 @@ def dsa_indexer_scores_with_kvcache(
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included; at most
-            ``max_pages * page_size``. It may be less than the number of new tokens, for example 0 for a sequence that only pads
-            the batch; queries before position 0 then see no key.
+            ``max_pages * page_size``. The length may be less than the number of new tokens, for example 0 for a sequence that only
+            pads the batch. Queries before position 0 then see no key.
         cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
             ``tokens / batch`` new tokens.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
-        out: receives the scores. It must not overlap an input.
+        out: receives the scores; must not overlap an input.
         lengths_out: receives the lengths.
 
     Returns:
         Scores, float32 (float64 where q is) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not see.
-        Also the lengths, int32 ``[tokens]``: how many positions each token sees, which are the first ones.
+        Also the lengths, int32 ``[tokens]``: a token with length n sees positions 0 to n - 1.
 
     Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
@@ -86,7 +86,7 @@ def dsa_indexer_scores_with_kvcache(
             page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
-        A sequence of 3 tokens in pages of 2, the last of which is new; two heads of width 1.
+        A sequence of 3 tokens in pages of 2. The last token is new. Two heads of width 1.
 
         >>> import torch
         >>> from tokenspeed_kernel import dsa_indexer_scores_with_kvcache

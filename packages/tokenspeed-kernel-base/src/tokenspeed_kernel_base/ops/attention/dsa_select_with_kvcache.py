@@ -45,8 +45,8 @@ def dsa_select_with_kvcache(
     """Selects the cache slots of the ``top_k`` positions with the highest lightning-indexer scores for each new token.
 
     This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). Composed of
-    `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and
-    ``topk_length`` of `mla_sparse_with_kvcache`, if both caches use the same pages. A fused kernel need not write the scores.
+    `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and ``topk_length``
+    of `mla_sparse_with_kvcache`, if both caches use the same pages. A fused kernel need not write the scores.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
@@ -57,8 +57,8 @@ def dsa_select_with_kvcache(
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         top_k: positions to select, from 1 to the larger of ``max_pages * page_size`` and 2^20. A token that sees at most top_k
             positions gets all of them.
-        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
-            equally many.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all sequences have
+            equally many new tokens.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the slots.
         topk_length_out: receives the number of slots of each token.
@@ -72,7 +72,7 @@ def dsa_select_with_kvcache(
             page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
-        A sequence of 3 tokens in pages of 2, the last of which is new.
+        A sequence of 3 tokens in pages of 2. The last token is new.
 
         >>> import torch
         >>> from tokenspeed_kernel import dsa_select_with_kvcache

@@ -57,20 +57,20 @@ def mha_decode_with_kvcache(
 
     The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the softmax is
     that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
-    ``page_table[b, j // page_size]``, slot ``j % page_size``. The queries are at the last positions, and each sees itself and
-    earlier tokens. Accumulates in float32 (float64 where q is) and rounds the output once. If q and the caches are fp8, a kernel
-    may round the softmax probabilities to fp8 too, see `mha_prefill`.
+    ``page_table[b, j // page_size]``, slot ``j % page_size``. The queries are at the last positions. Each sees itself and earlier
+    tokens. Accumulates in float32 (float64 where q is) and rounds the output once. If q and the caches are fp8, a kernel may round
+    the softmax probabilities to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
-            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
-            read. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
-            max_seqlen_q, for example 0 for a sequence that only pads the batch; queries before position 0 then see no key.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
+            freed. All other entries may hold anything. Sequences may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. The length may be less than
+            max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no key.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
@@ -83,7 +83,7 @@ def mha_decode_with_kvcache(
             its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
-        out: receives the output. It must not overlap q or the caches.
+        out: receives the output; must not overlap q or the caches.
 
     Returns:
         The output ``[batch * max_seqlen_q, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the

@@ -60,10 +60,11 @@ def mha_extend_with_kvcache(
     """Extend attention: new tokens attend to a paged cache that holds them already, after the earlier tokens of their sequences.
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``,
-    slot ``j % page_size``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. It sees key
-    j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without is_causal later tokens
-    are visible too, and window_left limits the left only. The softmax is that of `mha_prefill`: it accumulates in float32
-    (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel may round the weights too.
+    slot ``j % page_size``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query
+    sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without is_causal the
+    query also sees later tokens, and window_left limits earlier tokens only. The softmax is that of `mha_prefill`: it accumulates
+    in float32 (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel may round the softmax
+    probabilities to fp8 too.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
@@ -74,13 +75,13 @@ def mha_extend_with_kvcache(
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
-            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
-            read. All other entries may hold anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
+            freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
-        is_causal: hide keys later than the query. No sequence may then have more queries than tokens in the cache.
+        is_causal: hide keys later than the query. No sequence may then have more queries than cached tokens.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
@@ -91,7 +92,7 @@ def mha_extend_with_kvcache(
             its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
-        out: receives the output. It must not overlap q or the caches.
+        out: receives the output; must not overlap q or the caches.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural

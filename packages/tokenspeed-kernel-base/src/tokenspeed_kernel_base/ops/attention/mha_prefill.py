@@ -85,13 +85,13 @@ def mha_prefill(
             its query heads.
         k_scale: likewise for fp8 k.
         v_scale: likewise for fp8 v.
-        out: receives the output. It must not overlap q, k or v.
+        out: receives the output; must not overlap q, k or v.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the log-sum-exp,
         float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator, which is the sum of ``exp(score)`` over
-        visible keys, **plus exp(sink)** if sinks are given. Partial results can be merged (`attn_merge_state`) if exactly one of
-        them includes the sinks.
+        visible keys, **plus exp(sink)** if sinks are given. `attn_merge_state` can merge partial results if exactly one of them
+        includes the sinks.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of

@@ -60,7 +60,7 @@ def mha_with_kvcache(
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
     `mha_extend_with_kvcache`. The result is that of `mha_extend_with_kvcache` with ``is_causal=True``. A sequence that decodes
-    has one new token. All cached tokens of a sequence that prefills are new. Other sequences may have any number of new tokens.
+    has one new token. A sequence that prefills has only new tokens. Other sequences may have any number of new tokens.
     Sequences may be in any order. The lengths are known on the device only. Kernels of this operator promise load balancing: a
     decoding sequence does not pay for a prefill tile, and a long cache is split (split-KV).
 
@@ -71,9 +71,9 @@ def mha_with_kvcache(
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
-            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
-            read. All other entries may hold anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
+            freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
@@ -87,14 +87,14 @@ def mha_with_kvcache(
             its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
-        tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask
-            means that the node sees new token i of its sequence. The bits are those of the node itself and of its ancestors,
-            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones; with a
-            window, only those at most window_left positions before its own position. The position of a node is the position of
-            the first new token, plus the number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees
-            itself and earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a
-            node. With masks, window_left must be -1 or at least 63.
-        out: receives the output. It must not overlap q or the caches.
+        tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask is
+            set if the node sees new token i of its sequence. The set bits are the node itself and its ancestors, never later
+            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, it sees only
+            those at most window_left positions before its own position. The position of a node is the position of the first new
+            token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and earlier
+            tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks,
+            window_left must be -1 or at least 63.
+        out: receives the output; must not overlap q or the caches.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural

@@ -56,28 +56,28 @@ def mla_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MLA decode: absorbed latent attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache.
 
-    The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; that page
-    explains "absorbed". The cache already holds the new tokens. It holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b,
-    position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The queries are at the last positions. Each sees
-    itself and earlier tokens, with a window only the nearest of them. Accumulates in float32 (float64 where q is) and rounds the
-    output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
-    `mha_prefill`.
+    The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the
+    documentation of `mla_extend_with_kvcache` explains "absorbed". The cache already holds the new tokens. The cache holds
+    positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j %
+    page_size``. The queries are at the last positions. Each query sees itself and earlier tokens; with a window, only the nearest
+    of these. Accumulates in float32 (float64 where q is) and rounds the output once. With an fp8 cache, a kernel may round the
+    softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
             sequence, absorbed part first. float16 or bfloat16 with kv_scale_cache.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
             float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone, see `mla_sparse_with_kvcache`.
-        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
-            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
-            read. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
-            max_seqlen_q, for example 0 for a sequence that only pads the batch; queries before position 0 then see no key.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
+            freed. All other entries may hold anything. Sequences may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. The length may be less than
+            max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no key.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
-        softmax_scale: multiplies the dot products of q and the cached keys. It is ``1 / sqrt`` of the head_dim before absorption,
-            times the factor that RoPE scaling adds, so it cannot be derived from the shapes.
+        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
+            absorption, times the factor of RoPE scaling. So it cannot be derived from the shapes.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
@@ -85,17 +85,17 @@ def mla_decode_with_kvcache(
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
             allowed with kv_scale_cache.
-        tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask
-            means that the node sees new token i of its sequence. The bits are those of the node itself and of its ancestors,
-            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones; with a
-            window, only those at most window_left positions before its own position. The position of a node is the position of
-            the first new token, plus the number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees
-            itself and earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a
-            node. With masks, window_left must be -1 or at least 63.
+        tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask is
+            set if the node sees new token i of its sequence. The set bits are the node itself and its ancestors, never later
+            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, it sees only
+            those at most window_left positions before its own position. The position of a node is the position of the first new
+            token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and earlier
+            tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks,
+            window_left must be -1 or at least 63.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, the scales of the cached latents, one for each 128
             elements. Requires rope_cache. May be strided.
         rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Requires kv_scale_cache. May be strided.
-        out: receives the output. It must not overlap q or the cache.
+        out: receives the output; must not overlap q or the cache.
 
     Returns:
         The output ``[batch * max_seqlen_q, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the

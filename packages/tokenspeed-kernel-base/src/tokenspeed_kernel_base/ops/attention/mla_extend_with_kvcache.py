@@ -57,14 +57,14 @@ def mla_extend_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MLA extend: absorbed latent attention of new tokens to a paged cache that holds them already, after earlier tokens.
 
-    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its absorbed form. Keys and values are linear in the
-    cached latent c. So the key expansion of a head is applied to its query before the attention, its value expansion to the
-    output after it. The attention itself works on latents, which all heads share. A score is
-    ``q . [c, rotary part] * softmax_scale``, the value is c. Positions, visibility and the softmax are those of
-    `mha_extend_with_kvcache`: query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. It sees
-    key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64
-    where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever
-    q's dtype is, see `mha_prefill`.
+    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its absorbed form. Keys and values are linear in the cached
+    latent c. So a head's key expansion is applied to its query before the attention, and its value expansion to the output after
+    the attention. The attention itself works on latents, which all heads share. A score is ``q . [c, rotary part] *
+    softmax_scale``, the value is c. Positions, visibility and the softmax are as in
+    `mha_extend_with_kvcache`: query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query
+    sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64
+    where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's
+    dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, sequence by sequence, absorbed
@@ -74,16 +74,16 @@ def mla_extend_with_kvcache(
         cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs
             them computes them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
-        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. An entry for positions below cache_seqlens is a page index. It may be -1 where the window hides the
-            whole page from every new token of the sequence: such a page may have been freed, and is never read. All other entries
-            may hold anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot ``j
+            % page_size``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if the window hides the
+            whole page from every new token of the sequence. Kernels never read such a page; it may have been freed. All other
+            entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it.
-        softmax_scale: multiplies the dot products of q and the cached keys. It is ``1 / sqrt`` of the head_dim before absorption,
-            times the factor that RoPE scaling adds, so it cannot be derived from the shapes.
+        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
+            absorption, times the factor of RoPE scaling. So it cannot be derived from the shapes.
         is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False shows
             all keys, for a prefix that does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
@@ -91,7 +91,7 @@ def mla_extend_with_kvcache(
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
-        out: receives the output. It must not overlap q or the cache.
+        out: receives the output; must not overlap q or the cache.
 
     Returns:
         The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural

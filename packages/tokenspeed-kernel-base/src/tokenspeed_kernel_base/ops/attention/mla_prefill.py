@@ -58,16 +58,16 @@ def mla_prefill(
     """MLA prefill: attention of packed sequences with keys and values expanded from their latents.
 
     Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) without absorption, which is cheaper if a sequence has many
-    queries. Every head has its own keys and values. A key is the expanded latent followed by the shared rotary part. The same as
-    `mha_prefill` with as many KV heads as query heads. It is a separate operator because head_dim and v_head_dim differ here (192
-    and 128 in DeepSeek-V3) and kernels are specialised for that. Accumulates in float32 (float64 where q is) and rounds the
+    queries. Every head has its own keys and values. A key is the expanded latent followed by the shared rotary part. Computes the
+    same as `mha_prefill` with as many KV heads as query heads. The operator is separate because head_dim and v_head_dim differ here
+    (192 and 128 in DeepSeek-V3), and kernels are specialised for that. Accumulates in float32 (float64 where q is) and rounds the
     output once. With fp8 operands, a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
     With ``cu_seqlens_kv`` the number of keys of a sequence may differ from the number of its queries. With q_len queries and
-    kv_len keys, query i is at position ``p = kv_len - q_len + i``. It sees key j if ``j <= p`` (with is_causal) and
-    ``j >= p - window_left`` (if there is a window). This allows chunked prefill of a long prompt: a chunk attends to itself with
-    ``is_causal=True``, then to the expanded latents of each earlier chunk with ``is_causal=False``. `attn_merge_state` merges
-    these results by their log-sum-exps.
+    kv_len keys, query i is at position ``p = kv_len - q_len + i``. The query sees key j if ``j <= p`` (with is_causal) and ``j >= p
+    - window_left`` (if there is a window). Chunked prefill of a long prompt uses this: a chunk attends to itself with
+    ``is_causal=True``, then to the expanded latents of each earlier chunk with ``is_causal=False``. `attn_merge_state` merges these
+    results by their log-sum-exps.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, non-rotary part first, then the rotary part.
@@ -88,7 +88,7 @@ def mla_prefill(
         q_scale: float32 ``[]``, ``[1]`` or ``[heads]``, multiplies q, for fp8 q only.
         k_scale: likewise for fp8 k.
         v_scale: likewise for fp8 v.
-        out: receives the output. It must not overlap q, k or v.
+        out: receives the output; must not overlap q, k or v.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural

@@ -49,9 +49,9 @@ def mla_sparse_with_kvcache(
     selection must already be causal. Accumulates in float32 (float64 where q is) and rounds the output once.
 
     The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
-    The second is that of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse decoding
-    reads). There, kv_cache holds e4m3 latents, kv_scale_cache one scale for each 128 elements of a latent, and rope_cache the
-    rotary parts, unquantised. A dequantised latent is ``e4m3 value * scale``; kernels may round it to q's dtype.
+    The second is the layout of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse
+    decoding reads). In the second layout, kv_cache holds e4m3 latents, kv_scale_cache one scale for each 128 elements of a latent,
+    and rope_cache the unquantised rotary parts. A dequantised latent is ``e4m3 value * scale``; kernels may round it to q's dtype.
     `mla_cache_views` returns these three as views of pages of bytes.
 
     Args:
@@ -63,9 +63,9 @@ def mla_sparse_with_kvcache(
             ignored. A slot that occurs twice counts as two keys.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
-        softmax_scale: multiplies the dot products of q and the cached keys. It is ``1 / sqrt`` of the head_dim before absorption,
-            times the factor that RoPE scaling adds, so it cannot be derived from the shapes.
-        topk_length: int32 ``[tokens]``, 0 to top_k: the number of a token's first indices that are used; the others may hold
+        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
+            absorption, times the factor of RoPE scaling. So it cannot be derived from the shapes.
+        topk_length: int32 ``[tokens]``, 0 to top_k: how many of a token's first indices are used. Further indices may hold
             anything. None means all. Tokens with few keys run faster with it.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
@@ -74,7 +74,7 @@ def mla_sparse_with_kvcache(
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, the scales of the cached latents, one for each 128
             elements. Requires rope_cache. May be strided.
         rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Requires kv_scale_cache. May be strided.
-        out: receives the output. It must not overlap q or the cache.
+        out: receives the output; must not overlap q or the cache.
 
     Returns:
         The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
@@ -157,7 +157,7 @@ def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Ten
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
-    """Which indices are used and name a key."""
+    """Which indices count (by topk_length) and name a key."""
     counted = indices >= 0
     if topk_length is None:
         return counted
@@ -201,11 +201,11 @@ def _inputs(
     grouped: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The last tokens of sequences in a paged cache, each with random positions among those that it sees.
+    """The last tokens of sequences in a paged cache. Each attends to random positions among those that it sees.
 
     Args:
         q_lens: tokens of each sequence; by default one.
-        lengths: give ``topk_length``, and invalid slots past the indices that it counts.
+        lengths: give ``topk_length``, and put invalid slots past the counted indices.
         holes: every third index is -1.
         stale: slots that hold no token hold NaN.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
@@ -341,7 +341,7 @@ def _(
 
 def _without_unused(caches: dict[str, Tensor | None], indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
     """Fills unused memory with values that show a wrong read. Slots that are no token's keys hold NaN. Indices past topk_length
-    are out of range on the host. On a device such a read would be an illegal access, so there they name the last slot."""
+    are out of range on the host. On a device such a read would be an illegal access, so there these indices name the last slot."""
     counted = _counted(indices, topk_length)
     given = {name: cache for name, cache in caches.items() if cache is not None}
     pages, page_size = given["kv_cache"].shape[:2]

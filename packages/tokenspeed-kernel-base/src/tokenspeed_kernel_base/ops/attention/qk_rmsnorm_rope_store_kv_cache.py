@@ -58,24 +58,25 @@ def qk_rmsnorm_rope_store_kv_cache(
             heads, then the key heads, then the value heads. May be a strided slice. If a token is not written to the cache, only
             its q is read.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if it lies in host memory, also for tokens that are not written.
+            Checked if positions lie in host memory, also for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
             cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
-        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
+        v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
+            host memory.
         q_weight: any float dtype ``[head_dim]``; requires k_weight.
         k_weight: any float dtype ``[head_dim]``; requires q_weight.
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
-        v_scale: the same for v.
+        v_scale: the scale of v; otherwise as k_scale.
         mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
         mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with
             mrope_section.
-        out: receives the queries. It must not overlap an input.
+        out: receives the queries; must not overlap an input.
 
     Returns:
         The queries, qkv's dtype ``[tokens, heads, head_dim]``, contiguous.
@@ -228,7 +229,7 @@ def _() -> list[Case]:
     qwen3_8b: tuple[int, int, int] = (32, 8, 128)
     qwen3_32b: tuple[int, int, int] = (64, 8, 128)
     qwen3_235b: tuple[int, int, int] = (64, 4, 128)
-    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # they have the same heads
+    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # the 8B models have the same heads, and so have the larger ones
     qwen3_vl: dict[str, Any] = {"mrope_section": (24, 20, 20), "mrope_interleaved": True}
     paged: dict[str, Any] = {"page_size": 64, "max_positions": 40960}
     quantised: dict[str, Any] = {"cache_dtype": fp8, "scale_shape": ()}

@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of,
 from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Arguments of apply_rope that this operator does not have: no cache scales, one position for each token.
+# Arguments of apply_rope that this operator lacks: cache scales, and several positions for each token (mrope).
 _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_interleaved": False}
 
 
@@ -85,9 +85,10 @@ def rmsnorm_qkv_rope(
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to. k_cache, v_cache and
             slot_mapping are given together or not at all.
-        v_cache: k_cache's dtype, the same for v.
+        v_cache: the value cache; dtype and shape as k_cache.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
+            host memory.
         out: receives q, k and v.
         residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
 

@@ -101,7 +101,7 @@ def _inputs(
 
     Args:
         keys: keys of a row; by default the largest of lengths.
-        steps: where positive, scores are multiples of it, so that many are equal.
+        steps: if positive, scores are multiples of ``steps``, so that many are equal.
         hidden: every fourth score is -inf.
         stated: give the lengths; scores past a row's length are -inf in either case.
     """

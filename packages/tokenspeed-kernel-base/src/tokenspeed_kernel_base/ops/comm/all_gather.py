@@ -24,7 +24,8 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     """All-gather: concatenates the x of all ranks, in rank order, on every rank.
 
     Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
-    ranks compare their calls at the first call of each shape and dtype, and wait for one another at most ``group.time_limit_s``.
+    ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at most
+    ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.

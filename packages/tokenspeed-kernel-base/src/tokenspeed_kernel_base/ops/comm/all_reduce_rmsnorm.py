@@ -41,17 +41,18 @@ def all_reduce_rmsnorm(
     """The sum of the x of all ranks, with the residual added, normalised: `rmsnorm` of `all_reduce`, on every rank.
 
     Every rank of the group must call this in the same order, with x of the same shape and dtype, and with the same weight, eps and
-    residual. On gloo, and with peer memory, shapes and dtypes are made sure of at the first call of each kind, within
-    ``group.time_limit_s``.
+    residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison
+    waits for other ranks at most ``group.time_limit_s``.
 
-    The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks
-    get the same bits. Kernels that send over peer memory wait for other ranks no longer than ``group.peer_time_limit_s``, after
-    which the launch fails.
+    The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks get
+    bitwise equal results. Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the
+    launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
         weight: any float dtype ``[hidden]``.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that do all of it in one launch.
+        group: the ranks. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all steps in one
+            launch.
         eps: added to the mean square, > 0.
         residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
         out: receives the result; may be x, or the residual unless ``residual_out`` is that.
@@ -70,8 +71,8 @@ def all_reduce_rmsnorm(
         >>> all_reduce_rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), ProcessGroup.of(), eps=1e-9)
         tensor([[0.8485, 1.1314]])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside of a graph. Graphs
-    of one group may be replayed in any order, if it is the same on every rank.
+    Not safe in CUDA graphs with gloo, which waits for the device. Safe with other backends after a first call outside of a graph.
+    Graphs of one group may be replayed in any order that is the same on every rank.
     """
     total = all_reduce(x, group)
     if residual is None:

@@ -42,13 +42,14 @@ def all_reduce_rmsnorm_quantize(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`quantize` of `all_reduce_rmsnorm`: the normalised sum over all ranks, in the format that ``quantization`` names.
 
-    The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`,
-    and get the same bits. A given scale must have the same values on all ranks.
+    The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`, and get bitwise
+    equal results. A given scale must have the same values on all ranks.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., hidden]``; hidden a multiple of 32 for mxfp8, of 16 for nvfp4.
         weight: any float dtype ``[hidden]``.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that do all of it in one launch.
+        group: the ranks. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all steps in one
+            launch.
         quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
         eps: added to the mean square, > 0.
         residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
@@ -72,7 +73,7 @@ def all_reduce_rmsnorm_quantize(
         >>> q.float()
         tensor([[224., 448.]])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside of a graph.
+    Not safe in CUDA graphs with gloo, which waits for the device. Safe with other backends after a first call outside of a graph.
     """
     normed, *total = lowering.as_list(all_reduce_rmsnorm(x, weight, group, eps, residual=residual, residual_out=residual_out))
     quantised = quantize(normed, quantization, out=out, scale_out=scale_out)

@@ -23,7 +23,7 @@ ALONE = "none"
 # The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up
 # to a multiple of `UNIT` bytes. gloo: less, because kernels on CPUs are only interpreted.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
-# Some operators have the one-shot protocol only; they can send at least this many bytes to each rank.
+# Some operators have the one-shot protocol only; with this size they can send at least 4 MiB to each rank.
 _LEAST_BYTES = 4 << 20
 
 
@@ -31,19 +31,19 @@ class ProcessGroup(Resource):
     """The processes that take part in a collective call: a group of `torch.distributed`. Made by `ProcessGroup.of`.
 
     Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. With gloo
-    or peer memory, the ranks compare their calls at the first call of each kind, see `check_agreement`. Otherwise a mismatch
-    causes a hang or wrong results. The ranks must also select the same kernel, which they do with the same packages, settings and
-    tuned tables.
+    or peer memory, the ranks compare their calls at the first call of each kind, see `check_agreement`. Without gloo or peer
+    memory, a mismatch causes a hang or wrong results. The ranks must also select the same kernel. They do so if packages, settings
+    and tuned tables are the same.
 
     Attributes:
         rank: this process, from 0.
         world_size: the number of processes.
         backend: ``"gloo"``, ``"nccl"``...; ``"none"`` for a group of one process without torch.distributed.
         time_limit_s: how long `check_agreement` waits for the other ranks, in seconds. May be set.
-        peers: peer memory, which the ranks write to in one another's devices; None without.
-        peer_gap: why there is no peer memory; empty if there is.
-        peer_time_limit_s: how long a kernel waits for another rank, in seconds. Then the launch fails, and with it the device's
-            context. May be set; captured graphs keep the value of their capture.
+        peers: memory in which each rank writes to the devices of the others; None without peer memory.
+        peer_gap: why there is no peer memory; empty with peer memory.
+        peer_time_limit_s: how long a kernel waits for another rank, in seconds. After that the launch fails, and with it the
+            device's context. May be set; captured graphs keep the value of their capture.
         key: the properties that kernel selection may depend on, equal on every rank: world size, backend, and peer memory.
         device: the CUDA device type for nccl, None (any device) otherwise.
     """
@@ -56,7 +56,7 @@ class ProcessGroup(Resource):
         control: dist.ProcessGroup | None = None,
         peers: PeerMemory | str = "made by ProcessGroup.of, without peer memory",
     ) -> None:
-        """Not for direct use: `ProcessGroup.of` and `ProcessGroup.with_peer_memory` make one resource for each group."""
+        """Use `ProcessGroup.of` and `ProcessGroup.with_peer_memory` instead, which make one resource for each group."""
         # A weak reference, so that a group that torch.distributed has destroyed is not kept alive.
         self._group = weakref.ref(group) if group is not None else None
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -103,19 +103,20 @@ class ProcessGroup(Resource):
     ) -> ProcessGroup:
         """Returns the resource of a group with peer memory, for kernels that write to other ranks' memory directly.
 
-        Every rank of the group must call this, with the same sizes. The first call allocates the memory and waits for the other
-        ranks; later calls return the same resource. Operators with this group must run on one stream, or on streams that wait for
-        one another.
+        Every rank of the group must call this function, with the same sizes. The first call allocates the memory and waits for the
+        other ranks; later calls return the same resource. Operators with this group must run on one stream, or on streams that wait
+        for one another.
 
         If the ranks cannot access one another's memory (several machines, no peer access, one process), the resource has no peer
         memory, and kernels that need it are not eligible. ``peer_gap`` and ``explain`` state the reason.
 
         Args:
             group: as for `of`.
-            one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. It takes
-                ``2 * world_size`` times as much memory.
-            two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. It takes four times
-                as much memory. By default messages of up to 48 MiB are possible with one of the protocols, on CPUs up to 1 MiB.
+            one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. The protocol
+                takes ``2 * world_size`` times as much memory.
+            two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. The protocol takes
+                four times as much memory. By default messages of up to 48 MiB are possible with one of the protocols, on CPUs up to
+                1 MiB.
 
         Raises:
             TypeError: as for `of`.
@@ -155,14 +156,14 @@ class ProcessGroup(Resource):
 
     @property
     def traits(self) -> dict[str, object]:
-        """The traits of the group in an operator's request: the number of ranks, the communication library, and the link between
-        their devices, which is ``"none"`` without peer memory."""
+        """The group's traits in an operator's request: the number of ranks, the communication library, and the link between the
+        ranks' devices. The link is ``"none"`` without peer memory."""
         link = self.peers.link if self.peers is not None else "none"
         return {"world_size": self.world_size, "backend": self.backend, "link": link}
 
     def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """The protocol for a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why there is none. The same on every
-        rank.
+        """The protocol for a message over peer memory, ``"one_shot"`` or ``"two_shot"``; otherwise the reason why neither is
+        possible. The same on every rank.
 
         Args:
             nbytes: bytes of the message.
@@ -181,18 +182,18 @@ class ProcessGroup(Resource):
         return ONE_SHOT if gap is None else f"none: {gap}"
 
     def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
-        """Compares a call with those of the other ranks, the first time that this rank makes it.
+        """Compares a call with the same call of the other ranks, when this rank first makes it.
 
         Without gloo and without peer memory the ranks cannot compare calls, and nothing is checked.
 
         Args:
             call: the name of the call, for example ``"all_reduce"``.
-            arguments: values that must be the same on every rank; for tensors, dtypes and shapes are compared.
+            arguments: values that must be the same on every rank. For tensors, only dtypes and shapes are compared.
 
         Raises:
-            ValueError: other ranks make a different call; the message lists each rank's call.
-            RuntimeError: some rank did not make a first call of this kind within the time limit. That rank does something else,
-                or repeats an earlier call. The group is then unusable.
+            ValueError: another rank makes a different call; the message lists every rank's call.
+            RuntimeError: some rank did not make a first call of this kind within the time limit. That rank does something else or
+                repeats an earlier call. The group is then unusable.
         """
         if self._control is None or self.world_size == 1:
             return

@@ -28,11 +28,11 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """Expert-parallel combine: sends expert results back to their tokens' ranks and sums them over ranks for each token.
 
-    It is the counterpart of `moe_dispatch`.
+    The operator is the counterpart of `moe_dispatch`.
 
-    Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. With gloo or peer
-    memory, the ranks compare their calls at the first call of each kind, and wait for one another at most ``group.time_limit_s``.
-    Ranks are added in rank order, in float32 (float64 for float64), and the sum is rounded once.
+    Every rank of the group must make this call in the same order, with tensors of the same shapes and dtypes. With gloo or peer
+    memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
+    ``group.time_limit_s``. Ranks are added in rank order, in float32 (float64 for float64), and the sum is rounded once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`,

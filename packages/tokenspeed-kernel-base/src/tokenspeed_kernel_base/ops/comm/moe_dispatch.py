@@ -44,14 +44,14 @@ def moe_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Expert-parallel dispatch: sends each token once to every rank that holds one of its experts.
 
-    Rank r holds ``num_experts / world_size`` experts, from ``r * num_experts / world_size`` on. Its result has a row for each
-    token of each rank, in rank order. Rows of tokens for its experts are received; the other rows are zero and have no experts.
-    So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`, equals
-    `moe_apply` with all experts, except for the order of summation.
+    Rank r holds ``num_experts / world_size`` experts, from ``r * num_experts / world_size`` on. Each rank's result has a row for
+    each token of each rank, in rank order. A rank receives the rows of tokens for its own experts. All other rows are zero and have
+    no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`,
+    equals `moe_apply` with all experts, except for the order of summation.
 
     Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. A rank with fewer tokens
-    pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of each kind, and
-    wait for one another at most ``group.time_limit_s``.
+    pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of each kind. This
+    comparison waits for other ranks at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -65,10 +65,10 @@ def moe_dispatch(
         ids_out: receives their ids.
 
     Returns:
-        The received tokens, like x ``[world_size * tokens, hidden]``, rank r's from row ``r * tokens`` on; rows of tokens without
-        experts on this rank are zero. Their weights, float32 ``[world_size * tokens, top_k]``, 0 for experts of other ranks.
-        Their expert ids relative to this rank's first expert, int32 ``[world_size * tokens, top_k]``, -1 for experts of other
-        ranks.
+        The received tokens, like x ``[world_size * tokens, hidden]``; rank r's tokens begin at row ``r * tokens``. Rows of tokens
+        without experts on this rank are zero. Also the tokens' routing weights, float32 ``[world_size * tokens, top_k]``, 0 for
+        experts of other ranks. Also their expert ids relative to this rank's first expert, int32 ``[world_size * tokens, top_k]``,
+        -1 for experts of other ranks.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
@@ -149,7 +149,7 @@ def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor,
 
 
 def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ranks: int) -> Tensor:
-    """Draws distinct experts for each token, with about 10% of the slots skipped. Draws for all ranks and returns those of
+    """Draws distinct experts for each token, with about 10% of the slots skipped. Draws the ids of all ranks and returns those of
     ``rank``."""
     scores = draw.uniform(ranks, tokens, num_experts)[rank]
     ids = scores.topk(top_k, -1).indices.to(torch.int32)

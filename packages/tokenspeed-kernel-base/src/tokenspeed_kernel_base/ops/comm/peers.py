@@ -1,7 +1,8 @@
-"""Peer memory: memory that the ranks of a group write to in one another's devices.
+"""Peer memory: each rank of a group writes to memory in the devices of the other ranks.
 
-On GPUs it is PyTorch's symmetric memory: every rank allocates the same size and gets the addresses of the other ranks' memory.
-NVLink multicast is not used. On CPUs it is a file that the processes of a machine map, so that kernels can be interpreted there.
+On GPUs, peer memory is PyTorch's symmetric memory: every rank allocates the same size and gets the addresses of the other ranks'
+memory. NVLink multicast is not used. On CPUs, peer memory is a file that the processes of a machine map. There, kernels can be
+interpreted.
 
 Kernels implement two protocols:
 
@@ -9,11 +10,11 @@ Kernels implement two protocols:
 their addends of the row to the owner, and the owner sends the sum to all ranks.
 
 In both protocols, the value of a word shows whether data has arrived. A receive buffer holds `SENTINEL` in each 32-bit word until
-data arrives. No rank ever sends that word, and the reader restores it after reading. Receive buffers are double-buffered:
-successive calls alternate between two buffers, so a buffer is reused two calls later. It is free by then: the call in between
-received data from every other rank, and a rank sends that data only after it has read the first call's data. One use
-counter per `UNIT` bytes, on the device, selects the buffer. So graphs may be replayed in any order and calls may have any size.
-All ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
+data arrives. No rank ever sends `SENTINEL`, and the reader restores it after reading. Receive buffers are double-buffered:
+successive calls alternate between two buffers, so a buffer is reused two calls later. The buffer is free by then. The call in
+between received data from every other rank, and a rank sends that data only after it has read the first call's data. One use
+counter per `UNIT` bytes, on the device, selects the buffer. So graphs may be replayed in any order and calls may have any size. All
+ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ CHUNK = 4096
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
-# Messages up to this many bytes use one shot, larger ones two shots, by world size. Between two H200s, two shots send equally
-# many bytes and take 1.1 us longer, so one shot is always better. For more ranks the sizes are computed, not measured: at this
-# size, sending the bytes that two shots save takes 1.1 us at NVLink's 372 GB/s.
+# Messages up to this many bytes use one shot, larger ones two shots, by world size. Between two H200s, two shots send equally many
+# bytes as one shot and take 1.1 us longer, so one shot is always better. For more ranks the limits are computed, not measured. At
+# the limit, NVLink takes 1.1 us, at 372 GB/s, for the bytes that two shots save.
 ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 16}
 
 
@@ -65,17 +66,18 @@ class PeerMemory:
             between processes on CPUs.
         one_shot_bytes: bytes of the largest message for one shot, each row padded to a multiple of `UNIT` bytes.
         two_shot_bytes: bytes of the largest message for two shots.
-        share_bytes: bytes of two_shot_bytes that one rank owns.
-        memory: this process's tensors of the memory: on GPUs its own, on CPUs those of all ranks, in rank order.
-        one_shot: the addresses that this rank sends a one-shot message to. The first belongs to the next rank, and so on.
-        one_shot_source: the address at which one-shot messages arrive; those of rank r at offset ``r * one_shot_bytes``.
-        two_shot, two_shot_source: the same for the first of two shots; messages of rank r arrive at offset ``r * share_bytes``.
-        sums, sums_source: the same for the second of two shots, in which only the owner sends a row.
+        share_bytes: how many of the two_shot_bytes one rank owns.
+        memory: tensors of peer memory in this process: on GPUs the rank's own, on CPUs those of all ranks, in rank order.
+        one_shot: the addresses to which this rank sends a one-shot message. The first address belongs to the next rank, and so on.
+        one_shot_source: the address at which one-shot messages arrive; messages of rank r arrive at offset ``r * one_shot_bytes``.
+        two_shot, two_shot_source: like one_shot and one_shot_source, for the first of two shots. Messages of rank r arrive at
+            offset ``r * share_bytes``.
+        sums, sums_source: like two_shot and two_shot_source, for the second of two shots, in which only the owner sends a row.
         one_shot_uses, two_shot_uses, sums_uses: int32, one use counter per `UNIT` bytes; in two_shot_uses grouped by owner.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
-        """Not for direct use: all ranks call `connect`."""
+        """Use `connect` instead, which all ranks call."""
         self.rank, self.world_size, self.device, self.link = rank, world_size, device, "unknown"
         self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
         self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
@@ -91,8 +93,8 @@ class PeerMemory:
         self._kept: Any = None
 
     def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
-        """Sets the address of each rank's memory in this process, the tensors of the memory, and an object that keeps it
-        alive."""
+        """Sets the address of each rank's memory in this process and the tensors of the memory. ``kept`` is an object that keeps
+        the memory alive."""
         self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
@@ -132,7 +134,7 @@ def _whole_units(nbytes: int) -> int:
 def connect(
     group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device, one_shot_bytes: int, two_shot_bytes: int
 ) -> PeerMemory | str:
-    """Allocates peer memory for the ranks of a group. Every rank must call this, with the same sizes.
+    """Allocates peer memory for the ranks of a group. Every rank must call this function, with the same sizes.
 
     Args:
         group: the ranks.
@@ -141,7 +143,7 @@ def connect(
         one_shot_bytes, two_shot_bytes: the largest messages of the two protocols.
 
     Returns:
-        The memory, or why there is none, with the same text on every rank.
+        The memory; or the reason why there is none, the same text on every rank.
     """
     memory = PeerMemory(dist.get_rank(group), dist.get_world_size(group), device, one_shot_bytes, two_shot_bytes)
     gap = _first_gap(control, _reach_gap(control, device))
@@ -159,15 +161,15 @@ def connect(
 
 
 def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
-    """Returns the gap (the reason why peer memory is impossible) of the first rank that has one, or None. All ranks get the
-    same."""
+    """Finds the first rank that has a gap (a reason why peer memory is impossible), and returns that gap; None if no rank has one.
+    All ranks get the same result."""
     gaps: list[str | None] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gaps, gap, control)
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gaps) if said is not None), None)
 
 
 def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this rank cannot access the other ranks' memory, as far as this is known before mapping it; else None."""
+    """Why this rank cannot access the other ranks' memory, as far as known before mapping; else None."""
     cuda = device.type == "cuda"
     mine = socket.gethostname(), device.type, _uuid(device) if cuda else ""
     all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
@@ -185,7 +187,7 @@ def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
         return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
     visible = _visible()
     for rank, (_, _, uuid) in enumerate(all_of):
-        other = visible.get(uuid)  # a GPU that this process does not see is tried when memory is mapped
+        other = visible.get(uuid)  # memory of a GPU that is invisible to this process is tested later, by mapping it
         if other is not None and other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"its GPU cannot access the memory of rank {rank}'s"
     return None
@@ -201,7 +203,7 @@ def _visible() -> dict[str, int]:
 
 
 def _link(control: dist.ProcessGroup, device: torch.device) -> str:
-    """The link between this rank's device and the others, see `PeerMemory`."""
+    """The link between this rank's device and the other ranks' devices, see `PeerMemory`."""
     if device.type != "cuda":
         return "host memory"
     uuids: list[str] = [""] * dist.get_world_size(control)
@@ -214,7 +216,7 @@ def _link(control: dist.ProcessGroup, device: torch.device) -> str:
         lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device.index]
         multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
         joined = [lanes[visible[uuid]] > 0 for uuid in uuids if visible[uuid] != device.index]
-    # A private API of PyTorch that may change; NVML may be missing; or this process does not see a GPU.
+    # PyTorch's private API may have changed, NVML may be missing, or this process may not see a GPU.
     except (ImportError, AttributeError, TypeError, RuntimeError, LookupError):
         return "unknown"
     return ("nvlink, multicast not used" if multicast else "nvlink, no multicast") if all(joined) else "pcie"

@@ -18,11 +18,11 @@ _BYTES = 48 << 20
 def as_rank_of(world_size: int) -> Iterator[None]:
     """Context manager: builds cases in this process as on one rank of ``world_size``.
 
-    The peer memory has invented addresses. Use it to select or compile kernels for such calls; do not launch any."""
+    The peer memory has invented addresses. Use such cases to select or compile kernels; do not launch any."""
     if world_size == 1:
         yield
         return
-    from unittest.mock import patch  # importing it takes time, and it is rarely needed
+    from unittest.mock import patch  # imported here, because the import takes time and is rarely needed
 
     peers = PeerMemory(1, world_size, torch.device("cpu"), _BYTES, _BYTES)
     peers.found([(rank + 1) << 40 for rank in range(world_size)])

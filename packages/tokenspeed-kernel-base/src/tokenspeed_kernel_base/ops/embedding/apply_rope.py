@@ -65,31 +65,31 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k, which can also store k and v in the paged KV cache.
 
-    The first ``rotary_dim`` elements of a head form pairs ``(a, b)``, each of which becomes
-    ``(a * cos - b * sin, b * cos + a * sin)``; the elements after them are copied (Su et al., 2021, arXiv:2104.09864). Pair i has
-    elements ``(i, i + rotary_dim / 2)``, as in GPT-NeoX and most published weights, or with ``interleaved`` elements
-    ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic is float32 (float64 for float64 inputs), rounded to q's dtype once.
+    The first ``rotary_dim`` elements of a head form pairs ``(a, b)``. Each pair becomes ``(a * cos - b * sin, b * cos + a * sin)``.
+    The remaining elements are copied (Su et al., 2021, arXiv:2104.09864). Pair i has elements ``(i, i + rotary_dim / 2)``, as in
+    GPT-NeoX and most published weights. With ``interleaved`` it has elements ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic is
+    float32 (float64 for float64 inputs), rounded to q's dtype once.
 
-    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required: an
-    attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into both beforehand, and so scales the
-    logits by its square.
+    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. An
+    attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into cosines and sines beforehand, and so
+    scales the logits by its square.
 
-    With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et
-    al., 2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use
-    time, the next ``mrope_section[1]`` height and the rest width (Qwen2.5-VL). With ``mrope_interleaved``, time, height and width
-    alternate from pair to pair until height or width has the number of pairs in its section; all other pairs use time (Qwen3-VL).
-    For other rules, such as four sections, give every token its own row in cos_sin_cache: see "Rotary positions of any kind" on
-    the page "Calling operators".
+    With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et al.,
+    2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use time, the
+    next ``mrope_section[1]`` pairs height, and the remaining pairs width (Qwen2.5-VL). With ``mrope_interleaved``, time, height and
+    width alternate from pair to pair until height or width has the number of pairs in its section; all other pairs use time
+    (Qwen3-VL). For other rules, such as four sections, give every token its own row in cos_sin_cache: see "Rotary positions of any
+    kind" on the page "Calling operators".
 
-    With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, rounded as in the result, and v are also written to
-    the cache, exactly as by `store_kv_cache` with the same scales.
+    With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, k and v are also written to the cache, exactly as by `store_kv_cache`
+    with the same scales. k is rotated and rounded as in the result.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided. With ``k=q[:, :0]``, a view without heads, only q is
             rotated.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if it lies in host memory, also for tokens that are not written.
+            Checked if positions lie in host memory, also for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
@@ -98,9 +98,10 @@ def apply_rope(
             ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``. Written to.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
+            host memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
-        v_scale: the same for v.
+        v_scale: the scale of v; otherwise as k_scale.
         mrope_section: how many pairs use time, height and width, ``rotary_dim / 2`` in total; None: a token has one position.
         mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Only with mrope_section.
         q_out: receives the rotated q; may be q.

@@ -60,10 +60,10 @@ def apply_rope_mla(
 ) -> Tensor:
     """Rotates, concatenates and quantises MLA queries, and stores latents and rotated keys in the paged cache.
 
-    This is the work between the projections of latent attention and `mla_decode_with_kvcache`:
+    The operator does the work between the projections of latent attention and `mla_decode_with_kvcache`:
 
     1. q_rope and k_rope are rotated as by `apply_rope`, and rounded to their dtype.
-    2. Each query head becomes its absorbed part followed by its rotated part. With an 8-bit ``out_dtype`` both are divided by
+    2. Each query head becomes its absorbed part followed by its rotated part. With an 8-bit ``out_dtype`` both parts are divided by
        q_scale in float32 (float64 for float64 inputs), rounded to nearest even and saturated.
     3. The latent and the rotated k_rope are written to the cache, as by `store_mla_kv_cache` with kv_scale.
 
@@ -73,18 +73,19 @@ def apply_rope_mla(
         q_rope: q_latent's dtype ``[tokens, heads, rope_dim]``, not rotated; rope_dim is even and > 0. May be strided.
         latent: q_latent's dtype ``[tokens, kv_lora_rank]``, after the model's normalisation. May be a strided slice.
         k_rope: q_latent's dtype ``[tokens, rope_dim]``, not rotated.
-        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order. Checked if it lies in host memory, also
-            for tokens that are not written.
+        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order. Checked if positions lie in host memory,
+            also for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rope_dim]``. Row p holds the cosines of position p's ``rope_dim / 2`` angles, then
             their sines.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of q_latent's dtype or an 8-bit float. Written to. May be strided.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
+            host memory.
         interleaved: whether elements ``(2 * i, 2 * i + 1)`` form a pair, as in DeepSeek's weights, or ``(i, i + rope_dim / 2)``.
         q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Only for an 8-bit ``out_dtype``.
-        kv_scale: the same for the cache, latent and rotary part alike. Only for an 8-bit cache.
+        kv_scale: the scale of the cache, for latent and rotary part alike; otherwise as q_scale. Only for an 8-bit cache.
         out_dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or q_latent's dtype; None means q_latent's dtype.
-        out: receives the queries. It must not overlap an input.
+        out: receives the queries; must not overlap an input.
 
     Returns:
         The queries, ``out_dtype [tokens, heads, kv_lora_rank + rope_dim]``, contiguous. Pass them to `mla_decode_with_kvcache`

@@ -51,8 +51,8 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     """Linear layer: ``x @ weight.t() + bias``, with weights that `linear.prepare` arranged for the plan's kernel.
 
     Composed of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8`,
-    `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports; its weights
-    are in the canonical layout.
+    `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports. Its weights are
+    in the canonical layout.
 
     Rounding is that of these operators. Weights are dequantised exactly. Activations are rounded only as the plan's
     ``activation_dtype`` says. Accumulators are float32 (float64 for float64 tokens), and the result, bias included, is rounded to
@@ -61,8 +61,8 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     Args:
         x: the plan's dtype ``[tokens, in_features]``; at most ``plan.max_tokens`` tokens.
         weights: `LinearWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
-            `linear.prepare`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
-            `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
+            `linear.prepare`. If the plan's layout is canonical, unprocessed weights are accepted too. Weights that are a `Resource`
+            are passed to the kernel unchanged, with any further tensors that they hold.
         plan: the result of `linear.plan`.
         out: receives the result; must not overlap x.
 
@@ -85,8 +85,9 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     Safe in CUDA graphs.
 
     A kernel with its own weight layout declares ``traits={"weight_layout": "its-name", "processed_weights": True, ...}`` and a
-    ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more than these tensors,
-    its preprocessor returns an object of a class derived from `LinearWeights` and `Resource` that holds them.
+    ``weight_preprocessor``. The kernel must not read ``weights.layout``, because the object may lack that attribute. If the kernel
+    needs further tensors, its preprocessor returns an object that holds them, of a class derived from `LinearWeights` and
+    `Resource`.
     """
     a, a_scale = x, None
     weight_scale = getattr(weights, "weight_scale", None)
@@ -162,7 +163,7 @@ def _(
 @linear.prepare
 def _(preparation: Preparation, weights: Any, plan: LinearPlan) -> LinearWeights:
     """A preprocessor returns an object with the attributes of `LinearWeights`; one derived from `Resource` may hold more. An input
-    scale that it lacks is added."""
+    scale that the returned object lacks is added."""
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, LinearWeights, check_canonical)
 
@@ -173,7 +174,7 @@ def _(x: Tensor, plan: LinearPlan) -> Tensor:
 
 
 def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWeights]:
-    """Draws tokens, and weights such that outputs are about as large as inputs. The weights are `mm`'s b operands in their stored
+    """Draws tokens, and weights that keep outputs about as large as inputs. The weights are `mm`'s b operands in their stored
     orientation."""
     sizes = tokens, plan.in_features, plan.out_features
     if plan.weight_format == "dense":
@@ -207,7 +208,7 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case: its weights are canonical, and the runner of the case processes them for the kernel.
+        # All kernels get the same case with canonical weights. The runner of the case processes these weights for each kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_linear"}
         plan = linear.plan(in_features, out_features, **{"bias": wide_bias, **options, **fixed})
         x, weights = _drawn(draw, tokens, plan)

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 E4M3 = torch.float8_e4m3fn
-# The activation dtypes that each weight format can be combined with: the GEMM runs on this pair of formats.
+# The activation dtypes that each weight format can be combined with. The GEMM runs on this pair of formats.
 ACTIVATION_DTYPES = {
     "dense": ("none",),
     "fp8_channel": ("none", "fp8", "fp8_static"),
@@ -49,7 +49,7 @@ _ACTIVATIONS = {
 class LinearPlan:
     """The computation of a linear layer and its kernel. Immutable and hashable.
 
-    `linear.plan` makes it once for each layer, and takes ``in_features`` and ``out_features`` by position.
+    `linear.plan` makes a plan once for each layer, and takes ``in_features`` and ``out_features`` by position.
 
     Attributes:
         in_features: features of a token.
@@ -114,8 +114,9 @@ PLAN_KINDS: dict[str, TraitKind] = {
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
     """The traits of a plan.
 
-    Each feature beyond a plain GEMM has its own trait. A kernel that does not declare the trait is not eligible. A kernel for few
-    tokens declares ``max_tokens``, so it is not eligible for a plan without a bound, where ``max_tokens`` is None.
+    Each feature beyond a plain GEMM has its own trait. A kernel that does not declare the trait of a requested feature is not
+    eligible. A kernel for few tokens declares ``max_tokens``. So it is not eligible for a plan without a bound, where
+    ``max_tokens`` is None.
     """
     return {
         "in_features": plan.in_features,

@@ -21,7 +21,7 @@ class LinearWeights:
 
     Functions of this package accept any object with these attributes instead, for example `torch.nn.Linear`. Only ``weight`` is
     required: other missing attributes count as None, a missing ``layout`` as canonical. In the canonical layout the out-features
-    come first. With ``n`` out-features and ``k`` in-features:
+    come first. The shapes for ``n`` out-features and ``k`` in-features:
 
     * dense: weight of the plan's dtype ``[n, k]``; no scales.
     * fp8_channel: weight float8_e4m3fn ``[n, k]``; float32 scales (multipliers), one for each out-feature: ``[n, 1]``.
@@ -37,8 +37,8 @@ class LinearWeights:
         bias: of the plan's dtype or float32 ``[n]``, or None.
         layout: ``"canonical"``, or the name of the layout that `linear.prepare` converted the tensors to. The kernels
             that declare a layout define its shapes and dtypes.
-        input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, their global
-            scale if it is ``"nvfp4"``, otherwise None.
+        input_scale: float32 ``[1]``. The scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, the tokens'
+            global scale if it is ``"nvfp4"``, otherwise None.
     """
 
     weight: Tensor

@@ -52,12 +52,12 @@ def mm(
     - dense: a ``[m, k]`` and b ``[k, n]`` of the same dtype (float16, bfloat16, float32, float64), no scales.
     - fp8: both are 8-bit floats (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz), value = element * scale, with float32 scales. Per
       tensor: ``[]`` or ``[1]``. Per token and channel: a_scale ``[m, 1]``, b_scale ``[1, n]``; either may be per tensor instead.
-      Per block, for both operands or neither: a_scale ``[m, ceil(k/s)]``, b_scale ``[ceil(k/s), ceil(n/s)]`` or
-      ``[ceil(k/s), n]``, where s is 128, 64 or 32, the same for both operands. The last block of an axis may be partial.
+      Per block, for both operands: a_scale ``[m, ceil(k/s)]``, b_scale ``[ceil(k/s), ceil(n/s)]`` or ``[ceil(k/s), n]``, where s is
+      128, 64 or 32, the same for both operands. The last block of an axis may be partial.
     - fp8 per block with e8m0 scales, for float8_e4m3fn and float8_e5m2: shapes as above, where s is 128 or 64. With s = 128,
-      either scale may be packed into int32. One element then holds the exponents of four consecutive blocks along k, the first in
-      the lowest byte. The shapes are a_scale ``[m, ceil(k/512)]``, b_scale ``[ceil(k/512), ceil(n/128)]`` or
-      ``[ceil(k/512), n]``, of any strides.
+      either scale may be packed into int32. An int32 holds the exponents of four consecutive blocks along k, the first in the
+      lowest byte. The shapes are a_scale ``[m, ceil(k/512)]``, b_scale ``[ceil(k/512), ceil(n/128)]`` or ``[ceil(k/512), n]``, of
+      any strides.
     - mxfp8: both float8_e4m3fn or float8_e5m2; mxfp4: both uint8, two e2m1 values in a byte along k, a ``[m, k/2]``, b
       ``[k/2, n]``, the lower index in the lower nibble. k is a multiple of 32, scales are e8m0: a_scale ``[m, k/32]``, b_scale
       ``[k/32, n]``. One operand may be mxfp8 and the other mxfp4.
@@ -71,8 +71,8 @@ def mm(
     ``[ceil(n/128), ceil(k/(4*s)), 32, 4, 4]``, which is not transposed. The padding of the last tiles is ignored.
 
     A one-dimensional scale is per tensor, a two-dimensional scale never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
-    ``[1, 1]`` per token. If a shape matches several formats, they all mean the same, and the call counts as the first one above
-    that goes with the other scale.
+    ``[1, 1]`` per token. A shape may match several formats; all of these have the same meaning. The call then counts as the first
+    of them above that is valid with the other operand's scale.
 
     Operands are dequantised to float32 and accumulated in float32. The accumulator is multiplied by alpha, bias is added, and the
     result is rounded once. With float64 operands all arithmetic is float64. With ``k = 0`` the dot products are 0. Kernels that

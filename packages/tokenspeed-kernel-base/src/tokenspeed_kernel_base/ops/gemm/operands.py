@@ -1,8 +1,8 @@
 """GEMM operands: their formats and dequantised values.
 
-An operand's format follows from its dtype, its scale's dtype and its scale's shape. `recognise` defines this, and which formats
-go together. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`, the batch for
-`bmm`.
+Three things determine an operand's format: its dtype, its scale's dtype and its scale's shape. `recognise` defines this rule, and
+which pairs of formats are valid. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`,
+the batch for `bmm`.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     nvfp4   uint8, packed along k   e4m3fn   as mxfp4, with 16 in place of 32 and 64 in place of 128 beside k
     ======  ======================  =======  ==================================================================================
 
-    e8m0 scales are uint8 or float8_e8m0fnu. If a scale's shape fits several formats, they mean the same; the first one that goes
-    with the other operand is returned.
+    e8m0 scales are uint8 or float8_e8m0fnu. If a scale's shape fits several formats, all of these have the same meaning. The first
+    that is valid with the other operand is returned.
 
     Raises:
-        TypeError, ValueError: an operand fits no format, sizes disagree, or the formats do not go together.
+        TypeError, ValueError: an operand fits no format, sizes disagree, or the pair of formats is invalid.
     """
     lead = ["batch"] * (a.ndim == 3)
     check.tensor("a", a, " ".join([*lead, "m", "a_columns"]))
@@ -260,7 +260,7 @@ def _go_together(a: TensorFormat, b: TensorFormat) -> bool:
 
 
 def _along_k(scale: ScaleFormat | None, axis: int) -> tuple[int, bool] | None:
-    """How many elements along k share a scale, and whether it is float32; None if all of k shares one."""
+    """How many elements along k share a scale, and whether that scale is float32; None if all of k shares one scale."""
     if scale is None or scale.block_shape is None:
         return None
     return scale.block_shape[axis], scale.storage_dtype == torch.float32
@@ -271,7 +271,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
         return operand if operand.dtype == torch.float64 else operand.float()
     if fmt.format == "fp8":
         return decode_fp8(operand, _fp8_scale(role, operand, scale), fmt.scale.block_shape or ())
-    # The decoders expect blocks along the last axis; in b they lie along k, the axis before it.
+    # The decoders expect blocks along the last axis. In b, blocks lie along k, the axis before the last.
     lines = operand if role == "a" else operand.mT
     if fmt.scale.layout == "128x4":
         scale = unswizzle(scale, lines.shape[-2], _k(role, operand) // max(fmt.scale.block_shape or ()))

@@ -34,19 +34,20 @@ def compact_kv_cache(
 ) -> None:
     """Compacts the cached tokens of accepted draft-tree nodes in place, directly after the earlier tokens.
 
-    When a tree of draft tokens is verified, the cache holds all of its nodes as the last tokens of their sequence, node i at
-    position ``cache_seqlens - nodes + i``. The path lists the accepted nodes. For all i below counts, the token of node
-    ``path[i]`` moves to the position of node i, as if all tokens were read before any is written. The sequence then has
+    During tree verification, the cache holds all nodes of the draft tree as the last tokens of their sequence. Node i is at
+    position ``cache_seqlens - nodes + i``. The path lists the accepted nodes. For all i below counts, the token of node ``path[i]``
+    moves to the position of node i. The result is as if all tokens were read before any is written. The sequence then has
     ``cache_seqlens - nodes + counts`` tokens; positions after them hold nothing meaningful. Everything else in the cache is
     unchanged. If the draft is a chain, nothing moves.
 
-    Call it once for each layer. Keys stay valid without a new rotation: RoPE used the depth of the node, which is its position
-    after the move.
+    Call the operator once for each layer. Keys stay valid without a new rotation, because RoPE used the depth of the node, which is
+    its position after the move.
 
     Args:
         k_cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
-            floats and uint8, whose bits are copied. Written to. May be strided.
-        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for values; None if there are no values.
+            floats and uint8; bits are copied. Written to. May be strided.
+        v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache. None if there
+            are no values.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
             ``j % page_size``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share
             pages that hold their last ``nodes`` positions.
@@ -125,7 +126,7 @@ def _(
 
 
 def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Tensor) -> Tensor:
-    """Which entries of the page table cover only positions before the last ``nodes`` ones."""
+    """Which entries of the page table cover only positions before the last ``nodes`` positions."""
     return hidden_pages(cache_seqlens, path.shape[1], 0, page_table.shape[1], k_cache.shape[1])
 
 
@@ -164,7 +165,7 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     freed: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``token``: the shape of a token's keys; ``freed``: page table entries before those of the nodes are -1."""
+    """Arguments. ``token``: the shape of a token's keys. ``freed``: page table entries before the nodes' entries are -1."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, None)

@@ -34,7 +34,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
-            floats and uint8, whose bits are copied. Written to. May be strided.
+            floats and uint8; bits are copied. Written to. May be strided.
         source_pages: int32 or int64 ``[count]``, page indices of source, below its number of pages.
         target_pages: int32 or int64 ``[count]``, page indices of cache, below its number of pages. Targets of pairs that are
             copied must be distinct. Without ``source`` no target may be a source page: the content of a page that one call reads
@@ -60,7 +60,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
         return
     copied = (source_pages >= 0) & (target_pages >= 0)
     # Selecting the copied pairs by a mask would synchronise with the device. Instead each skipped pair repeats the first copied
-    # pair. If there is none, page 0 is written back to itself.
+    # pair. If no pair is copied, page 0 is written back to itself.
     first = copied.int().argmax()
     pair = torch.where(copied, torch.arange(len(copied), device=copied.device), first)
     target = target_pages.long()[pair].clamp(min=0)
@@ -104,7 +104,7 @@ def _() -> None:
 
 
 def _draw_pairs(draw: Draw, count: int, pages: int, source_pages: int | None) -> dict[str, Tensor]:
-    """Distinct targets, where every fifth is -1. Sources are not among the targets, unless they belong to another cache."""
+    """Distinct targets, where every fifth is -1. Sources are no targets, unless they belong to another cache."""
     order = draw.permutation(pages)
     count_of_targets = min(count, pages if source_pages is not None else pages - 1)
     target = torch.full((count,), -1, dtype=torch.int64, device=draw.device)

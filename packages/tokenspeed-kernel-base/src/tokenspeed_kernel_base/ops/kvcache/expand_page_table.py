@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     capacity=("max_pages",),
 )
 def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None) -> Tensor:
-    """Computes the page table of a cache whose pages are each split into ``factor`` equal smaller pages.
+    """Computes the page table of a cache in which each page is split into ``factor`` equal smaller pages.
 
     ``out[b, j * factor + i] = page_table[b, j] * factor + i``, and -1 where ``page_table[b, j]`` is negative. An engine that
     manages pages of 256 tokens can call a kernel for pages of 64 tokens: it uses ``factor=4`` and the view

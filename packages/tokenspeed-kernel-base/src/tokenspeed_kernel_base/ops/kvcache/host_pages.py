@@ -21,10 +21,9 @@ class HostPages:
     `tokenspeed_kernel.copy_kv_pages` gathers pages on the device into a small staging buffer. The object's own stream copies
     between this buffer and the host, with one copy for each run of neighbouring host pages.
 
-    `store` and `load` only launch work, in the order of the current stream: they run after earlier work of that stream, and later
-    work of that stream sees their effect. A store blocks the current stream until the device has gathered the pages, a load until
-    the pages have arrived. Call ``load`` on a separate stream to overlap it with other work. Neither may be captured in a CUDA
-    graph.
+    `store` and `load` only launch work, in the order of the current stream. They run after earlier work of that stream, and before
+    its later work. A store blocks the current stream until the device has gathered the pages, a load until the pages have arrived.
+    Call ``load`` on a separate stream to overlap it with other work. Neither `store` nor `load` may be captured in a CUDA graph.
 
     Attributes:
         caches: the device's caches, in the order given.
@@ -71,7 +70,7 @@ class HostPages:
         pinned = self._stream is not None
         self.tensors = tuple(torch.empty(pages, *cache.shape[1:], dtype=cache.dtype, pin_memory=pinned) for cache in caches)
         page_bytes = max(cache.shape[1:].numel() * cache.element_size() for cache in caches)
-        # Double buffering: while one buffer is copied to or from the host, the other one is filled or emptied.
+        # Double buffering: while one buffer is copied to or from the host, the device fills or empties the other.
         self._buffers = [_Buffer(staging_pages * page_bytes, device, self._stream) for _ in range(2)]
 
     def store(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """A paged cache of e4m3 latents with a float32 scale for each 128 elements, and unquantised rotary parts.
 
-This is DeepSeek-V3.2's cache format, with 656 bytes for each token. The module holds the code that operators on such caches
+The format is DeepSeek-V3.2's cache format, with 656 bytes for each token. The module holds the code that operators on such caches
 share, and `mla_cache_views`, which views pages of bytes as the three tensors of the cache.
 """
 
@@ -40,9 +40,9 @@ def mla_cache_views(
 ) -> MlaCacheViews:
     """Views pages of bytes as the three tensors of DeepSeek-V3.2's latent cache (656 bytes for each token).
 
-    A token is a latent of ``kv_lora_rank`` e4m3 elements, then a float32 scale for each 128 of them, then ``rope_dim`` 16-bit
-    elements. vLLM calls this layout ``fp8_ds_mla``, and FlashMLA's sparse decoding reads it. `store_mla_kv_cache` writes such a
-    cache; `mla_sparse_with_kvcache` and `mla_decode_with_kvcache` read it.
+    A token is a latent of ``kv_lora_rank`` e4m3 elements, then a float32 scale for each 128 elements, then ``rope_dim`` 16-bit
+    elements. vLLM calls this layout ``fp8_ds_mla``, and FlashMLA's sparse decoding reads it. `store_mla_kv_cache` writes caches of
+    this layout; `mla_sparse_with_kvcache` and `mla_decode_with_kvcache` read them.
 
     Args:
         packed: uint8 ``[pages, page_size, kv_lora_rank + kv_lora_rank / 128 * 4 + rope_dim * 2]``, 656 columns by default. The

@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker
 
 PAGE_DTYPES = FLOATS | FP8 | {torch.uint8}
-"""Dtypes of caches whose pages are moved; the bits are copied unchanged."""
+"""Dtypes of caches whose pages can be moved; bits are copied unchanged."""
 
 
 def draw_table(draw: Draw, batch: int, max_pages: int) -> Tensor:
@@ -37,7 +37,7 @@ def check_page_numbers(check: Checker, name: str, numbers: Tensor) -> None:
 def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tensor, distinct: bool) -> None:
     """Checks page indices in host memory.
 
-    Each must be negative or below the cache's number of pages, and with ``distinct`` it must occur once."""
+    Each index must be negative or below the cache's number of pages. With ``distinct``, no index may occur twice."""
     if numbers is None or not numbers.numel():
         return
     largest = int(numbers.max())

@@ -10,7 +10,7 @@ from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
 
-# Limits the bytes of each cache drawn for a captured call, unless its tokens need more pages.
+# Limits the bytes of each cache that is drawn for a captured call. A cache is larger if its tokens need more pages.
 _REPLAYED_BYTES = 1 << 30
 
 
@@ -31,7 +31,7 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
     if cache.dtype in FP8:  # some backends index fp8 only as bytes
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     # Selecting the written tokens by a mask would synchronise with the device. Instead each skipped token repeats the write of
-    # the first written token. If there is none, all write back the content of slot 0.
+    # the first written token. If no token is written, all repeat the content of slot 0.
     written = slot_mapping >= 0
     source = torch.where(written, torch.arange(len(written), device=written.device), written.int().argmax())
     slots = slot_mapping.long()[source].clamp(min=0)
@@ -48,12 +48,14 @@ def store_latents(kv_cache: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping
 
 
 def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
-    """For ``work`` hooks: how many tokens are not written."""
+    """For ``work`` hooks: the number of tokens that are not written."""
     return {"padding": [int((slot_mapping < 0).sum())]}
 
 
 def unwritten(slot_mapping: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """For ``vary`` hooks: NaN in the values ``[tokens, ...]`` of tokens that are not written, and other negative slots for them."""
+    """For ``vary`` hooks: changes tokens that are not written. Their values ``[tokens, ...]`` become NaN, and their slots other
+    negative numbers.
+    """
     absent = slot_mapping < 0
     return {"slot_mapping": absent_ids(slot_mapping, absent), **{name: poisoned(value, absent) for name, value in values.items()}}
 
@@ -93,7 +95,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks the cache, slots and scale for latents followed by rotary parts, whose own shapes have been checked."""
+    """Checks the cache, slots and scale for latents followed by rotary parts. The shapes of the latter two have been checked."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))
@@ -103,7 +105,7 @@ def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_ma
 
 
 def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x: Tensor, target: str, cache: Tensor) -> None:
-    """Checks the scale that values are divided by before they are stored: one, or one for each KV head if there are heads."""
+    """Checks the scale by which values are divided before they are stored: one, or one per KV head if there are heads."""
     if scale is None:
         return
     check.require(cache.dtype != x.dtype, name, f"None, because {target} has {source}'s dtype", scale)

@@ -34,10 +34,10 @@ def store_index_k_cache(
 ) -> None:
     """Quantises each token's index key to float8_e4m3fn with one scale, and writes both to the token's cache slot in place.
 
-    `dsa_indexer_scores_with_kvcache` reads this cache. Token t goes to ``k_cache[slot // page_size, slot % page_size]``, and its
-    scale to the same index of k_scale_cache, with ``slot = slot_mapping[t]``; a token with a negative slot is not written, for
-    example the padding of a CUDA graph. Everything else in both caches is unchanged. The result is bitwise that of `quantize_fp8`
-    for each token, with all operations in float32 and correctly rounded::
+    `dsa_indexer_scores_with_kvcache` reads this cache. Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot
+    = slot_mapping[t]``, and its scale to the same index of k_scale_cache. A token with a negative slot, for example the padding of
+    a CUDA graph, is not written. Everything else in both caches is unchanged. The result is bitwise that of `quantize_fp8` for each
+    token. All operations are in float32 and correctly rounded::
 
         scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the token; in format e8m0 rounded up to a power of two
         key   = e4m3(k / scale)           # to nearest, ties to even, saturating
@@ -49,10 +49,10 @@ def store_index_k_cache(
         k_cache: float8_e4m3fn ``[pages, page_size, head_dim]``. Written to. May be strided, for example a view of pages in which
             the scales follow the keys. Must not overlap k.
         k_scale_cache: float32 ``[pages, page_size]``. Written to. May be strided.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
-            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
-            memory.
-        scale_format: ``"float32"``, or ``"e8m0"`` for power-of-two scales, as in DeepSeek-V3.2. Both are stored as float32.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
+            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
+        scale_format: ``"float32"``, or ``"e8m0"`` for power-of-two scales, as in DeepSeek-V3.2. Scales of both formats are stored
+            as float32.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written.

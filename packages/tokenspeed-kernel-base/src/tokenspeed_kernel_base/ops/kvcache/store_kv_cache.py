@@ -44,12 +44,12 @@ def store_kv_cache(
 ) -> None:
     """Writes each token's key and value to its slot of the paged cache, in place.
 
-    Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and likewise for v; a token
-    with a negative slot is not written, for example the padding of a CUDA graph. Everything else in the caches is unchanged.
+    Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and likewise for v. A token
+    with a negative slot, for example the padding of a CUDA graph, is not written. Everything else in the caches is unchanged.
 
     If the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``. The division is in float32
     (float64 for float64 inputs) and the result is rounded to nearest even. Out-of-range values become the largest finite value
-    with their sign; NaN stays NaN. Attention multiplies by the same scale again.
+    with their sign; NaN stays NaN. Attention multiplies by the same scale.
 
     Args:
         k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a
@@ -58,12 +58,11 @@ def store_kv_cache(
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
             May be strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
             Must not overlap k or v.
-        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
-            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
-            memory.
+        v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
+            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is converted to an 8-bit float.
-        v_scale: the same for v.
+        v_scale: the scale of v; otherwise as k_scale.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written.

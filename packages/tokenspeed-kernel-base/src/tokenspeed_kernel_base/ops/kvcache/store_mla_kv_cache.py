@@ -47,36 +47,35 @@ def store_mla_kv_cache(
     """Writes each token's latent, followed by its rotary part, to its slot of the paged cache, in place.
 
     `mla_decode_with_kvcache` and `mla_extend_with_kvcache` read this cache (DeepSeek-AI, 2024, arXiv:2405.04434). Token t goes to
-    ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``; a token with a negative slot is not
-    written, for example the padding of a CUDA graph. Everything else in the cache is unchanged.
+    ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``. A token with a negative slot, for example the
+    padding of a CUDA graph, is not written. Everything else in the cache is unchanged.
 
     If the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts.
     The division is in float32 (float64 for float64 inputs) and the result is rounded to nearest even. Out-of-range values become
-    the largest finite value with their sign; NaN stays NaN. Attention multiplies by the same scale again.
+    the largest finite value with their sign; NaN stays NaN. Attention multiplies by the same scale.
 
-    With kv_scale_cache and rope_cache the cache has DeepSeek-V3.2's layout, with 656 bytes for each token; `mla_cache_views`
-    returns the three tensors as views of pages of bytes. Rotary parts are copied. Each 128 elements of a latent get one scale.
+    With kv_scale_cache and rope_cache, the cache has DeepSeek-V3.2's layout, with 656 bytes for each token. `mla_cache_views`
+    returns the three tensors as views of pages of bytes. Rotary parts are copied. Each 128 elements of a latent share one scale.
     The result is bitwise that of `quantize_fp8`, with all operations in float32 and correctly rounded::
 
         scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128 elements
         q     = e4m3(latent / scale)      # to nearest, ties to even, saturating
 
-    If one of the 128 elements is NaN, the scale and all quantised values are NaN. If one is infinite, the scale is infinite,
-    infinities become NaN, and the other quantised values are 0.
+    If one of the 128 elements is NaN, the scale and all quantised values are NaN. If one of them is infinite, the scale is
+    infinite, infinities become NaN, and the other quantised values are 0.
 
     Args:
         latent: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_lora_rank]``, after the model's normalisation.
-            With kv_scale_cache float16 or bfloat16, and kv_lora_rank is a multiple of 128. May be a strided slice of a fused
+            With kv_scale_cache: float16 or bfloat16, with kv_lora_rank a multiple of 128. May be a strided slice of a fused
             projection.
         k_rope: latent's dtype ``[tokens, rope_dim]``, after rotation. May be strided.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz);
             with kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``. Written to. May be strided. Must not overlap
             latent or k_rope.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
-            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
-            memory.
-        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only if values are converted to an 8-bit float, and not with
-            kv_scale_cache.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
+            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
+        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Used only if values are converted to an 8-bit float, and not
+            with kv_scale_cache.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Requires rope_cache.
         rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Requires kv_scale_cache.
 
@@ -213,8 +212,8 @@ def _groups(
     fused: bool = True,
     unusual: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent differ strongly in magnitude, and so in their
-    scales.
+    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent have very different magnitudes, and so very
+    different scales.
 
     ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and subnormal numbers.
     """

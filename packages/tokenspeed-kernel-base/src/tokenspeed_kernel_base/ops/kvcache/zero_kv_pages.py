@@ -28,8 +28,8 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     """Writes zeros to whole pages of a cache in place; everything else in the cache is unchanged.
 
-    Pages need no clearing before they are used, because slots that hold no token never affect attention. Use this operator if
-    data of another request must not stay in a page.
+    Pages need not be cleared before use, because slots that hold no token never affect attention. Use this operator if data of
+    another request must not stay in a page.
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
@@ -53,7 +53,7 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     if not pages.numel() or not cache.numel():
         return
     # Selecting the valid indices by a mask would synchronise with the device. Instead each negative index repeats the first valid
-    # one. If there is none, page 0 is written back.
+    # index. If no index is valid, page 0 is written back.
     named = pages >= 0
     target = pages.long()[torch.where(named, torch.arange(len(pages), device=pages.device), named.int().argmax())].clamp(min=0)
     stored = as_bits(cache)

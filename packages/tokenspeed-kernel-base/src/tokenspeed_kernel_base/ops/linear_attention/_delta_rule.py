@@ -44,8 +44,8 @@ def recur(
         keep: whether to return the states after every token, rather than after the last one.
 
     Returns:
-        The outputs ``[batch, tokens, v_heads, v_dim]`` in q's dtype; and the unrounded states after the last token,
-        ``[batch, v_heads, k_dim, v_dim]``, or with ``keep`` after every token, ``[batch, tokens, v_heads, k_dim, v_dim]``.
+        The outputs ``[batch, tokens, v_heads, v_dim]`` in q's dtype; and the unrounded states ``[batch, v_heads, k_dim, v_dim]``
+        after the last token. With ``keep``, states after every token, ``[batch, tokens, v_heads, k_dim, v_dim]``.
     """
     dtype, dtype_of_outputs = torch.float64 if q.dtype == torch.float64 else torch.float32, q.dtype
     group = v.shape[2] // max(k.shape[2], 1)
@@ -98,8 +98,9 @@ def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Te
 def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
     """The formats of the intermediates that chunked kernels round to q's dtype for MMAs.
 
-    There are six: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values written to the
-    state, these values times their decays, and the attention weights of the outputs. With a gate for each channel there are five
+    There are six intermediates: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values
+    written to the state, these values times their decays, and the attention weights of the outputs. With a gate for each channel
+    there are five
     more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and keys and
     queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the weights and both kinds of
     values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, like the rounding of the outputs themselves.
@@ -181,7 +182,9 @@ def draw_operands(
 
 
 def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None) -> dict[str, Tensor]:
-    """Gates and keys for a captured call that keep states bounded; with normally distributed ones, states grow."""
+    """Gates and keys for a captured call, chosen such that states stay bounded. Normally distributed gates and keys would make
+    states grow.
+    """
     if variation.want is not Want.CAPTURED:
         return {}
     draw = variation.draw
@@ -195,6 +198,6 @@ def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, 
 def cost_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, moved: int) -> Cost:
     """The cost of a call. ``moved``: bytes of states that are read and written.
 
-    For each token the state is decayed, multiplied by k and by q, and updated with an outer product."""
+    For each token the state is decayed, multiplied by k and by q, and updated by an outer product."""
     flops = 7.0 * v.numel() * q.shape[-1]
     return Cost(flops=flops, bytes=nbytes(q, k, v, v, *others) + moved)

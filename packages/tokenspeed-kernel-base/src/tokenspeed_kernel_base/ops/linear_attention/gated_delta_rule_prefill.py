@@ -55,29 +55,28 @@ def gated_delta_rule_prefill(
 ) -> Tensor:
     """Gated delta rule (GDN, KDA) over packed sequences, or over chunks of sequences that continue a state.
 
-    Applies the recurrence of `gated_delta_rule_decode`, which documents its gates, to all tokens of each sequence in order. The
-    state after the last token is written to the request's slot. Kernels process chunks of tokens (Yang, Wang, Zhang, Shen & Kim,
-    2024, arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692).
-    Within a chunk, the values that are written to the state solve a unit triangular system. MMA operands may be rounded to q's
-    dtype.
+    Applies the recurrence of `gated_delta_rule_decode` to all tokens of each sequence, in order; see there for gates. The state
+    after the last token is written to the request's slot. Kernels process chunks of tokens (Yang, Wang, Zhang, Shen & Kim, 2024,
+    arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692). Within a
+    chunk, the values that are written to the state solve a unit triangular system. MMA operands may be rounded to q's dtype.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, k_dim]``. May be strided, like k, v, g and beta.
         k: like q. Must have unit length, unless qk_l2norm normalises it.
         v: q's dtype ``[tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[tokens, v_heads]``, or ``[tokens, v_heads, k_dim]`` for a gate of each channel: the natural
-            logarithm of the decay factor, <= 0 and finite. With A_log the raw output of the layer's projection.
+            logarithm of the decay factor, <= 0 and finite. With A_log, g is the raw output of the layer's projection.
         beta: any float dtype ``[tokens, v_heads]``, 0 to 1 (up to 2 if a model allows negative eigenvalues).
         states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
             ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end: ``[0, 3, 3, 8]`` means
+        cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens: ``[0, 3, 3, 8]`` means
             sequences of 3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked if it lies in host memory.
-        state_slots: int32 ``[batch]``, distinct slots, which hold a request's initial state and receive the state after its last
-            token. Negative: the request starts from zeros, and its state is not written. Checked if it lies in host memory.
-        has_initial_state: bool ``[batch]``, which requests start from the state in their slot. The others, or all requests if it
-            is None, start from zeros. A sequence without tokens writes its initial state to its slot.
-        A_log: any float dtype ``[v_heads]``. With it, g and beta are the raw outputs of the layer's projections, and become
+        state_slots: int32 ``[batch]``, distinct slots. A request's slot holds its initial state and receives the state after its
+            last token. Negative: the request starts from zeros, and its state is not written. Checked if it lies in host memory.
+        has_initial_state: bool ``[batch]``, True for requests that start from the state in their slot. All other requests start
+            from zeros. None: all requests start from zeros. A sequence without tokens writes its initial state to its slot.
+        A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
         dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
@@ -91,7 +90,7 @@ def gated_delta_rule_prefill(
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched or written.
 
     Example:
-        Sequences of 2 tokens and 1 token. The first token of each stores 3 under a key; the second token reads half of it.
+        Sequences of 2 tokens and 1 token. The first token of each sequence stores 3 under a key; the second token reads half of it.
 
         >>> import torch
         >>> from tokenspeed_kernel import gated_delta_rule_prefill

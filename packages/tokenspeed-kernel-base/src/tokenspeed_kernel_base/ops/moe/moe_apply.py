@@ -73,35 +73,36 @@ def moe_apply(
     Rounding. Weights are dequantised exactly (to float32). ``activation_dtype`` says how x and the result of ``act`` are rounded.
     ``"fp8"`` rounds them to float8_e4m3fn with a scale for each token, as `quantize_fp8` does. ``"fp8_static"`` rounds them to
     float8_e4m3fn with the static input scales of the weights object, saturating. ``"mxfp4"`` rounds them to mxfp4, as
-    `quantize_mxfp4` does. ``"none"`` does not round them, but see Exactness below. Everything else is float32 (float64 for
-    float64 tokens), including the sum over slots; the result is rounded to x's dtype once, at the end. Kernels may also round the
-    result of ``act`` and each slot's output to x's dtype. Each is one more rounding of relative size eps on terms of a sum, so a
-    tolerance of a few eps of the largest output covers it. If a kernel quantises an activation that was rounded differently
-    before, the result may be the neighbouring quantised value. The tolerance is then that of the narrow format.
+    `quantize_mxfp4` does. ``"none"`` does not round them, but see Exactness below. Everything else is float32 (float64 for float64
+    tokens), including the sum over slots; the result is rounded to x's dtype once, at the end. Kernels may also round the result of
+    ``act`` and each slot's output to x's dtype. Each of these roundings has relative size eps and affects terms of a sum, so a
+    tolerance of a few eps of the largest output covers them. An activation may be rounded differently before a kernel quantises it.
+    Its quantised value may then be the neighbouring one. The tolerance is then that of the narrow format.
 
     Range. With float16 tokens, the result of ``act`` and the outputs of slots may exceed float16's maximum, 65,504. Kernels keep
-    such values, either in float32 or as float16 with a power-of-two scale for each row. The relative error of the latter is at
-    most eps, or its absolute error is at most 2^-40 of the row's largest magnitude. The trait ``wide_activations`` means that the
+    such values as float32, or as float16 with a power-of-two scale for each row. The float16 values have a relative error of at
+    most eps, or an absolute error of at most 2^-40 of the row's largest magnitude. The trait ``wide_activations`` means that the
     plan's ``limit`` does not keep ``act`` within float16. A kernel that stores ``act`` as plain float16 does not declare this
-    trait, and is then not eligible.
+    trait, so it is not eligible for such plans.
 
     Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. An element then has an error of at
-    most 2^-21 of the largest magnitude in its row, where a row is a token of x or a slot of ``act``. Elements of at least 2^-13
-    of that magnitude are exact. If more than a quarter of a row, or of the nonzero elements of some 32 neighbours, would be
-    inexact, the kernel computes the row without these errors. The device decides that in each call. So an element may vanish next
-    to an outlier that is 2^21 times larger only if most of its neighbours do not. In a dot product, float8 MMAs may truncate the
-    terms of 32 neighbours to 14 bits, counted from the largest term. `explain` states the error bound of such kernels. With
-    ``exact_activations`` no kernel has these errors: 16-bit and wider elements enter the MMAs exactly.
+    most 2^-21 of the largest magnitude in its row, where a row is a token of x or a slot of ``act``. Elements of at least 2^-13 of
+    that magnitude are exact. A row counts as inexact if more than a quarter of its elements would be inexact, or more than a
+    quarter of the nonzero elements of 32 neighbours. The kernel then computes the row without these errors. The device decides this
+    in each call. So an element next to an outlier that is 2^21 times larger vanishes only if most of its neighbours do not vanish.
+    In a dot product, float8 MMAs may truncate the terms of 32 neighbours to 14 bits, counted from the largest term. `explain`
+    states the error bound of such kernels. With ``exact_activations`` no kernel has these errors: elements of 16 bits or more enter
+    the MMAs exactly.
 
-    Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Within
-    that range, precision does not depend on magnitude. The order of summation is unspecified. With ``"fp8"`` and ``"fp8_static"``
-    a kernel may accumulate unscaled e4m3 activations (up to 448) times weights, and multiply by the activation's scale
-    afterwards. Outputs may then be infinite or NaN where this accumulator overflows.
+    Overflow. An intermediate beyond float32's range is infinite, and outputs that depend on it are infinite or NaN. Within that
+    range, precision does not depend on magnitude. The order of summation is unspecified. With ``"fp8"`` and ``"fp8_static"`` a
+    kernel may accumulate weights times unscaled e4m3 activations (up to 448), and multiply by the activation's scale afterwards.
+    Outputs may then be infinite or NaN where this accumulator overflows.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
         weights: `MoEWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
-            `moe_apply.prepare`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
+            `moe_apply.prepare`. If the plan's layout is canonical, unprocessed weights are accepted too. Weights that are a
             `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; this is checked for CPU tensors only. A negative id skips
@@ -129,8 +130,9 @@ def moe_apply(
     Safe in CUDA graphs, except with the reference, which reads topk_ids on the host.
 
     A kernel with its own weight layout declares ``traits={"weight_layout": "its-name", "processed_weights": True, ...}`` and a
-    ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more than the six
-    tensors, its preprocessor returns an object of a class derived from `MoEWeights` and `Resource` that holds them.
+    ``weight_preprocessor``. The kernel must not read ``weights.layout``, because the object may lack that attribute. If the kernel
+    needs more than the six tensors, its preprocessor returns an object that holds them, of a class derived from `MoEWeights` and
+    `Resource`.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     result = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -264,7 +266,7 @@ def _(
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
     """A preprocessor returns an object with the six attributes of `MoEWeights`; one derived from `Resource` may hold more. Input
-    scales that it lacks are added. It gets e8m0 scales as uint8."""
+    scales that the returned object lacks are added. A preprocessor receives e8m0 scales as uint8."""
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, MoEWeights, check_canonical, with_byte_scales)
 
@@ -275,7 +277,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Random weights, scales and global scales of one projection, such that outputs are about as large as inputs."""
+    """Random weights, scales and global scales of one projection, which keep outputs about as large as inputs."""
     experts, spread = plan.num_experts, columns**-0.5
     if plan.weight_format == "dense":
         return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None, None
@@ -298,7 +300,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
-    """A static input scale, if the plan needs one. It saturates magnitudes above about 4."""
+    """A static input scale, if the plan needs one. The scale saturates magnitudes above about 4."""
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
@@ -320,14 +322,14 @@ def _inputs(
 
     Args:
         of: experts of all ranks together; experts beyond this rank's get negative ids.
-        rows: tokens of each expert of this rank; the other slots get negative ids. By default routing is random.
+        rows: number of tokens of each expert of this rank; all other slots get negative ids. By default routing is random.
         gain: multiplies x. The result of ``act`` grows with the square of the gain, so topk_weights are divided by that square.
-        outlier: value of the first feature of all tokens, whose column of w13 is zero; all other features are 1.25.
+        outlier: value of the first feature of all tokens. The column of w13 for this feature is zero. All other features are 1.25.
         options: further fields of the plan.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case: its weights are canonical, and the runner of the case processes them for the kernel.
+        # All kernels get the same case with canonical weights. The runner of the case processes these weights for each kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
         plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
         w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
@@ -475,7 +477,7 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
 
 
 def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
-    """The sizes and options with which `_inputs` draws a layer of this plan."""
+    """The sizes and options with which `_inputs` draws a layer for this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
     for name in ("kernel", "weight_layout"):  # they depend on the kernel

@@ -51,20 +51,21 @@ def moe_topk(
 ) -> tuple[Tensor, Tensor]:
     """Selects the ``top_k`` experts of each token, best first, and computes their routing weights.
 
-    Experts are ranked by a rank value. Without a correction bias it is the logit itself; scores increase with logits, so they
-    would select the same experts except for rounding. With a correction bias it is ``score + bias``, rounded to float32 (Wang et
-    al., 2024, arXiv:2408.15664). Among equal rank values the lower expert id comes first, so the selection is exactly
-    reproducible.
+    Experts are ranked by a rank value. Without a correction bias the rank value is the logit itself. Scores increase with logits,
+    so ranking by scores would select the same experts, except for rounding. With a correction bias the rank value is ``score +
+    bias``, rounded to float32 (Wang et al., 2024, arXiv:2408.15664). Among equal rank values the lower expert id comes first, so
+    the selection is exactly reproducible.
 
-    With ``num_groups`` above 1, experts ``0 .. experts/num_groups - 1`` are group 0 and so on, and only experts of the
-    ``top_groups`` best groups can be selected. The value of a group is its highest rank value, or with a correction bias the sum
-    of its two highest. Among equal groups the lower index comes first (DeepSeek-AI, 2024, arXiv:2405.04434 and arXiv:2412.19437).
+    With ``num_groups`` above 1, group 0 consists of experts ``0 .. experts/num_groups - 1``, and so on. Only experts of the
+    ``top_groups`` best groups can be selected. The value of a group is its highest rank value; with a correction bias, the sum of
+    its two highest rank values. Among equal groups the lower index comes first (DeepSeek-AI, 2024, arXiv:2405.04434 and
+    arXiv:2412.19437).
 
     The bias and the groups affect the selection only. The weight of a selected expert is its score: the softmax over all experts,
     the sigmoid, or ``sqrt(softplus(logit))`` with ``softplus(z) = log(1 + exp(z))``, as in DeepSeek-V4. With ``renormalize`` the
-    weights of a token are divided by their sum. For softmax this equals the softmax over the selected logits, and is computed
-    that way; for the other scorings 1e-20 is added to the sum. Finally the weights are multiplied by ``scaling_factor``.
-    Arithmetic is float32 (float64 for float64 logits).
+    weights of a token are divided by their sum. For softmax the result equals the softmax over the selected logits, and is computed
+    that way. For the other scorings 1e-20 is added to the sum. Finally the weights are multiplied by ``scaling_factor``. Arithmetic
+    is float32 (float64 for float64 logits).
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[tokens, experts]``. NaN ranks above every number.
@@ -104,7 +105,7 @@ def moe_topk(
             worth = grouped.amax(-1)
         else:
             worth = grouped.topk(min(2, size), dim=-1).values.sum(-1)
-        # Rank only the experts of the best groups. Masking the others with -inf would make them tie with eligible experts at
+        # Rank only the experts of the best groups. Masking the other experts with -inf would make them tie with eligible experts at
         # -inf.
         eligible = _best(worth, top_groups).sort(-1).values  # ascending, so that among equals the lower expert id comes first
         place = _best(grouped.gather(1, eligible.unsqueeze(-1).expand(-1, -1, size)).flatten(-2), top_k)
@@ -128,8 +129,8 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits, so all
-    # NaNs are made alike.
+    # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits. So all
+    # NaNs are replaced by the same NaN.
     alike = values.where(~values.isnan(), math.nan)
     return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 

@@ -35,7 +35,7 @@ _SCALED_FORMATS = {
 class MoEPlan:
     """The computation of a mixture-of-experts layer and its kernel. Immutable and hashable.
 
-    `moe_apply.plan` makes it once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
+    `moe_apply.plan` makes a plan once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
     float16, bfloat16, float32 or float64.
 
     Attributes:
@@ -45,8 +45,8 @@ class MoEPlan:
         intermediate_size: features between the gate/up and the down projection of an expert.
         dtype: dtype of the tokens and of dense weights.
         weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``; see `MoEWeights`.
-        activation_dtype: the format that the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` with a scale for
-            each token, ``"fp8_static"`` with one scale for each projection, stored in the weights object, or ``"mxfp4"``.
+        activation_dtype: the format that the inputs of both projections are rounded to. ``"none"``; ``"fp8"`` with a scale for each
+            token; ``"fp8_static"`` with one scale for each projection, stored in the weights object; or ``"mxfp4"``.
         w13_interleaved: whether rows of w13 alternate between gate and up.
         bias: whether both projections have a bias.
         activation: ``"swiglu"``: ``(up + beta) * gate * sigmoid(alpha * gate)``.
@@ -76,7 +76,9 @@ class MoEPlan:
 
     @property
     def wide_activations(self) -> bool:
-        """Whether the result of ``act`` may exceed the range of the tokens' dtype. Only float16 has less range than float32."""
+        """Whether the result of ``act`` may exceed the range of the tokens' dtype. Only float16 tokens have a smaller range than
+        the float32 result.
+        """
         if self.dtype != torch.float16:
             return False
         if self.limit is None or self.alpha <= 0:  # gate or -gate is unbounded
@@ -118,7 +120,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
 def traits_of(plan: MoEPlan) -> dict[str, Any]:
     """The traits that a plan requires of a kernel.
 
-    Each deviation from the plain layer has its own flag, so that a kernel that does not declare it is rejected."""
+    Each feature beyond the plain layer has its own flag, so a kernel that does not declare the flag is rejected."""
     return {
         "num_experts": plan.num_experts,
         "top_k": plan.top_k,

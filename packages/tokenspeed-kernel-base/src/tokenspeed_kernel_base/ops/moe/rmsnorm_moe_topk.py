@@ -50,8 +50,8 @@ def rmsnorm_moe_topk(
     """RMSNorm, router GEMM and top-k selection: returns the normalised tokens, routing weights and expert ids.
 
     Composed of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the router's weight and bias,
-    and rounds the logits to x's dtype. `moe_topk` selects the experts. A fused kernel rounds at the same points. It selects the
-    same experts, unless another order of summation changes a rounding that decides the selection.
+    and rounds the logits to x's dtype. `moe_topk` selects the experts. A fused kernel rounds at the same points. The fused kernel
+    selects the same experts, unless another order of summation changes a rounding that decides the selection.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.

@@ -19,9 +19,9 @@ from tokenspeed_kernel_base.spec import CANONICAL
 class MoEWeights:
     """The weights of all experts of a layer.
 
-    Functions of this package accept any object with the first six attributes instead. Without ``layout`` it counts as canonical;
-    the other attributes count as None if they are missing. In the canonical layout the out-features come first, as in
-    ``torch.nn.Linear``. With ``H`` the hidden and ``I`` the intermediate size:
+    Functions of this package accept any object with the first six attributes instead. Without the attribute ``layout`` the object
+    counts as canonical; other missing attributes count as None. In the canonical layout the out-features come first, as in
+    ``torch.nn.Linear``. The shapes for hidden size ``H`` and intermediate size ``I``:
 
     * dense: weights of the plan's dtype, w13 ``[experts, 2I, H]`` and w2 ``[experts, H, I]``; no scales.
     * fp8_channel: weights float8_e4m3fn of the same shapes; float32 scales (multipliers), one for each out-feature: w13
@@ -36,8 +36,8 @@ class MoEWeights:
       scale for each projection.
 
     With the plan's ``w13_interleaved`` the rows of w13 are gate 0, up 0, gate 1, up 1, ...; otherwise all gate rows come before
-    all up rows. The rows of its bias and of its scales have the same order, except that the scale blocks of fp8_block cover 128
-    stored rows each.
+    all up rows. The bias and the scales have the same order of rows, except that the scale blocks of fp8_block cover 128 stored
+    rows each.
 
     Attributes:
         w13_weight: the fused gate and up projections.
@@ -50,10 +50,10 @@ class MoEWeights:
             declare a layout define its shapes and dtypes.
         w13_input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, else
             None. If a checkpoint has one scale for each expert, use the largest.
-        w2_input_scale: the same for the input of the down projection.
+        w2_input_scale: the scale of the input of the down projection; otherwise as w13_input_scale.
         w13_weight_global_scale: float32 ``[experts]``, a factor of each expert's weights in nvfp4, or None. If a checkpoint has
             different global scales for gate and up, its weights must be requantised.
-        w2_weight_global_scale: the same for w2.
+        w2_weight_global_scale: like w13_weight_global_scale, for w2.
     """
 
     w13_weight: Tensor
@@ -70,7 +70,7 @@ class MoEWeights:
 
 
 def with_byte_scales(weights: MoEWeights) -> MoEWeights:
-    """The same weights with e8m0 scales viewed as uint8, as weight preprocessors expect them."""
+    """The weights, with e8m0 scales viewed as uint8, as weight preprocessors expect them."""
     return replace(
         weights, w13_weight_scale=_byte_scales(weights.w13_weight_scale), w2_weight_scale=_byte_scales(weights.w2_weight_scale)
     )

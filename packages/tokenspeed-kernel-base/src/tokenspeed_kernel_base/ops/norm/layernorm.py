@@ -34,10 +34,10 @@ def layernorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Layer normalisation over the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-    The variance is that of the row, divided by its length (Ba, Kiros & Hinton, 2016, arXiv:1607.06450). With a residual,
-    ``s = x + residual`` is normalised instead, and s is returned too, as the next layer's residual. s is first rounded to the
-    residual's dtype, and the rounded s is normalised, so that both results are consistent. Arithmetic is float32 (float64 for
-    float64 inputs); the result is rounded to x's dtype once.
+    The variance is the mean squared deviation of the row (Ba, Kiros & Hinton, 2016, arXiv:1607.06450). With a residual, ``s = x +
+    residual`` is normalised instead. s is also returned, as the next layer's residual. s is first rounded to the residual's dtype,
+    and the rounded s is normalised, so that both results are consistent. Arithmetic is float32 (float64 for float64 inputs); the
+    result is rounded to x's dtype once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
@@ -101,7 +101,7 @@ def _inputs(
     mean: float = 0.0,
     residual_dtype: torch.dtype | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``parameters``: those of weight and bias that are given. ``mean``: of x."""
+    """Arguments. ``parameters``: the dtype of the given weight and bias. ``mean``: the mean of x."""
 
     def make(draw: Draw) -> dict[str, Any]:
         return {

@@ -34,15 +34,15 @@ def qk_rmsnorm(
 ) -> tuple[Tensor, Tensor]:
     """QK norm: `rmsnorm` of every head of q and k over head_dim, with one weight for all heads.
 
-    Computes ``x / sqrt(mean(x^2) + eps) * weight`` for each head. This keeps attention's logits bounded (Henry et al., 2020,
-    arXiv:2010.04245; in this form Dehghani et al., 2023, arXiv:2302.05442). Arithmetic is float32 (float64 for float64 inputs);
-    the result is rounded to q's dtype once, after the multiplication by weight.
+    Computes ``x / sqrt(mean(x^2) + eps) * weight`` for each head. The normalisation keeps attention logits bounded (Henry et al.,
+    2020, arXiv:2010.04245; in this form Dehghani et al., 2023, arXiv:2302.05442). Arithmetic is float32 (float64 for float64
+    inputs); the result is rounded to q's dtype once, after the multiplication by weight.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided.
         q_weight: float16, bfloat16, float32 or float64 ``[head_dim]``.
-        k_weight: the same for k.
+        k_weight: the weight of k; otherwise as q_weight.
         eps: added to the mean square, > 0.
         q_out: receives the normalised q; may be q.
         k_out: receives the normalised k; may be k.

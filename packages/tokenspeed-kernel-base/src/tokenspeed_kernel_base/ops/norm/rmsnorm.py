@@ -62,7 +62,7 @@ def rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    With a residual, ``s = x + residual`` is normalised instead, and s is returned too, as the next layer's residual. s is first
+    With a residual, ``s = x + residual`` is normalised instead. s is also returned, as the next layer's residual. s is first
     rounded to the residual's dtype, and the rounded s is normalised, so that both results are consistent. Arithmetic is float32
     (float64 for float64 inputs); the result is rounded to x's dtype once, after the multiplication by weight.
 

@@ -1,5 +1,5 @@
-"""Root-mean-square normalisation, with an optional residual add in front of it, and quantisation of its result, in front of a GEMM
-that reads a narrow format."""
+"""Root-mean-square normalisation with an optional residual add before it and quantisation after it, for a GEMM that reads a narrow
+format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rmsnorm_quantize(
         contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
 
     Example:
         >>> import torch

@@ -1,4 +1,6 @@
-"""Deprecated names of quantising operators, which had one operator per format. `Quantization` has the format now."""
+"""Deprecated names of quantising operators. There was one operator per format; `Quantization` now selects the format.
+`Quantization` has the format now.
+"""
 
 from __future__ import annotations
 

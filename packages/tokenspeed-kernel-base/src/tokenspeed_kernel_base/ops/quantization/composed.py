@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise the result of another operator, composed of that operator's hooks and those of `quantize`."""
+"""Hooks of operators that quantise another operator's result. They combine that operator's hooks with those of `quantize`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
 class Quantised:
     """The hooks of an operator that quantises the first output of another operator.
 
-    Its first outputs are those of `quantize`. The other operator's sum with a residual follows.
+    The composed operator's first outputs are those of `quantize`. The other operator's sum with a residual follows.
 
     Args:
         first: the operator whose first output is quantised. Its input is x.
-        gated: whether x is twice as wide as that output.
+        gated: whether x is twice as wide as the output of ``first``.
     """
 
     hooks = ("traits", "check", "fake", "outputs", "intermediates", "decoded", "cost", "vary")
@@ -81,8 +81,8 @@ class Quantised:
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
         """The dequantised outputs of `quantize`, then the further outputs of ``first``.
 
-        With given or float32 scales, quantised values and scales are returned unchanged: a last-bit difference of the
-        intermediate result changes a scale equally little, and few quantised values."""
+        With given or float32 scales, quantised values and scales are returned unchanged. A last-bit difference of the intermediate
+        result changes such a scale by as little, and changes few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         quantization: Quantization = arguments["quantization"]
         codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)

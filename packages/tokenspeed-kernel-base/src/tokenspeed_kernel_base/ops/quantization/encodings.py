@@ -15,9 +15,9 @@ even, and saturates.
 
 The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0: `BLOCK_MX` consecutive elements of the last axis
 share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``, where ``amax`` is the block's largest magnitude and ``emax``
-the exponent of the element format's largest power of two. The specification leaves two choices open. Here a block with a NaN or
-an infinity gets the scale 255 and zero elements, so that all of it dequantises to NaN. Exponents below -127 become -127, so that
-a block of zeros has the scale byte 0.
+the exponent of the element format's largest power of two. The specification leaves two choices open. Here a block with a NaN or an
+infinity gets the scale 255 and zero elements, so the whole block dequantises to NaN. Exponents below -127 become -127, so that a
+block of zeros has the scale byte 0.
 
 nvfp4 has blocks of `BLOCK_NVFP4` elements with e4m3fn scales, and one float32 global scale for the whole tensor.
 
@@ -48,7 +48,9 @@ _E8M0_NAN = 255
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, correctly rounded. With a Python number as divisor, PyTorch multiplies by the reciprocal on a GPU."""
+    """``x / divisor``, correctly rounded. The divisor must be a tensor, because PyTorch on a GPU multiplies by the reciprocal of a
+    Python number.
+    """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
@@ -77,7 +79,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     Magnitudes above 6 become 6, NaN becomes 0, -0 stays -0."""
     x = x.float()
     magnitude = x.abs()
-    # Each boundary lies halfway between two neighbours; a tie goes to the one with the even bit pattern.
+    # Each boundary lies halfway between two neighbours. A tie goes to the neighbour with the even bit pattern.
     code = (magnitude > 0.25).to(torch.uint8)
     code += magnitude >= 0.75
     code += magnitude > 1.25
@@ -197,14 +199,14 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A copy of scales in 128x4 tiles whose padding is NaN, as e4m3fn and as e8m0."""
+    """A copy of scales in 128x4 tiles with NaN as padding, both as e4m3fn and as e8m0."""
     held = swizzle(torch.ones(rows, columns, dtype=torch.uint8, device=scale.device)).expand(scale.shape)
     made = scale.contiguous().view(torch.uint8)
     return torch.where(held != 0, made, 255).view(scale.dtype)
 
 
 def poison_packed(packed: Tensor, count: int, axis: int = -1) -> Tensor:
-    """A copy of e8m0 scales, packed four in an int32 along an axis, whose bytes past the first ``count`` are 255 (NaN)."""
+    """A copy of packed e8m0 scales, four in an int32 along an axis. Bytes past the first ``count`` are 255 (NaN)."""
     made = packed.clone()
     unused = -count % 4
     if unused and made.shape[axis]:
@@ -233,7 +235,7 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
     """The e8m0 scales, int32, of groups whose largest magnitudes are ``amax``, float32; the module's docstring gives the formula.
 
-    ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value: with it,
+    ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value. If given,
     scales are rounded up so that no scaled element exceeds it.
     """
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have exponent field 0, and get the smallest scale in any

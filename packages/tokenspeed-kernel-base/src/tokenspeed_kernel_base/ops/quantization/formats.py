@@ -1,7 +1,7 @@
 """Formats of quantised tensors for kernel declarations, and recognition of scale layouts by shape.
 
-A block's shape refers to the axes of the tensor as it is passed: blocks along the last axis are ``(1, 32)``, blocks of a matrix
-that is passed transposed ``(32, 1)``.
+A block's shape refers to the axes of the tensor as it is passed. Blocks along the last axis are ``(1, 32)``; blocks of a transposed
+matrix are ``(32, 1)``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def blocks(size: int, block_size: int) -> int:
 
 
 def bind_blocks(check: Checker, size: str, block_size: int) -> str:
-    """Binds the number of blocks that cover the axis ``size`` of a plan, and returns its name."""
+    """Binds a plan's size to the number of blocks that cover the axis ``size``, and returns the bound size's name."""
     name = f"ceil({size}/{block_size})"
     check.bind(name, blocks(check[size], block_size), "the plan")
     return name
@@ -85,7 +85,7 @@ def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = to
 
     ``dtype``: float32; for block scales also e8m0, or int32 for four packed e8m0.
 
-    If a shape fits several layouts, they mean the same, and the first one is its name.
+    If a shape fits several layouts, these have the same meaning, and the first one's name is used.
     """
     *lead, k = shape
     if dtype != torch.float32:

@@ -71,7 +71,7 @@ def quantize_fp8(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises x to an 8-bit float with dynamic scales from its largest magnitudes, such that ``x ~= q * scale``.
+    """Quantises x to an 8-bit float with dynamic scales, computed from x's largest magnitudes, such that ``x ~= q * scale``.
 
     The exact definition, with all operations in float32 and correctly rounded (a true division, no multiplication by a
     reciprocal)::
@@ -411,7 +411,7 @@ def dequantize_fp8(
 ) -> Tensor:
     """Dequantises an 8-bit float: ``q * scale`` in float32, rounded to ``out_dtype``.
 
-    It is the inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
+    Inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
 
     Args:
         q: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz ``[..., k]``.

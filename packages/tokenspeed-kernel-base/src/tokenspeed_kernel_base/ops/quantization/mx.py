@@ -1,7 +1,8 @@
 """Quantisation to the OCP Microscaling formats mxfp8 and mxfp4, and dequantisation.
 
-"OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 6.3. It leaves the treatment of NaN, infinities and
-zeros open. `tokenspeed_kernel_base.ops.quantization.encodings` defines it, and the operators' docstrings state it.
+"OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 6.3. The specification leaves the treatment of NaN,
+infinities and zeros open. `tokenspeed_kernel_base.ops.quantization.encodings` defines this treatment, and the operators' docstrings
+state it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def quantize_mxfp8(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises to mxfp8: e4m3 elements, each 32 with one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
+    """Quantises to mxfp8: e4m3 elements in blocks of 32 that share one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
 
     The exact definition, for each 32 consecutive elements of the last axis with largest magnitude ``amax`` (OCP MX v1.0, section
     6.3)::
@@ -62,8 +63,8 @@ def quantize_mxfp8(
         scale    = exponent + 127                        # e8m0
         q        = e4m3fn(x / 2^exponent)                # to nearest, ties to even, saturating at 448
 
-    Magnitudes from 448 to 512 times ``2^exponent`` saturate. With ``scale_rounding="up"`` the exponent is the smallest at which
-    nothing saturates, ``max(ceil(log2(amax / 448)), -127)``.
+    Magnitudes from 448 to 512 times ``2^exponent`` saturate. With ``scale_rounding="up"`` the exponent is the smallest one without
+    saturation, ``max(ceil(log2(amax / 448)), -127)``.
 
     Subnormal numbers are not flushed to zero. A block with a NaN or an infinity gets ``scale = 255``, which is NaN, and q = 0.
     Zeros keep their sign.
@@ -108,7 +109,7 @@ def quantize_mxfp8(
 def quantize_mxfp4(
     x: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantises to mxfp4: e2m1 elements, each 32 with one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
+    """Quantises to mxfp4: e2m1 elements in blocks of 32 that share one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
 
     The exact definition, for each 32 consecutive elements of the last axis with largest magnitude ``amax`` (OCP MX v1.0, section
     6.3)::
@@ -227,7 +228,7 @@ def _quantisation_cases() -> list[Case]:
 
 
 def _about_the_largest(draw: Draw) -> dict[str, Any]:
-    """Largest magnitudes at which a rounded-up scale changes, and their neighbours, from the smallest on."""
+    """Largest magnitudes at which a rounded-up scale changes, and neighbours of these magnitudes; ascending."""
     edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal
     wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
     rows = draw.uniform(len(wanted), BLOCK_MX, low=-1.0, high=1.0) * wanted.unsqueeze(1)

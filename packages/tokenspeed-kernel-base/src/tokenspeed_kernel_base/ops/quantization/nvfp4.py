@@ -40,11 +40,11 @@ def quantize_nvfp4(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises to nvfp4: e2m1 elements, each 16 with one e4m3 scale, such that ``x ~= q * scale * global_scale``.
+    """Quantises to nvfp4: e2m1 elements in blocks of 16 that share one e4m3 scale, such that ``x ~= q * scale * global_scale``.
 
-    ``global_scale`` is a factor of the dequantised value. (Some libraries pass its reciprocal.) With ``max(|x|) / (448 * 6)`` the
-    block scales use their whole range. The exact definition, for each 16 consecutive elements of the last axis with largest
-    magnitude ``amax``, with all operations in float32 and correctly rounded::
+    ``global_scale`` is a factor of the dequantised value. (Some libraries pass its reciprocal.) With ``global_scale = max(|x|) /
+    (448 * 6)`` the block scales use their whole range. The exact definition, for each 16 consecutive elements of the last axis with
+    largest magnitude ``amax``, with all operations in float32 and correctly rounded::
 
         scale = e4m3fn((amax / 6) / global_scale)        # to nearest, ties to even, saturating at 448
         step  = float32(scale) * global_scale
@@ -55,7 +55,7 @@ def quantize_nvfp4(
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 16.
-        global_scale: float32 ``[]`` or ``[1]``. Should be finite and at least 0; this is not checked. With 0, as
+        global_scale: float32 ``[]`` or ``[1]``. Should be finite and at least 0; this is not checked. With global_scale 0, which
             ``max(|x|) / (448 * 6)`` gives for a tensor of zeros, everything dequantises to 0.
         scale_layout: ``"linear"``, or ``"128x4"`` for scales in 128x4 tiles, as `swizzle_scales` writes them; x must then be
             ``[..., m, k]``.
@@ -175,7 +175,7 @@ def dequantize_nvfp4(
 ) -> Tensor:
     """Dequantises nvfp4: ``q * (scale * global_scale)``, both multiplications in float32, rounded to ``out_dtype``.
 
-    It is the inverse of `quantize_nvfp4`.
+    Inverse of `quantize_nvfp4`.
 
     Args:
         q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; k a multiple of 16.

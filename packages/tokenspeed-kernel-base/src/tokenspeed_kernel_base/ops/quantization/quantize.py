@@ -44,8 +44,8 @@ def quantize(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Quantises x to the format that ``quantization`` names.
 
-    The format's operator does the work: `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8` or `quantize_nvfp4`. Its
-    docstring has the formula, the rounding and the reference.
+    The format's operator does the work: `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8` or `quantize_nvfp4`. The
+    docstring of that operator has the formula, the rounding and the reference.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
@@ -57,8 +57,7 @@ def quantize(
         q and scale, with the dtypes and shapes of the format's operator; q alone if an fp8 scale is given.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or not as the format's operator states; nothing has been
-            launched then.
+        TypeError, ValueError: an argument violates a requirement above or of the format's operator. Nothing has been launched.
 
     Example:
         >>> import torch
@@ -153,7 +152,7 @@ def draw_quantization(
     Args:
         draw: random numbers.
         kind: one of `KINDS`.
-        scale_shape, high: of given scales, whose values are from 0.005 on.
+        scale_shape, high: the shape of given scales, and their largest value; the smallest is 0.005.
         global_scale: of nvfp4.
         to: the dtype that is quantised to, if not float8_e4m3fn.
         options: further ones of the kind's constructor.

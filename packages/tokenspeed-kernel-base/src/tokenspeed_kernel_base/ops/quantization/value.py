@@ -25,7 +25,7 @@ KINDS = ("fp8", WITH_SCALE, "mxfp8", "nvfp4")
 class Quantization:
     """The target of `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize`.
 
-    Make it with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer: constructing it in each call costs host time.
+    Make a `Quantization` with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer, because constructing it costs host time.
     Operators accept any object with these attributes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Quantization:
         granularity: the group of a scale: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``. ``"given"`` if an fp8 scale is
             given: its shape determines the group.
         block_size: elements of a block along an axis, >= 1. Only ``"block"`` and ``"block2d"`` use it.
-        dtype: of the elements: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; uint8 for nvfp4, two e2m1 values per byte.
+        dtype: dtype of the elements: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; uint8 for nvfp4, two e2m1 values per byte.
         scale_dtype: float32; uint8 (e8m0) or int32 (four e8m0 packed) for fp8 in blocks; uint8 for mxfp8; float8_e4m3fn for nvfp4.
         scale_rounding: ``"nearest"``, or of e8m0 scales ``"down"`` or ``"up"``.
         scale_layout: ``"linear"``; or ``"128x4"`` for scales of mxfp8 and nvfp4 in tiles, as `swizzle_scales` makes them.

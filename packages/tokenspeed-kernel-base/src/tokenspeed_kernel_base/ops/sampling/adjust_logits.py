@@ -45,10 +45,10 @@ def adjust_logits(
     3. if its count is at least 0: ``x - frequency_penalty * count``;
     4. if its count is above 0: ``x - presence_penalty``.
 
-    A count of 0 is for a token that occurs in the prompt only, -1 for a token that is listed only for its bias. Each step is
-    computed in float64. The result is rounded to float32, unless logits are float64, and then to the logits' dtype. Logits of
-    other tokens are unchanged. With ``out=logits`` the other logits are neither read nor written, so the cost depends on the
-    lists and not on the vocabulary.
+    A count of 0 marks a token that occurs in the prompt only. A count of -1 marks a token that is listed only for its bias. Each
+    step is computed in float64. The result is rounded to float32 (not for float64 logits), and then to the logits' dtype. Logits of
+    other tokens are unchanged. With ``out=logits`` the other logits are neither read nor written. So the cost depends on the lists,
+    not on the vocabulary.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
@@ -66,7 +66,7 @@ def adjust_logits(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked if they
-            lie in host memory. Otherwise the result for a token that a row lists twice is unspecified.
+            lie in host memory. Otherwise, if a row lists a token twice, the result for that token is unspecified.
 
     Example:
         >>> import torch

@@ -30,10 +30,11 @@ def argmax_with_value(
     values_out: Tensor | None = None,
     tokens_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and its token, for one shard of the vocabulary; among equal logits, the first.
+    """The largest logit of each row and its token, for one shard of the vocabulary. Among equal logits, the first one wins.
 
-    If a vocabulary is sharded over devices, each device calls this with its logits and its first token. `merge_argmax` takes the
-    stacked results of all devices. The order is that of `argmax`: NaN ranks above every number, 0 and -0 are equal.
+    For a vocabulary that is sharded over devices, each device calls this operator with its logits and its first token.
+    `merge_argmax` takes the stacked results of all devices. The order is that of `argmax`: NaN ranks above every number, 0 and -0
+    are equal.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to

@@ -32,8 +32,8 @@ def merge_token_logprobs(
 
     The shards' log-sum-exps (lse) are merged into the lse of the vocabulary. The given token's logit is the largest of the
     shards' values, because it is ``-inf`` in shards without the token. The merged lse is subtracted from it, and from the
-    ``top_k`` largest of all shards' top logits. These are ordered by descending logit, then by ascending token; NaN comes first.
-    The shards may be stacked in any order.
+    ``top_k`` largest of all shards' top logits. All these logits are ordered by descending logit, then by ascending token; NaN
+    comes first. The shards may be stacked in any order.
 
     A logit of ``-inf`` has the log-probability ``-inf``. If the lse of a shard is NaN, the log-probabilities of all other logits
     are NaN.
@@ -69,7 +69,7 @@ def merge_token_logprobs(
     parts, rows, top_k = top_logits.shape
     total = lse.logsumexp(0)
     chosen = token_logits.amax(0)
-    # All shards' entries in a row, by ascending token, so that a stable sort keeps equal logits in that order.
+    # All shards' entries of a row, by ascending token. The stable sort below keeps equal logits in that order.
     tokens, by_token = top_tokens.transpose(0, 1).reshape(rows, parts * top_k).sort(dim=-1)
     logits = top_logits.transpose(0, 1).reshape(rows, parts * top_k).gather(1, by_token)
     top, order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True)
@@ -107,7 +107,7 @@ def _(top_logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @recipe
 def _inputs(parts: int, rows: int, top_k: int, vocab: int = 25136) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        # Multiples of 1/4, so that some logits are equal. One shard holds the given token, in some rows none.
+        # Multiples of 1/4, so that some logits are equal. One shard holds the given token; in some rows no shard does.
         top_logits = (draw.normal(parts, rows, top_k) * 8).round().sort(dim=-1, descending=True).values / 4
         holder = draw.integers(0, parts + 1, rows)
         held = torch.arange(parts, device=draw.device).unsqueeze(1) == holder

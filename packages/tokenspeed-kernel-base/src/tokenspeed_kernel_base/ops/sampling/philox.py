@@ -66,7 +66,8 @@ def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
     """A uniform random number in [0, 1) for every seed, offset and draw, for positions that need several numbers.
 
     Like `uniform`, with two differences. The counter's third word is ``draw + 1``, so the random words differ from those of
-    `uniform`. The result has 53 bits from the first two random words: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53``.
+    `uniform`. The other difference is the precision. The result has 53 bits from the first two random words: ``(first >> 5) * 2^-27
+    + (second >> 6) * 2^-53``.
 
     Args:
         seed: int64 ``[...]``.

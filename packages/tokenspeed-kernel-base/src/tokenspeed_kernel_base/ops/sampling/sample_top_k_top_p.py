@@ -36,31 +36,32 @@ def sample_top_k_top_p(
 
     The tokens of a row are ordered by descending logit, then by ascending id. Three filters apply in turn. Min-p keeps tokens
     whose probability is at least ``min_p`` times that of the first token (Nguyen et al., 2024, arXiv:2407.01082). Top-k keeps the
-    first ``top_k`` of these (Fan et al., 2018, arXiv:1805.04833). Top-p keeps the shortest prefix of these with at least
-    ``top_p`` of their probability (Holtzman et al., 2020, arXiv:1904.09751). One of the kept tokens is drawn by inverting their
-    cumulative distribution, in ascending order of ids, at a random number that depends on the row's ``seed`` and ``offset`` only.
-    So the same row with the same seed and offset gives the same token in any batch, at any index in it, on any device and with
-    any backend.
+    first ``top_k`` of these (Fan et al., 2018, arXiv:1805.04833). Top-p keeps the shortest prefix of the remaining tokens that has
+    at least ``top_p`` of their probability (Holtzman et al., 2020, arXiv:1904.09751). One of the kept tokens is drawn by inverting
+    their cumulative distribution, in ascending order of ids. The random number depends on the row's ``seed`` and ``offset`` only.
+    So the same row with the same seed and offset gives the same token in any batch, at any row index, on any device and with any
+    backend.
 
-    The exact definition: the weight of a token is ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64. To be
-    the same on every device, w is computed by `tokenspeed_kernel_base.ops.sampling.weights.weights` from the float32 values
-    ``logit - max(logits)`` and ``log2(e) / temperature``. It deviates from the formula by a relative error of at most 2^-19, or
-    by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order above,
+    The exact definition: the weight of a token is ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64.
+    `tokenspeed_kernel_base.ops.sampling.weights.weights` computes w from the float32 values ``logit - max(logits)`` and ``log2(e) /
+    temperature``, so that w is the same on every device. The computed w deviates from the formula by a relative error of at most
+    2^-19, or by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order
+    above,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
     * n, the number of kept tokens, is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; ``top_p * S(k)`` is computed
       in float64 from the float32 top_p;
     * u is `tokenspeed_kernel_base.ops.sampling.philox.uniform(seed, offset)`: the upper 24 bits of the first word of Philox4x32-10
       with key ``seed`` and counter ``offset``, times 2^-24;
-    * the result is the smallest token t such that the weights of the kept tokens with id at most t add up to more than
-      ``floor(u * S(n))``; ``u * S(n)`` is computed in float64.
+    * the result is a token t. The weights of kept tokens with ids up to t must add up to more than ``floor(u * S(n))``, and t is
+      the smallest such token. ``u * S(n)`` is computed in float64.
 
-    A token with weight 0 is never drawn. This includes tokens with logit ``-inf`` and tokens less than 2^-40 times as probable as
-    the first token. A row whose largest logit is not finite (NaN ranks highest), and a row with temperature 0, give the result of
-    `argmax`.
+    A token with weight 0 is never drawn. Tokens with logit ``-inf`` have weight 0. So have tokens less than 2^-40 times as probable
+    as the first token. A row whose largest logit is not finite (NaN ranks highest), and a row with temperature 0, give the result
+    of `argmax`.
 
-    For one setting in all rows, pass ``torch.full((rows,), 0.8)``. Values are checked if the tensors lie in host memory.
-    Otherwise a temperature that is negative or not finite counts as 0, and a negative top_k as 0. A top_p below 0 or NaN keeps
+    If all rows have the same setting, pass ``torch.full((rows,), 0.8)``. Values are checked if the tensors lie in host memory. In
+    device memory, a temperature that is negative or not finite counts as 0, and a negative top_k as 0. A top_p below 0 or NaN keeps
     one token, and a top_p above 1 keeps all tokens. A min_p below 0 or NaN counts as 0, and a min_p above 1 as 1.
 
     Args:
@@ -317,6 +318,6 @@ def _(
     min_p: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Cost:
-    # An exponential counts as one operation; ordering and summation need at least one operation each.
+    # An exponential counts as one operation. Ordering and summation need at least one operation each.
     settings = nbytes(temperature, top_k, top_p, seed, offset, min_p)
     return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + out_dtype.itemsize * logits.shape[0])

@@ -32,12 +32,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
 
-    With x the row's logits divided by its temperature, ``lse = log(sum(exp(x)))`` and the log-probability of a token is
+    Let x be the row's logits divided by its temperature, and ``lse = log(sum(exp(x)))``. The log-probability of a token is
     ``x[token] - lse``. Tokens are ordered by descending logit, then by ascending token; NaN comes first. Logarithms are natural.
     The sum is accumulated in float32 (float64 for float64 logits).
 
-    If a vocabulary is sharded over devices, each device calls this with its logits, its first token, and ``normalize=False``,
-    which omits the subtraction. `merge_token_logprobs` takes the stacked results of all devices.
+    For a vocabulary that is sharded over devices, each device calls this operator with its logits, its first token and
+    ``normalize=False``, which omits the subtraction. `merge_token_logprobs` takes the stacked results of all devices.
 
     A logit of ``-inf`` has the log-probability ``-inf``. If a row's largest logit is NaN or ``inf``, its lse and the
     log-probabilities of all other logits are NaN.
@@ -84,11 +84,11 @@ def token_logprobs(
     place = tokens.long() - first_token
     inside = (place >= 0) & (place < vocab)
     chosen = torch.where(inside, x.gather(1, torch.where(inside, place, 0).unsqueeze(1)).squeeze(1), -torch.inf)
-    # On a GPU, sort orders NaNs by their bits, the sign included, so all NaNs are made alike.
+    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are replaced by the same NaN.
     order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     top = x.gather(1, order)
     if normalize:
-        # Two subtractions instead of one of their sum, which would round large logits.
+        # Two subtractions instead of one subtraction of the sum, because that sum would round large logits.
         chosen = torch.where(chosen == -torch.inf, -torch.inf, chosen - shift - log_total)
         top = torch.where(top == -torch.inf, -torch.inf, top - shift.unsqueeze(1) - log_total.unsqueeze(1))
     return chosen.float(), top.float(), (order + first_token).int(), (shift + log_total).float()

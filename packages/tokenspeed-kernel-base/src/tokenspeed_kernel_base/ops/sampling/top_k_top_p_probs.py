@@ -39,11 +39,11 @@ def top_k_top_p_probs(
 
     A kept token of weight w has the probability ``w * (1 / S)``, where S is the sum of the weights of all kept tokens.
     `sample_top_k_top_p` defines the weights and the kept tokens. Both operations are float64; the result is rounded to float32.
-    All other tokens have probability 0. In a greedy row, where the temperature is 0 or the largest logit is not finite, the token
-    of `argmax` has probability 1. So a row never holds NaN, and its sum is 1 except for rounding.
+    All other tokens have probability 0. A row is greedy if its temperature is 0 or its largest logit is not finite. There, the
+    token of `argmax` has probability 1. So a row never holds NaN, and sums to 1 except for rounding.
 
-    Use it to compute the target's and the draft model's probabilities for `verify_draft_probs`, with one row for each node. Apply
-    penalties and biases first, with `adjust_logits`.
+    This operator computes the target's and the draft model's probabilities for `verify_draft_probs`, with one row for each node.
+    Apply penalties and biases first, with `adjust_logits`.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22. May be strided.

@@ -1,8 +1,8 @@
 """Integer weights of tokens that are the same on every device.
 
-Sampling compares sums of weights. With integers the sums do not depend on the order of addition. The weights themselves must be
-the same everywhere too, but the exponentials of math libraries differ in the last bit. So the exponential is evaluated here by
-float32 additions and multiplications, each rounded, in a fixed order.
+Sampling compares sums of weights. Sums of integers do not depend on the order of addition. The weights themselves must be the same
+everywhere too, but the exponentials of math libraries differ in the last bit. So this module evaluates the exponential by float32
+additions and multiplications, each rounded, in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ LOG2_E = math.log2(math.e)
 LARGEST_SCALE = 3.0e38
 # Below this power of 2 a weight is 0.
 LEAST_EXPONENT = -41.0
-# Coefficients of 2 + 2^f for |f| <= 1/2, lowest order first: the minimax polynomial of 2^f (relative error 2^-23.4) among those
-# with value 1 at 0, plus 2. Its values lie between 2 and 4, where the bits of a float32 count multiples of 2^-22.
+# Coefficients of 2 + 2^f for |f| <= 1/2, lowest order first. The minimax polynomial of 2^f (relative error 2^-23.4), under the
+# constraint of value 1 at 0, plus 2. The polynomial's values lie between 2 and 4, where the bits of a float32 count multiples of
+# 2^-22.
 EXP2_COEFFICIENTS = (
     3.0,
     0.6931470036506653,
@@ -29,7 +30,7 @@ EXP2_COEFFICIENTS = (
 )
 FRACTION_BITS = 22
 BITS_OF_TWO = 0x40000000
-# Adding it to a number below 2^22 rounds that number to an integer, which the low bits then hold.
+# Adding ROUNDER to a number below 2^22 rounds that number to an integer. The low bits of the sum then hold the integer.
 ROUNDER = 1.5 * 2.0**23
 BITS_OF_ROUNDER = 0x4B400000
 
@@ -67,7 +68,7 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
 
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """The weights of the tokens that min-p, top-k and top-p keep in each row, and 0 for all others: int64 ``[rows, vocab]``.
+    """int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row; 0 for all others.
 
     `sample_top_k_top_p` defines them. A greedy row keeps only the first token with the largest logit.
     """

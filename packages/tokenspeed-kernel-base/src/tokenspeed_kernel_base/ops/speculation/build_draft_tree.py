@@ -43,18 +43,18 @@ def build_draft_tree(
     A draft model proposes candidates level by level: tokens that continue the last known token or an earlier candidate. The
     ``nodes - 1`` candidates with the highest scores are kept (Li et al., 2024, EAGLE-2, arXiv:2406.16858); among equal scores the
     earlier candidates win. Kept candidates stay in their order. If a score is the sum of log-probabilities along the path, no
-    candidate scores higher than its parent, so the kept candidates form a tree.
+    candidate scores higher than its parent. So the kept candidates form a tree.
 
     Node 0 is the root, which holds the last known token. If fewer than ``nodes - 1`` candidates have a score above -inf, the last
-    nodes are absent. Absent nodes have parent -1 and see only themselves. They hold the root's token, so that the target model
-    can run on them. A kept candidate whose parent was not kept also has parent -1.
+    nodes are absent. Absent nodes have parent -1 and see only themselves. Absent nodes hold the root's token, so that the target
+    model can run on them. A kept candidate whose parent was not kept also has parent -1.
 
     Args:
         tokens: int32 or int64 ``[batch, candidates]``. May be strided.
         scores: float32 ``[batch, candidates]``, the logarithm of the probability of the path to each candidate; -inf or NaN for
             an absent candidate. May be strided.
-        parents: int32 ``[batch, candidates]``: the earlier candidate that each candidate continues; a negative number for the
-            root. May be strided.
+        parents: int32 ``[batch, candidates]``: the earlier candidate that each candidate continues; negative if the candidate
+            continues the root. May be strided.
         root_tokens: tokens' dtype ``[batch]``, the last known token of each sequence.
         nodes: nodes of a tree, root included, 1 to 64.
         out: receives the draft tokens.
@@ -64,10 +64,10 @@ def build_draft_tree(
 
     Returns:
         draft_tokens: tokens' dtype ``[batch, nodes]``.
-        parents: int32 ``[batch, nodes]``, for `verify_draft_tokens` and `verify_draft_probs`: the node that each node continues;
-            -1 for the root and for absent nodes.
-        tree_mask: int64 ``[batch, nodes]``: bit j is set if the node sees node j, which is itself or an ancestor. Pass it
-            flattened as tree_mask to `mha_with_kvcache` and `mla_decode_with_kvcache`.
+        parents: int32 ``[batch, nodes]``, for `verify_draft_tokens` and `verify_draft_probs`: the node that each node continues; -1
+            for the root and for absent nodes.
+        tree_mask: int64 ``[batch, nodes]``: a node's mask has bit j set for itself and for each ancestor j, the nodes that it sees.
+            Pass it flattened as tree_mask to `mha_with_kvcache` and `mla_decode_with_kvcache`.
         depths: int32 ``[batch, nodes]``: the number of ancestors of each node. The position for RoPE is the root's position plus
             the depth.
 
@@ -162,7 +162,7 @@ def _inputs(
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
-    """Ties, absent scores, and candidates that continue themselves, later candidates, or candidates that are not kept."""
+    """Ties, absent scores, and odd parents: the candidate itself, a later candidate, or a candidate that is not kept."""
     arguments = _inputs(16, 4, 4, 20)(draw)
     shape = arguments["scores"].shape
     scores = draw.integers(-3, 1, *shape).float()

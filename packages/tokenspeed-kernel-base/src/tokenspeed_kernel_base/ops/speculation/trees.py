@@ -1,9 +1,8 @@
 """Draft trees, as all operators of speculative decoding represent them.
 
 The target model runs on ``nodes`` tokens of each sequence. Node 0 is the root: the last known token. Every other node i is a
-draft token, which continues node ``parents[i] < i``. A node whose parent is outside 0 to i - 1, for example -1, is absent; so
-trees of a batch may have different sizes. Without ``parents`` the nodes form a chain, in which each node continues the preceding
-one.
+draft token, which continues node ``parents[i] < i``. A node is absent if its parent is outside 0 to i - 1, for example -1. So trees
+of a batch may have different sizes. Without ``parents`` the nodes form a chain, in which each node continues the preceding one.
 
 The target model's output for a node predicts the token after the node.
 """
@@ -23,7 +22,7 @@ def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
 
 
 def tree_masks(parents: Tensor) -> Tensor:
-    """The nodes that each node of a tree sees, which are itself and its ancestors: int64 ``[batch, nodes]``, bit j for node j.
+    """The nodes that each node of a tree sees, itself and its ancestors: int64 ``[batch, nodes]``, bit j for node j.
 
     An absent node sees only itself. At most 64 nodes.
     """

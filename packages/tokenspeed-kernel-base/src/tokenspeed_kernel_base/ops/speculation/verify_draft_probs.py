@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.speculation.trees import absent_nodes, chain, ch
 from tokenspeed_kernel_base.variation import Variation, Want
 
 PROBABILITY_BITS = 40
-"""Residual probabilities are rounded to multiples of 2^-40 before summation, so that sums do not depend on their order."""
+"""Residual probabilities are rounded to multiples of 2^-40 before summation, so the order of summation does not change the sum."""
 
 MAX_VOCAB = 1 << 22
 
@@ -41,33 +41,33 @@ def verify_draft_probs(
     path_out: Tensor | None = None,
     counts_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Speculative sampling: accepts or replaces draft tokens such that emitted tokens follow the target's distribution exactly.
+    """Speculative sampling: accepts or replaces draft tokens. Emitted tokens follow the target's distribution exactly.
 
     This is rejection sampling as of Leviathan, Kalman & Matias, 2023, arXiv:2211.17192, and Chen et al., 2023, arXiv:2302.01318;
     trees use the multi-round form of Miao et al., 2024 (SpecInfer), arXiv:2305.09781. Consider a node with target probabilities p
     and draft probabilities q, whose children were drawn from q independently. The residual r starts as p:
 
-    1. A child with token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk continues at the
-       child.
-    2. If the child is rejected, r becomes ``max(r - q, 0)``, divided by its sum, and the next child is tried.
-    3. After the last child, a token drawn from r is emitted, and the walk ends. At a node without children this is a sample of p
-       (the bonus token).
+    1. A child with token x is accepted with probability ``min(1, r(x) / q(x))``. If the child is accepted, x is emitted, and the
+       walk continues at the child.
+    2. If the child is rejected, r becomes ``max(r - q, 0)`` divided by the sum of its elements, and the next child is tried.
+    3. After the last child, a token drawn from r is emitted, and the walk ends. At a node without children, this token is a sample
+       of p (the bonus token).
 
     If drafts were selected deterministically, for example as the most probable tokens, verify them with `verify_draft_tokens` on
     samples of the target. A greedy sequence (temperature 0) has target probabilities of 1 and 0.
 
-    Every backend draws the same tokens from the same inputs, by this exact definition. In float64, ``r = max(a * p - b * q, 0)``,
-    with a = 1 and b = 0 at first. ``a * p``, ``b * q`` and the difference are each rounded, and a NaN or infinite result counts
-    as 0. Before summation, each r is rounded to a multiple of 2^-40, ties to even. Child i is accepted if ``u * q(x) < r(x)``,
-    with u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i). At a rejection 1 is
-    added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The last token is the
-    first one at which the cumulative sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the
-    vocabulary, both in multiples of 2^-40. If a sum over the vocabulary is 0, which after a rejection only rounding or NaN can
-    cause, a and b are reset to 1 and 0. If S is still 0, the token is 0.
+    Every backend draws the same tokens from the same inputs. The exact definition follows. In float64, ``r = max(a * p - b * q,
+    0)``, with a = 1 and b = 0 at first. ``a * p``, ``b * q`` and the difference are each rounded, and a NaN or infinite result
+    counts as 0. Before summation, each r is rounded to a multiple of 2^-40, ties to even. Child i is accepted if ``u * q(x) <
+    r(x)``, with u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i). At a rejection
+    1 is added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The last token is the
+    first token at which the cumulative sum of r exceeds ``floor(u * S)``. u is the random number 0 and S the sum over the
+    vocabulary, both in multiples of 2^-40. A sum over the vocabulary can be 0; after a rejection, only rounding or NaN can cause
+    this. Then a and b are reset to 1 and 0. If S is still 0, the token is 0.
 
-    So NaN and infinity count as no probability. A token with such a target probability is neither accepted nor drawn at that
-    node. A token with such a draft probability is not accepted, and not drawn after a rejection. If all draft probabilities are
-    NaN, a sample of the target is emitted. If all target probabilities are NaN, token 0 is emitted.
+    So NaN and infinity count as probability 0. A token with a NaN or infinite target probability is neither accepted nor drawn at
+    that node. A token with a NaN or infinite draft probability is not accepted, and not drawn after a rejection. If all draft
+    probabilities are NaN, a sample of the target is emitted. If all target probabilities are NaN, token 0 is emitted.
 
     Nodes form a tree. Node 0 is the root, which holds the last known token. Node i continues node ``parents[i] < i``. A node is
     absent if its parent is outside 0 to i - 1, for example -1, or if its draft token is outside the vocabulary. Children of a
@@ -77,8 +77,8 @@ def verify_draft_probs(
         target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, with
             temperature, top-k and top-p applied, as `top_k_top_p_probs` returns it. Rows are not negative and sum to 1. Rows of
             nodes that the walk does not reach are not read. May be strided, with vocab of stride 1.
-        draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution that the children of each node were
-            drawn from. Rows of nodes without children are ignored. Nodes from inner on have no children, so a chain needs only
+        draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution from which the children of each node
+            were drawn. Rows of nodes without children are ignored. Nodes from inner on have no children, so a chain needs only
             ``nodes - 1`` rows. May be strided like target_probs.
         draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; the token of node 0 is ignored. May be strided.
         seed: int64 ``[batch]``, for example one for each request. Any value is valid.
@@ -122,7 +122,7 @@ def verify_draft_probs(
     path[:, :1] = 0
     node, length = torch.zeros_like(rows), torch.ones_like(rows)  # the walk's node, and how many nodes it has reached
     a, b = torch.ones(batch, dtype=torch.float64, device=device), torch.zeros(batch, dtype=torch.float64, device=device)
-    # Whether the last draft of the node was rejected. If so, r is divided by its sum before it is compared again.
+    # Whether the last draft of the node was rejected. After a rejection, r is divided by its sum before it is compared again.
     rejected = torch.zeros_like(rows, dtype=torch.bool)
 
     def left() -> Tensor:
@@ -251,7 +251,7 @@ def _sure(draw: Draw) -> dict[str, Any]:
 
 
 def _nothing_left(draw: Draw) -> dict[str, Any]:
-    """Draft tokens that the target cannot emit; except for these tokens the draft model equals the target."""
+    """Draft tokens that the target cannot emit. For all other tokens, the draft model's probabilities equal the target's."""
     arguments = _inputs(16, 5, 3000)(draw)
     arguments["target_probs"][..., 7] = 0
     arguments["draft_probs"] = arguments["target_probs"].clone()

@@ -35,14 +35,14 @@ def verify_draft_tokens(
     """Accepts the path of each draft tree that matches the target model's tokens.
 
     A walk starts at the root. At each node, the target's token is emitted. If a child of the node holds that token, the walk
-    continues at the first such child; otherwise it ends. So a sequence emits one token, and one more for every accepted draft
+    continues at the first such child. Otherwise the walk ends. So a sequence emits one token plus one for every accepted draft
     token.
 
-    With the `argmax` of every node's logits this is greedy verification, and emits the same tokens as decoding one by one. With
-    tokens of `sample_top_k_top_p`, drawn with separate random numbers for each node, it is speculative sampling for deterministic
-    drafts, such as the most probable tokens, n-grams, or a tree of both. The emitted tokens then follow the target's distribution
-    exactly, and no scheme accepts more deterministic drafts. Drafts that were drawn from a distribution are better verified by
-    `verify_draft_probs`.
+    With the `argmax` of every node's logits, the operator performs greedy verification, and emits the same tokens as decoding one
+    by one. With tokens of `sample_top_k_top_p`, drawn with separate random numbers for each node, the operator performs speculative
+    sampling. The drafts must be deterministic, such as the most probable tokens, n-grams, or a tree of both. The emitted tokens
+    then follow the target's distribution exactly, and no scheme accepts more deterministic drafts. Drafts that were drawn from a
+    distribution are better verified by `verify_draft_probs`.
 
     Nodes form a tree. Node 0 is the root, which holds the last known token. Node i continues node ``parents[i] < i``. A node is
     absent if its parent is outside 0 to i - 1, for example -1, or if its draft token is negative.
@@ -65,8 +65,8 @@ def verify_draft_tokens(
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        The root has children 1 and 2, and node 2 has child 3. The target emits 8 after the root, which node 2 holds; then 9 after
-        node 2, which node 3 holds; then 4 after node 3.
+        The root has children 1 and 2, and node 2 has child 3. The target emits 8 after the root, 9 after node 2, and 4 after node
+        3. Node 2 holds the 8 and node 3 the 9.
 
         >>> import torch
         >>> from tokenspeed_kernel import verify_draft_tokens

@@ -1,1 +1,1 @@
-"""State-space models: their causal convolution and their recurrence, with states in a cache, by slot."""
+"""State-space models: causal convolution and recurrence, with states in the slots of a cache."""

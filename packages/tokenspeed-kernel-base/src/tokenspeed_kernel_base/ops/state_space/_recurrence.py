@@ -20,7 +20,7 @@ Maker = Callable[[Draw], dict[str, Any]]
 def step_sizes(
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The step size of each head, and the decay factor of its state: ``[..., heads]`` each."""
+    """Step size of each head and decay factor of its state, each ``[..., heads]``."""
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     if dt_softplus:
         step = torch.nn.functional.softplus(step)
@@ -38,7 +38,7 @@ def advance(state: Tensor, x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C:
         B, C: ``[n, groups, state_dim]``.
 
     Returns:
-        The next state, and its output ``[n, heads, head_dim]``.
+        The next state, and the output ``[n, heads, head_dim]``.
     """
     heads_of_group = state.shape[1] // B.shape[1]
     B, C = (matrix.repeat_interleave(heads_of_group, dim=1).unsqueeze(2) for matrix in (B, C))

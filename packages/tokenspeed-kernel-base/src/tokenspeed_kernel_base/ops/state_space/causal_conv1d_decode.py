@@ -45,11 +45,11 @@ def causal_conv1d_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal 1-D convolution for one or several new tokens of each request, which continues from states in a cache.
+    """Causal 1-D convolution for one or several new tokens of each request, continuing from states in a cache.
 
     Continues `causal_conv1d_prefill`. The state of a request is its last ``width - 1`` inputs. The page "Calling operators"
-    states the rules for slots under "States of recurrent layers". With output_slots the state after each token is kept, so that
-    rejected draft tokens need no recomputation.
+    states the rules for slots under "States of recurrent layers". With output_slots the state after each token is kept. So rejected
+    draft tokens need no recomputation.
 
     Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
 
@@ -57,12 +57,12 @@ def causal_conv1d_decode(
         x: float16, bfloat16, float32 or float64 ``[batch, tokens, channels]``, at least one token. May be strided.
         weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token itself.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the oldest inputs first. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: the slot that each request's state is read from. A negative slot reads zeros.
+        state_slots: int32 ``[batch]``, below slots: the slot from which each request's state is read. A negative slot reads zeros.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
         activation: ``"silu"`` or None.
         output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
-            written. None: the state after the last token is written to state_slots. Slots that are written must be distinct, and
-            no other request may read them.
+            written. None: the state after the last token is written to state_slots. Written slots must be distinct, and no other
+            request may read them.
         out: receives the result; may be x.
 
     Returns:

@@ -48,11 +48,11 @@ def causal_conv1d_prefill(
 ) -> Tensor:
     """Causal depthwise 1-D convolution of packed sequences, which stores the final state of each sequence.
 
-    ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])`` within each sequence, as before the
-    state-space layers of Mamba (Gu & Dao, 2023, arXiv:2312.00752) and in gated delta networks. The inputs before the first token
-    are the initial state of the sequence, or zeros. The state after a sequence is its last ``width - 1`` inputs. If the sequence
-    is shorter, the state begins with the last inputs of the initial state. The page "Calling operators" states the rules for
-    slots under "States of recurrent layers".
+    Within each sequence, ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])``. Mamba (Gu &
+    Dao, 2023, arXiv:2312.00752) has this convolution in front of its state-space layers; gated delta networks use it too. The
+    inputs before the first token are the initial state of the sequence, or zeros. The state after a sequence is its last ``width -
+    1`` inputs. If the sequence is shorter than ``width - 1``, the state begins with the last inputs of the initial state. The page
+    "Calling operators" states the rules for slots under "States of recurrent layers".
 
     Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
 
@@ -67,7 +67,8 @@ def causal_conv1d_prefill(
         state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
             Slots that are not negative must be distinct.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
-        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None means that none does.
+        has_initial_state: bool ``[batch]``, True for sequences that start from the state in their slot; None means that no sequence
+            does.
         activation: ``"silu"`` or None.
         out: receives the result. It must not overlap x.
 

@@ -1,4 +1,4 @@
-"""Code for operators of recurrent layers, which keep each request's state in a cache, by slot.
+"""Code for operators of recurrent layers, which keep each request's state in a slot of a cache.
 
 The families state_space and linear_attention follow the same rules: docs/calling.md states them under "States of recurrent
 layers".
@@ -32,12 +32,12 @@ def read_states(states: Tensor, state_slots: Tensor) -> Tensor:
 def read_initial_states(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
     """Copies the initial states of a prefill, ``[batch, ...]`` in the cache's dtype.
 
-    They are zero for negative slots, and where has_initial_state, bool ``[batch]``, is False or None."""
+    States are zero for negative slots. They are also zero where has_initial_state, bool ``[batch]``, is False or None."""
     return _read(states, state_slots, _started(state_slots, has_initial_state))
 
 
 def _started(state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Which requests of a prefill read their slot."""
+    """Which requests of a prefill start from the state in their slot."""
     return torch.zeros_like(state_slots, dtype=torch.bool) if has_initial_state is None else (state_slots >= 0) & has_initial_state
 
 
@@ -55,7 +55,7 @@ def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
     if not len(slots) or not states.numel():
         return
     # Selecting the written values by a mask would synchronise with the device. Instead each skipped value repeats the first
-    # write. If there is none, all write back the content of slot 0.
+    # write. If no value is written, all repeat the content of slot 0.
     written = slots >= 0
     source = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())
     target = slots.long()[source].clamp(min=0)
@@ -84,8 +84,8 @@ def check_decode_slots(check: Checker, name: str, x: Tensor, state_slots: Tensor
 def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | None, output_slots: Tensor | None = None) -> None:
     """Checks the values of slots in host memory.
 
-    Each slot must lie within the cache. None may be written twice, or written and read by another request. Without output_slots,
-    state_slots are read and written."""
+    Each slot must lie within the cache. No slot may be written twice, or be written by one request and read by another. Without
+    output_slots, state_slots are read and written."""
     if state_slots is None:
         return
     for name, slots in (("state_slots", state_slots), ("output_slots", output_slots)):
@@ -136,8 +136,8 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
     Args:
         draw: the source of random numbers.
         batch: the number of requests.
-        slots: slots of the cache: at least one, or with ``tokens`` that many, for each request that is not padding. If there are
-            as many spare slots as such requests, every second request reads a slot that it does not write.
+        slots: slots of the cache. At least one for each request that is not padding; with ``tokens``, at least that many for each.
+            If there are as many spare slots as such requests, every second request reads one slot and writes another.
         tokens: new tokens of each request, at least 1; None: without output_slots.
         padding: how many of the last requests have no slots.
     """

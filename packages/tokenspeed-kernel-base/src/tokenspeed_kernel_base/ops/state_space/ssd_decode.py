@@ -64,10 +64,10 @@ def ssd_decode(
 ) -> Tensor:
     """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
 
-    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060), whose docstring gives the recurrence.
+    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060); see there for the recurrence.
 
     The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots the state after
-    each token is kept, so that rejected draft tokens need no recomputation.
+    each token is kept. So rejected draft tokens need no recomputation.
 
     The recurrence, state included, is float32 (float64 where x is) from the first to the last token of the call. The result is
     rounded to x's dtype once. States are rounded to the cache's dtype when they are written.
@@ -80,16 +80,16 @@ def ssd_decode(
         B: x's dtype ``[batch, tokens, groups, state_dim]``; groups divides heads.
         C: like B.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: the slot that each request's state is read from. A negative slot reads zeros.
+        state_slots: int32 ``[batch]``, below slots: the slot from which each request's state is read. A negative slot reads zeros.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: like x, the gate. None if the norm after the layer applies the gate.
+        z: like x, the gate. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
         dt_max: upper bound of the step sizes, at least dt_min.
         output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
-            written. None: the state after the last token is written to state_slots. Slots that are written must be distinct, and
-            no other request may read them.
+            written. None: the state after the last token is written to state_slots. Written slots must be distinct, and no other
+            request may read them.
         out: receives the result. It must not overlap x or z.
 
     Returns:
@@ -100,8 +100,8 @@ def ssd_decode(
             only if they lie in host memory.
 
     Example:
-        A state of one element, which is halved by each token. Slot 1 gets the state after the first token, slot 2 the state after
-        both; slot 0 is unchanged.
+        A state of one element; each token halves it. Slot 1 gets the state after the first token, slot 2 the state after both. Slot
+        0 is unchanged.
 
         >>> import torch
         >>> from tokenspeed_kernel import ssd_decode

@@ -67,17 +67,17 @@ def ssd_prefill(
 ) -> Tensor:
     """State-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
 
-    This is the state-space duality (SSD) layer of Dao & Gu, 2024, arXiv:2405.21060.
+    The operator computes the state-space duality (SSD) layer of Dao & Gu, 2024, arXiv:2405.21060.
 
     Each head has a state h ``[head_dim, state_dim]``. For head i in group ``g = i // (heads // groups)``, token t updates the
     state to ``h = exp(s * A[i]) * h + s * x[t, i] B[t, g]^T`` and outputs
     ``y[t, i] = (h C[t, g] + D[i] * x[t, i]) * silu(z[t, i])``, where
-    ``s = min(max(softplus(dt[t, i] + dt_bias[i]), dt_min), dt_max)``. Optional arguments that are not given drop out of these
-    formulas. The page "Calling operators" states the rules for slots under "States of recurrent layers".
+    ``s = min(max(softplus(dt[t, i] + dt_bias[i]), dt_min), dt_max)``. Omitted optional arguments drop out of these formulas. The
+    page "Calling operators" states the rules for slots under "States of recurrent layers".
 
     The recurrence is float32 (float64 where x is), and its result is rounded to x's dtype once. States are rounded to the cache's
-    dtype when they are written. Kernels process chunks of tokens with MMAs, for which they round states, token weights and
-    decayed inputs to x's dtype.
+    dtype when they are written. Kernels process chunks of tokens with MMAs. For these, they round states, token weights and decayed
+    inputs to x's dtype.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, like all tensors here, for example
@@ -92,12 +92,13 @@ def ssd_prefill(
         state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
             Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: like x, the gate. None if the norm after the layer applies the gate.
+        z: like x, the gate. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
         dt_max: upper bound of the step sizes, at least dt_min.
-        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None means that none does.
+        has_initial_state: bool ``[batch]``, True for sequences that start from the state in their slot; None means that no sequence
+            does.
         out: receives the result. It must not overlap x or z.
 
     Returns:
@@ -108,7 +109,7 @@ def ssd_prefill(
             state_slots are checked only if they lie in host memory.
 
     Example:
-        A state of one element, which is halved by each token.
+        A state of one element; each token halves it.
 
         >>> import torch
         >>> from tokenspeed_kernel import ssd_prefill

@@ -7,9 +7,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Numeric, Uint32, cute
 
-# Dequantises a word to four registers. A multiplication moves the two parts of an e2m1 value to their positions, and a mask clears
-# all other bits. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times the value. fma with -0 multiplies bfloat16x2
-# in one instruction and keeps the sign of a zero.
+# Dequantises a word to four registers. A multiplication moves the two parts of an e2m1 value (sign; exponent and mantissa) to their
+# positions. A mask clears all other bits. In a bfloat16 these positions are bits 15 and 8...6. The bfloat16 is 2^-126 times the
+# e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -31,7 +31,7 @@ and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# A float16 has them at bits 15 and 11...9, which makes it 2^-14 times the value.
+# In a float16 the positions of the two parts are bits 15 and 11...9. The float16 is 2^-14 times the e2m1 value.
 FLOAT16 = """{
 .reg .b32 a, s;
 shl.b32 a, {$r0}, 8;
@@ -49,8 +49,8 @@ and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
 }"""
-# Converts a word to two registers of float8_e5m2, which are 2^-14 times the e2m1 values. Each register has the values of one row;
-# their order along k is the order of bits in the word.
+# Converts a word to two registers of float8_e5m2, which are 2^-14 times the e2m1 values. Each register has the values of one row,
+# ordered along k as their bits are in the word.
 E5M2 = """{
 .reg .b32 a, s;
 and.b32 {$w0}, {$r0}, 0x8E8E8E8E;
@@ -60,7 +60,7 @@ and.b32 s, s, 0x80808080;
 lop3.b32 {$w1}, a, 0x0E0E0E0E, s, 0xEA;
 }"""
 
-# The same, with each value multiplied by its row's scale. The upper byte of a float16 is a float8_e5m2, so the conversion is exact
+# Like E5M2, with each value multiplied by its row's scale. The upper byte of a float16 is a float8_e5m2, so the conversion is exact
 # for results of at least 2^-16.
 SCALED_E5M2 = (
     FLOAT16.replace(".b32 a, s;", ".b32 a, s, w, x, y, z;")
@@ -80,7 +80,7 @@ shr.u32 a, {$r0}, 1;
 and.b32 {$w1}, a, 0x7F807F80;
 }"""
 # 253 maps to 2^14, whose exponent field is 29. A byte whose upper three bits are ones keeps its lower five bits. Other bytes are
-# scales about 2^29 times smaller than their row's largest, and become 0.
+# scales about 2^29 times smaller than their row's largest scale. They become 0.
 FLOAT16_PAIRS = """{
 .reg .b32 a, b;
 shl.b32 a, {$r0}, 1;
@@ -96,7 +96,7 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, a, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
-# The same for rows whose scales are all near their largest: the upper three bits are ones, or the whole byte is 0.
+# Like FLOAT16_PAIRS, for rows whose scales are all near the row's largest: a byte has ones as its upper three bits, or is 0.
 NEAR_FLOAT16_PAIRS = """{
 .reg .b32 b;
 shl.b32 b, {$r0}, 10;
@@ -114,7 +114,7 @@ FLOATS = (
     )
     + "}"
 )
-# Accumulators of `decode_e5m2` values, scaled by these scales, must be multiplied by this.
+# The factor for accumulators of `decode_e5m2` values that were scaled by these scales.
 E5M2_FACTOR = 2.0 ** (14 - 62)
 # Instructions on 16-bit pairs can use either half of an operand for both, so this broadcast is free.
 BOTH = """{
@@ -129,11 +129,11 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
     """Returns the scales of a block as 16-bit multipliers.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         scales: the four scale bytes of row ``lane / 4`` of a block.
 
     Returns:
-        for each half of the block's k, the multipliers of the lane's first and second row, each duplicated in a register.
+        for each half of the block's k, the multipliers of the lane's first and second row, each duplicated in one register.
     """
     return _multipliers(BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS, scales)
 
@@ -153,7 +153,7 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """Dequantises a word to the four registers of an MMA's A operand, 16 rows by 16 elements of k.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         word: the lane's word. The ``s``-th word of a block is in half ``s / 2`` of its k.
         first, second: the `multipliers` of that half, for row ``lane / 4`` and for the row eight further.
     """
@@ -162,9 +162,10 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
 
 
 def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32]:
-    """Returns `decode_e5m2` of a word, times the multipliers of its two rows, two float16 each: see `multipliers`.
+    """Returns `decode_e5m2` of a word times the multipliers of its two rows. ``first`` and ``second`` hold two float16 each, see
+    `multipliers`.
 
-    It is exact where a scale is at least 2^-15 times the largest of its row.
+    The result is exact if the scale is at least 2^-15 times the largest scale of its row.
     """
     return cute.arch.inline_ptx(SCALED_E5M2, write_only_types=[Uint32] * 2, read_only_args=[word, first, second])
 

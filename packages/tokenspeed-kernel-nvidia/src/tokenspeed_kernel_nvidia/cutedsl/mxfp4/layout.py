@@ -1,30 +1,32 @@
-"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the MoE kernels for Hopper read. It is made when a model is loaded.
+"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the MoE kernels for Hopper read. The layout is made when a model is
+loaded.
 
-A projection ``[rows, k]`` is divided into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64
-elements of k. In w13 a strip's rows are the gates of eight features, then the ups of the same features, so that one thread has the
-gate and up of a feature. In w2 they are 16 consecutive rows. A panel is contiguous, because it is streamed, and so is each block of
-its four strips:
+A projection ``[rows, k]`` is divided into *panels* of 64 rows. A panel has four *strips* of 16 rows, and *blocks* of 64 elements of
+k. In w13, a strip's rows are the gates of eight features, then the ups of the same features. So one thread has both the gate and
+the up of a feature. In w2, a strip has 16 consecutive rows. A panel is contiguous, because kernels stream it. Each block of its
+four strips is also contiguous:
 
     512 bytes                   float32 [4, 2, 16]    of each strip, row factors and then row biases 2176 bytes a block of k, of
     which each strip has 544: int32 [32, 4]         e2m1 values: four words for each lane of a warp uint8 [8, 2, 2]       scales:
     [row, half of the block, first or second eight rows]
 
-A block's e2m1 values are the A operand of four mma.sync m16n8k16, or of one warp's part of a wgmma m64nNk16, whose fragments have
-the same layout. Word ``s`` of lane ``4 g + t`` holds the values of the four registers of the ``s``-th MMA, for both neighbouring
-elements of k in each register:
+A block's e2m1 values are the A operand of four mma.sync m16n8k16. The fragments of one warp in a wgmma m64nNk16 have the same
+layout. Word ``s`` of lane ``4 g + t`` holds the values of the four registers of MMA number ``s``. Each register has two
+neighbouring elements of k:
 
     register        a0            a1            a2            a3
     row             g             g + 8         g             g + 8
     k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
 
-The lower 16 bits hold the even element. The bit positions (s, e, e, m) minimise instructions: the values of a0 and a2, which are of
-one row, are bytes of float8_e5m2 in place, and those of a1 and a3 after two shifts. As float8_e5m2 they are 2^-14 times the value.
+The lower 16 bits hold the even element. The bit positions (s, e, e, m) minimise instructions. The values of a0 and a2, which belong
+to one row, are bytes of float8_e5m2 in place. Those of a1 and a3 are such bytes after two shifts. As float8_e5m2, the bytes are
+2^-14 times the e2m1 values.
 
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
     value 2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
-A scale is an exponent field relative to its row's largest scale. The largest is stored as 253, and its own value is the row's
-factor. Rows and k are zero-padded.
+A scale is an exponent field relative to its row's largest scale. The largest scale is stored as 253, and its actual value is the
+row's factor. Rows and k are zero-padded.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _NAN = 255  # as a scale
-_LEAST = 64  # lower clamp, so that kernels can subtract from the field; terms that much smaller do not change a sum
+_LEAST = 64  # lower clamp, so that kernels can subtract from the field; such small terms do not change a sum
 # Bit positions of each register's value, from the lowest bit to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
 # Experts that are arranged at once. Intermediates take four times the memory of that many experts' weights.
@@ -153,7 +155,7 @@ def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scales_beside_zeros(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns scales in which all-zero blocks have the largest scale of their row's other blocks, or 0 if there are none.
+    """Returns scales in which an all-zero block has the largest scale of its row's other blocks; 0 if all blocks are zero.
 
     The scale of an all-zero block has no effect, and padding leaves arbitrary scales there. NaN is kept: it makes zeros NaN, too.
 

@@ -1,9 +1,10 @@
 """mxfp4 weights of an expert layer, and whether float8_e5m2 represents them exactly.
 
-With fp8 activations the MMAs can take weights as float8_e5m2: an e2m1 value times its scale relative to the row's largest scale.
-That is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count. Experts with
-other rows use 16-bit operands, which represent every value. This module finds these experts when weights are loaded. The weights'
-``card`` lists them, and calls state them as the trait ``inexact_experts``, so that kernels with fp8 MMAs only are not eligible.
+With fp8 activations, the MMAs can use weights as float8_e5m2: each e2m1 value times the ratio of its scale to the row's largest
+scale. This product is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count.
+Experts with any other row use 16-bit operands, which represent every value. This module finds these other experts when weights are
+loaded. The weights' ``card`` lists them. Calls have the trait ``inexact_experts``, so that kernels with only fp8 MMAs are not
+eligible.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RoundedWeights(MoEWeights, Resource):
 
     Attributes:
         exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly.
-        inexact_ids: the other experts, ascending.
+        inexact_ids: the ids of all other experts, ascending.
     """
 
     exact: Tensor | None = None
@@ -48,12 +49,12 @@ class RoundedWeights(MoEWeights, Resource):
 
     @property
     def traits(self) -> Mapping[str, Any]:
-        """``inexact_experts``: whether there are experts whose weights float8_e5m2 does not represent exactly."""
+        """``inexact_experts``: True if float8_e5m2 does not represent some experts' weights exactly."""
         return {"inexact_experts": bool(self.inexact_ids)}
 
     @property
     def card(self) -> str:
-        """A sentence that says which MMAs the experts use."""
+        """A sentence that states the MMAs used for the experts."""
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
             return f"{count} experts: float8 products have all weights exactly"
@@ -68,7 +69,7 @@ class RoundedWeights(MoEWeights, Resource):
 
 
 def exact_experts(*scales: Tensor | None) -> Tensor:
-    """Returns int32 ``[experts]``, 1 for experts whose scales are near enough in all rows.
+    """Returns int32 ``[experts]``: 1 for experts whose scales are close enough in every row, else 0.
 
     Args:
         scales: the scales of each projection, uint8 ``[experts, rows, k / 32]``.
@@ -83,7 +84,7 @@ def exact_experts(*scales: Tensor | None) -> Tensor:
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Like `layout.prepare_weights`. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
+    """Like `layout.prepare_weights`. For fp8 activations, waits for the device and returns `RoundedWeights`."""
     if plan.activation_dtype != "fp8":
         return layout.prepare_weights(weights, plan)
     assert weights.w13_weight_scale is not None  # checked by the operator

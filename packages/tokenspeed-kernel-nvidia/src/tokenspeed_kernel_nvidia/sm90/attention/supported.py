@@ -1,4 +1,4 @@
-"""Shapes and formats that the attention kernels for Hopper support in common, for their configurations and declarations."""
+"""Shapes and formats that all attention kernels for Hopper support. Configurations and declarations use this module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
-# Head dimensions where keys and values are equally wide. Each has a declaration of its own: traits are constrained independently,
-# so one declaration for both could not demand that head_dim and v_head_dim be equal.
+# Head dimensions where keys and values are equally wide. Each head dimension has its own declaration. Traits are constrained
+# independently, so one declaration for both could not require head_dim to equal v_head_dim.
 HEAD_DIMS = (64, 128)
 # Further pairs (head_dim, v_head_dim).
 OTHER_WIDTHS = ((192, 128), (256, 256), (96, 96), (80, 80))
@@ -34,6 +34,6 @@ LATENT_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_
 
 
 def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:
-    """Traits of a kernel for this head dimension; v_head_dim is head_dim where it is 0."""
+    """Traits of a kernel for this head dimension. If v_head_dim is 0, it equals head_dim."""
     widths = {"head_dim": head_dim, "v_head_dim": v_head_dim or head_dim}
     return {**widths, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any, **others}

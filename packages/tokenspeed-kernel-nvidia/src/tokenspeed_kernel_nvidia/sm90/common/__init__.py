@@ -1,1 +1,3 @@
-"""What Hopper's kernels share beyond `cutedsl`: wgmma, TMA tiles, bulk copies, clusters, and register budgets of warpgroups."""
+"""Code that Hopper's kernels share beyond `cutedsl`: wgmma, TMA tiles, bulk copies, clusters, and register
+budgets of warpgroups.
+"""

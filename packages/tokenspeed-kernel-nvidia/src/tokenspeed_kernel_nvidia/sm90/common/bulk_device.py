@@ -15,7 +15,7 @@ def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = Tr
     ``to`` and ``barrier`` are addresses in shared memory. ``to``, ``source`` and ``count`` are multiples of 16.
 
     Args:
-        once: hint that L2 evicts these bytes first. They are read once, while other data and instructions are reused.
+        once: a hint for L2 to evict these bytes first. Such bytes are read once, while other data and instructions are reused.
     """
     head, hint, policy = "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; ", ".L2::cache_hint", ", first"
     if not once:
@@ -36,7 +36,7 @@ def prefetch_bulk(source: Any, count: Any) -> None:
 
 
 def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
-    """`bulk_load` multicast to both CTAs of a cluster of two, at the same offsets. Each CTA's barrier counts its own bytes."""
+    """`bulk_load`, multicast to both CTAs of a cluster of two, at the same offsets. Each CTA's barrier counts its own bytes."""
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
@@ -52,7 +52,7 @@ def of_rank(address: Any, rank: Any) -> Any:
 
 
 def send_word(address: Any, value: Any, barrier: Any) -> None:
-    """Stores a word to another CTA's shared memory; its barrier counts the four bytes. Both addresses come from `of_rank`."""
+    """Stores a word to another CTA's shared memory; its barrier counts the four bytes. Both addresses are results of `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, value, barrier],

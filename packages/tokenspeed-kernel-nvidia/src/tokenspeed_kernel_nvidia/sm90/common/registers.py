@@ -8,9 +8,9 @@ REGISTERS = 65536  # of an SM
 def left_by(threads: int, warpgroups: int, registers: int) -> int:
     """Returns how many registers a thread of the CTA's last warpgroup may have, a multiple of 8.
 
-    A launch gives every thread of a CTA the same number of registers, a multiple of 8. Registers that this rounds away are lost:
-    with 384 threads each gets 168, so three warpgroups have 504 per thread slot, not 512. A warpgroup that requests more than the
-    others have released waits forever.
+    A launch gives every thread of a CTA the same number of registers, a multiple of 8. The remainder of this division is lost. With
+    384 threads, each gets 168 registers, so three warpgroups have 504 per thread slot, not 512. A warpgroup that requests more than
+    the others have released waits forever.
 
     Args:
         threads: threads of the CTA.

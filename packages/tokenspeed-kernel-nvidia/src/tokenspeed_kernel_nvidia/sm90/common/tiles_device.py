@@ -1,8 +1,8 @@
 """Tiles in shared memory, and the TMA loads and stores of them.
 
-A tile of q, keys, values or output has rows of head_dim elements. In shared memory it is a sequence of panels of 64 columns of 16
-bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose pattern repeats
-every 8 rows. A ring buffer holds its tiles one after another, one a stage.
+A tile of q, keys, values or output has rows of head_dim elements. In shared memory, a tile is a sequence of panels. A panel has 64
+columns of 16 bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose
+pattern repeats every 8 rows. The tiles of a ring buffer are adjacent, one per stage.
 """
 
 # mypy: ignore-errors
@@ -87,8 +87,8 @@ def tma_load(
     """Issues the TMA load of a tensor's first box to shared memory; ``barrier`` counts its bytes.
 
     Args:
-        ctas: multicast mask, one bit for each CTA of the cluster that receives the box, at the same offset and on its own barrier.
-            0 loads to this CTA alone. ``atom`` must match: a multicast one or not.
+        ctas: multicast mask, with one bit for each CTA of the cluster that receives the box. Each receives it at the same offset
+            and on its own barrier. 0 loads to this CTA alone. ``atom`` must match: a multicast one or not.
     """
     target, source = _partition(atom, shared, tensor, box)
     if cutlass.const_expr(ctas != 0):
@@ -115,7 +115,7 @@ class Ring:
         rows: of a tile, 64 or more.
         head_dim: a multiple of ``columns``.
         stages: number of tiles.
-        columns: of a panel, whose rows have 128 or 64 bytes.
+        columns: columns of a panel, whose rows have 128 or 64 bytes.
         row_bytes: bytes of a panel's row.
     """
 
@@ -142,7 +142,7 @@ class Ring:
 
         Args:
             rows: rows to view of each tile; all if 0.
-            dtype: of the elements, if the memory is declared as bytes.
+            dtype: dtype of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = (rows or self.rows, (columns, self.panels), self.stages)
@@ -167,7 +167,7 @@ class Ring:
         return self._tensor(memory, shape, stride)
 
     def boxes(self, memory, box: int) -> cute.Tensor:
-        """``(rows of a box, 64, box, panel, stage)``: tiles that are filled by TMA loads of ``box`` rows each."""
+        """``(rows of a box, 64, box, panel, stage)``: tiles that TMA fills with boxes of ``box`` rows each."""
         columns = self.columns
         shape = (box, columns, self.rows // box, self.panels, self.stages)
         return self._tensor(memory, shape, (columns, 1, box * columns, self.rows * columns, self.rows * self.head_dim))
@@ -177,7 +177,7 @@ class Ring:
 
         Args:
             count: boxes of a tile.
-            dtype: of the elements, if the memory is declared as bytes.
+            dtype: dtype of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)

@@ -1,11 +1,11 @@
 """`moe_apply` with mxfp4 weights on Hopper.
 
-Weights are in one layout, see `mxfp4.layout`, which two implementations read: `stream` if an expert has few (token, slot) pairs and
-reading weights is the bottleneck, and `grouped` if it has many.
+Weights have one layout, see `mxfp4.layout`. Two implementations read this layout. `stream` is for few (token, slot) pairs per
+expert, where reading weights is the bottleneck, and `grouped` for many.
 
-A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one: on an
-H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
-activations, so there the portable kernel is preferred: request this one by ``solution="cutedsl"``, or tune.
+A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable kernel. On
+an H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
+activations. So with these the portable kernel is preferred; request this kernel by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
 _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
-_FEW = 16  # mean pairs per expert up to which `stream` is used: one entry holds as many
-# Where `grouped` would split elements, `stream` is used for fewer pairs: so many per expert, or in all. Microseconds of
-# GPT-OSS-120B's layer on an H200, `stream` and `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508 and 447 for 128,
-# 501 and 453 for 256.
+_FEW = 16  # `stream` is used up to this mean number of pairs per expert, which one entry can hold
+# If `grouped` would split elements, `stream` is used only up to these smaller numbers of pairs: per expert, or in total.
+# Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508
+# and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
 
@@ -52,7 +52,9 @@ def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
 
 @functools.cache
 def _require_supported(plan: MoEPlan) -> None:
-    """Raises ValueError for a plan that names this kernel but needs unsupported sizes: naming a kernel skips its traits."""
+    """Raises ValueError for a plan that names this kernel but needs unsupported sizes. The check is needed because naming a kernel
+    skips its traits.
+    """
     limits = {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()}
     for name, most in limits.items():
         if getattr(plan, name) > most:
@@ -62,7 +64,7 @@ def _require_supported(plan: MoEPlan) -> None:
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Rejects `stream` for more pairs than a launch takes: they would need several launches, each of which reads all weights."""
+    """Rejects `stream` for more pairs than a launch handles. Several launches would be needed, and each would read all weights."""
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["grouped"]:
         return None

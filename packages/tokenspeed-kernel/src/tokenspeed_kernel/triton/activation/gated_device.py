@@ -66,7 +66,7 @@ def gate_tile(
 
 @triton.jit
 def store_tile(out, result, row, first, rows, intermediate, out_stride, INTERPRETED: tl.constexpr):
-    """Rounds a tile of the result to out's dtype and stores what is inside: rows ``[ROWS, 1]``, columns from ``first`` on."""
+    """Rounds a tile of the result to out's dtype, and stores the elements inside: rows ``[ROWS, 1]``, columns from ``first`` on."""
     column = first + tl.arange(0, result.shape[1])[None, :]
     at = out + row.to(tl.int64) * out_stride + column
     tl.store(at, round_to(result, out.dtype.element_ty, INTERPRETED), mask=(row < rows) & (column < intermediate))

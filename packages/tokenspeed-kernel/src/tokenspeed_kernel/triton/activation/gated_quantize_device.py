@@ -60,7 +60,7 @@ def gated_quantize_kernel(
     TWICE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Computes and quantises a tile. With ``TWICE`` a program computes all tiles of one row twice: for the amax, then to
+    """Computes and quantises a tile. With ``TWICE`` a program computes all tiles of one row twice: first for the amax, then to
     quantise."""
     INTERPRETED: tl.constexpr = FORM.interpreted
     first_row, before = rows_of_program(tl.program_id(0) // column_tiles, programs, rows, ROWS, FORM)

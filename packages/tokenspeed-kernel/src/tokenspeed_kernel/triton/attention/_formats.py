@@ -30,7 +30,7 @@ LATENT_GROUPS = frozenset(
     )
     for dtype in (torch.float16, torch.bfloat16)
 )
-"""Formats of MLA over a cache that stores rotary parts in a tensor of their own."""
+"""Formats of MLA over a cache with a separate tensor of rotary parts."""
 
 MHA = {
     "head_dim": at_most(256),

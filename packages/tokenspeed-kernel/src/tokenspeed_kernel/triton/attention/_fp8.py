@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import for_architecture
 
-# Whether the compiler converts e4m3: not in the interpreter, and not before sm_89. gfx942 has another e4m3 (e4m3fnuz), and emulates
-# this one at some cost.
+# Whether the compiler converts e4m3. The interpreter does not, nor do architectures before sm_89. gfx942 has another e4m3
+# (e4m3fnuz), and emulates e4m3fn at some cost.
 _CONVERTS_E4M3 = {"cpu": False, "sm_80": False, "sm_86": False, "gfx942": False, "any": True}
 
 

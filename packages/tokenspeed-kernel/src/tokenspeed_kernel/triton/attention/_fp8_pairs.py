@@ -1,8 +1,8 @@
 """fp8 caches read as int16 elements, each with two neighbouring columns of a row.
 
-A register of an MMA operand holds neighbours along k, the reduced axis. If k is not the contiguous axis in memory, as for values,
-8-bit elements must be gathered one by one, because the hardware transposes elements of at least 16 bits. A row's even and odd
-columns therefore become two operands. Their dots are added (keys) or interleaved (values).
+A register of an MMA operand holds neighbours along k, the reduced axis. For values, k is not the contiguous axis in memory. Then
+8-bit elements must be gathered one by one, because the hardware transposes only elements of at least 16 bits. A row's even and odd
+columns therefore become two operands. The two operands' dots are added (keys) or interleaved (values).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import for_architecture
 from tokenspeed_kernel_base.checks import FP8
 
-# Architectures whose PTX converts two e4m3 values at once and permutes bytes. Others unpack values by integer operations.
+# Architectures with PTX that converts two e4m3 values at once and permutes bytes. Other architectures unpack values by integer
+# operations.
 _PTX = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 _LEAST_WIDTH = 32  # half of it is the least k of a dot
 

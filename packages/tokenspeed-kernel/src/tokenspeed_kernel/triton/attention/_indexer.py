@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     """The tile of one program.
 
     Attributes:
-        tokens: tokens whose queries the program holds.
+        tokens: the tokens whose queries one program holds.
         heads, columns: heads and columns of a query, padded to powers of two.
         block_n: keys per block.
         blocks: blocks of keys that the program loops over.
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 # Keys are the rows (M) of the dot, so that the sum over heads stays within neighbouring lanes. 64 keys (a page of DeepSeek) by 128
-# query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM, and one reduces while others run MMAs.
+# query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM: while one reduces, the others run MMAs.
 _BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
 # Queries are loaded once per _BLOCKS blocks of keys. Programs get fewer blocks where the grid would have fewer than _PROGRAMS
 # programs per SM/CU.
@@ -95,7 +95,8 @@ def write_scores(
     scores: Tensor,
     lengths: Tensor,
 ) -> None:
-    """Writes all scores, -inf where a token does not see a position, and the number of positions that each token sees.
+    """Writes all scores and, for each token, the number of positions that it sees. Scores are -inf where a token does not see a
+    position.
 
     Args:
         k, k_scale: paged, or contiguous if there is no page_table.
@@ -139,6 +140,6 @@ def write_scores(
 
 
 def _in_pages(keys: Tensor, axes: int) -> tuple[int, ...]:
-    """The strides of keys or scales as if paged. A contiguous key is a page of its own, so that a sequence can begin at any key."""
+    """The strides of keys or scales as if paged. A contiguous key counts as a page, so that a sequence can begin at any key."""
     strides = keys.stride()
     return strides if keys.dim() == axes else (strides[0], *strides)

@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.views_device import Rows, row_of
 
 @triton.jit
 def _tokens_of(slot, cu_seqlens_q, batch, q_len, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """``(sequence, its first token, its new tokens, the work item's first new token)`` of a work item of TOKENS tokens."""
+    """``(sequence, its first token, its new tokens' number, the work item's first new token)`` of a work item of TOKENS tokens."""
     if cu_seqlens_q is None:
         tiles = (q_len + TOKENS - 1) // TOKENS
         sequence = slot // tiles
@@ -87,7 +87,7 @@ def indexer_scores_kernel(
     weights,  # [tokens, heads]
     page_table,  # [batch, max_pages]
     seqlens_k,  # paged: keys of each sequence; else cumulative lengths
-    cu_seqlens_q,  # None where every sequence has q_len new tokens
+    cu_seqlens_q,  # None if every sequence has q_len new tokens
     k_scale_cache,  # [pages, page_size], or [keys], or None
     scores,  # [tokens, keys]
     lengths,  # [tokens]
@@ -121,7 +121,7 @@ def indexer_scores_kernel(
     at_token = first_token + tokens
     if part == 0:
         tl.store(lengths + at_token * lengths_stride, seen, mask=tokens < q_len)
-    most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # keys that the last of these tokens sees
+    most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # number of keys that the last of these tokens sees
 
     n = tl.arange(0, BLOCK_N)
     first = part * TILE.blocks

@@ -1,8 +1,9 @@
-"""Causal attention in a narrow window: a program loads all keys that a tile of packed rows sees, and the softmax takes one step.
+"""Causal attention in a narrow window. A program loads all keys that a tile of packed rows sees, and computes the softmax in one
+step.
 
-A tile of few positions sees two ranges of keys: MAIN keys that end with its first position, and at most TAIL later positions. Only
-MAIN keys are masked by the window's start, and only TAIL keys by the causal diagonal. A program computes one tile without a loop,
-so that all its loads are in flight together.
+A tile of few positions sees two ranges of keys: MAIN keys up to its first position, and at most TAIL keys at later positions. The
+window's start masks only MAIN keys, and the causal diagonal only TAIL keys. A program computes one tile without a loop, so that all
+its loads are in flight together.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Band(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The constants of a program: rows, keys up to its first position and after it, padded columns of keys and of values.
+    """The constants of a program: rows, numbers of MAIN and TAIL keys, and padded columns of keys and of values.
 
     ``at_once``: see `Call.at_once`.
     """
@@ -45,7 +46,7 @@ class Tile(NamedTuple):
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
     """``(MAIN, TAIL)`` of `band_kernel`, which requires ``TAIL <= window_left + 1``.
 
-    Keys after the first position are not masked by the window's start, so no row's window may start after the first of them.
+    The window's start does not mask keys after the first position. So no row's window may start after the first of these keys.
     """
     later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first
     return max(16, next_power_of_2(window_left + 1)), max(16, next_power_of_2(later))

@@ -37,8 +37,8 @@ class Band(NamedTuple):
 
     Fields:
         main, tail: positions relative to the oldest row.
-        main_held, tail_held: the keys to read instead. A key that no row sees may be NaN and is not read: the nearest visible key
-            is read instead.
+        main_held, tail_held: the keys to read instead. A key that no row sees may be NaN. The program reads the nearest visible key
+            instead.
     """
 
     main: Any

@@ -4,7 +4,7 @@ Rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and que
 is therefore read once for all query heads of its group, and a tile of rows spans few positions.
 
 Only the device knows the lengths. The grid consists of *slots*, work items of ``rows`` rows each. The slots of sequence b begin at
-``cu_seqlens[b] * GROUP // rows + b``. These are enough for its rows, and at most one too many.
+``cu_seqlens[b] * GROUP // rows + b``. A sequence gets as many slots as its rows need, or one more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Formats(NamedTuple):
 
     Attributes:
         dtype: Triton's dtype of the dots' operands.
-        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8`; None where they are not 8-bit.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8`; None for other dtypes.
     """
 
     dtype: Any
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         cu_seqlens: cumulative lengths of the queries.
         longest: an upper bound of the keys of a sequence.
         shortest: sequences with fewer queries are skipped.
-        cu_seqlens_kv: cumulative lengths of the keys, if there is no page_table and the keys are not the queries' own tokens.
+        cu_seqlens_kv: cumulative lengths of the keys; given if there is no page_table and the keys are not the queries' own tokens.
     """
 
     q: Tensor
@@ -126,7 +126,7 @@ class Call(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """Sequences that a program compares at a time, when it searches for its sequence."""
+        """How many sequences a program compares at a time when it searches for its sequence."""
         return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))
 
 

@@ -24,7 +24,7 @@ def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, 
 def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
     """``(sequence, its first token, its queries, the tile's first row)`` of a work item, see `sequence_of`.
 
-    A sequence may have one work item more than it has tiles. Its first row is then beyond the sequence's rows.
+    A sequence may have one work item more than it has tiles. The first row of the extra work item is beyond the sequence's rows.
     """
     sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
     start = tl.load(cu_seqlens + sequence)

@@ -29,16 +29,18 @@ class Choices(NamedTuple):
 _CHOICES = {
     "sm_90": Choices(
         # 400 to 418, or 312 at 16 x 1024. The register limit allows four CTAs per SM: one computes exponentials while another runs
-        # MMAs. Without the limit three CTAs fit: 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by pointers: 379.
+        # MMAs. Without the limit three CTAs fit, at 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by pointers:
+        # 379.
         narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
-        # 500 to 514. With edges_first the compiler serialises the WGMMAs: 390. 128 x 128 and 8 warps: 475; by pointers at most 448.
+        # 500 to 514. With edges_first 390, because the compiler serialises the WGMMAs. 128 x 128 and 8 warps: 475; by pointers at
+        # most 448.
         wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
         # 497 with 256 columns; 64 x 64: 358, 128 x 32: 411.
         widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
         # 348, with keys and values converted from fp8 in registers; 64 x 64: 290.
         wide_fp8=Tiles(128, 128, 8, 2),
     ),
-    # The others were not measured: tiles that compile without register spills.
+    # Other architectures were not measured. Their tiles compile without register spills.
     "sm_100": Choices(
         narrow=Tiles(128, 64, 4, 3, "apart", descriptors=True),
         wide=Tiles(128, 64, 8, 3, "apart", descriptors=True),
@@ -54,7 +56,7 @@ _FEW_LATER = 16
 
 
 def choose(call: Call, longest_q: int) -> Tiles | Band:
-    """The tiles for a call whose sequences have at most ``longest_q`` queries."""
+    """The tiles for a call with at most ``longest_q`` queries per sequence."""
     widest = max(call.q.shape[2], call.v.shape[-1])
     rows = longest_q * call.group
     if call.q.dtype == torch.float32:
@@ -74,7 +76,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
 
 
 def _in_a_band(call: Call, rows: int, widest: int) -> bool:
-    """Whether all keys of a tile fit into one block that is not much larger than the window."""
+    """Whether one block, not much larger than the window, holds all keys of a tile."""
     if call.cu_seqlens_kv is not None or not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
         return False
     main, tail = _mha_band.band_widths(_BAND.block_m, call.group, call.window_left)

@@ -1,4 +1,6 @@
-"""Multi-head attention of many queries: one program per tile of packed rows loops over the blocks of keys that the tile can see."""
+"""Multi-head attention of many queries. Each program handles a tile of packed rows, and loops over the blocks of keys that the tile
+can see.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# If the keys and values of all heads of a sequence exceed this size, heads are processed one after another, so that they hit L2.
+# If the keys and values of all heads of a sequence exceed this size, heads are processed one after another. Each head's keys and
+# values then hit L2.
 _HEADS_TOGETHER_BYTES = 16 << 20
 
 
@@ -24,10 +27,10 @@ class Tiles(NamedTuple):
         block_m: rows of a tile.
         block_n: keys per block.
         num_warps, num_stages: warps of a program, and pipeline stages of the loop over keys.
-        edges: "branch": one loop, with a branch that masks edge blocks; "apart": blocks that need no mask have a loop of their own.
+        edges: "branch": one loop, in which a branch masks edge blocks; "apart": a separate loop for blocks that need no mask.
         descriptors: load keys and values through tensor descriptors (TMA) where their layout allows it; requires edges "apart".
         edge_stages: pipeline stages of the loops over edge blocks.
-        registers: register limit per thread, for more CTAs per SM; None for no limit.
+        registers: register limit per thread, which allows more CTAs per SM; None for no limit.
         edges_first: process the last edge first. The softmax allows any order, but the compiled code differs.
     """
 
@@ -43,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys are hidden from a query: later keys (``causal``), and keys before its window (``windowed``)."""
+    """Which keys are hidden from a query: later keys (``causal``), and keys before the query's window (``windowed``)."""
 
     causal: bool
     windowed: bool
@@ -79,7 +82,7 @@ def split_width(width: int, v_width: int) -> tuple[int, int]:
     """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
 
     The second is at least 32, and differs from the padded columns ``v_width`` of values. With equal widths, keys and values shared
-    one shared-memory buffer, and the code that Triton 3.6 compiled for sm_90 was wrong or read out of bounds.
+    one shared-memory buffer. Triton 3.6 then compiled code for sm_90 that was wrong or read out of bounds.
     """
     whole = max(16, next_power_of_2(width))
     half = whole // 2
@@ -143,7 +146,9 @@ def _whole_rows(x: Tensor, width: int) -> bool:
 
 
 def _rows(x: Tensor, rows: int, columns: int) -> Any:
-    """A tensor descriptor of ``[..., heads, dim]`` as rows of all heads, in blocks ``[rows, columns]``; None for no columns."""
+    """A tensor descriptor that views ``[..., heads, dim]`` as rows of all heads, with blocks ``[rows, columns]``; None if columns
+    is 0.
+    """
     heads, dim = x.shape[-2:]
     shape = [x.numel() // (heads * dim), heads * dim]
     return tensor_descriptor.TensorDescriptor(x, shape, [x.stride(-3), 1], [rows, columns]) if columns else None

@@ -21,7 +21,9 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 
 class Queries(NamedTuple):
-    """A tile's queries, their columns in two parts (``high`` is not read if there is one part), and their positions."""
+    """A tile's queries and positions. Query columns are in one part or two; ``high``, the second part, is not read if there is only
+    one.
+    """
 
     low: Any
     high: Any
@@ -61,13 +63,13 @@ class Source(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which keys a tile sees.
+    """The range of keys that a tile sees.
 
     Fields:
         low_block: the first key of block 0.
         low, kv_len: the first key that some row sees, and the length of the sequence.
         full_begin, full_end: the range of blocks that need no mask.
-        window_left: keys before its own position that a row sees, if there is a window.
+        window_left: how many keys before its own position a row sees, if there is a window.
     """
 
     low_block: Any
@@ -153,7 +155,7 @@ def _key_rows(first, held, source, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexp
         held: offsets of the keys to read from ``first``.
     """
     keys, values, table, pages, start, _ = source
-    row = first  # not read if a block may be in several pages: descriptors are not used then
+    row = first  # not read if a block may span several pages, because no descriptors are used then
     if PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_N != 0:
         page = tl.load(pages + (first + held) // PAGE_SIZE * table.page_stride).to(tl.int64)
         slot = (first + held) % PAGE_SIZE
@@ -200,7 +202,7 @@ def _qk_mma(queries, k_at, row, source, k_rows, k_rows_high, SHAPE: tl.constexpr
 def _load_values(
     v_at, row, source, v_rows, key, reach, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Loads a block of values. Through a descriptor they are 0 where no row sees the key, because they may be NaN there."""
+    """Loads a block of values. Through a descriptor, values are 0 for keys that no row sees, because those values may be NaN."""
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     if v_rows is not None:
@@ -250,7 +252,7 @@ def _walk(
     n = tl.arange(0, BLOCK_N)
     for block in tl.range(begin, end, num_stages=STAGES):
         first = reach.low_block + block * BLOCK_N
-        # A key that no row sees may be NaN and is not read: the nearest visible key is read instead.
+        # A key that no row sees may be NaN. The program reads the nearest visible key instead.
         if MASKED == "never":
             held = n
         else:
@@ -271,7 +273,7 @@ def _walk(
 def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
     """Attention over all blocks of a tile, masked at the edges. Returns the state of the softmax and the accumulator.
 
-    ``what``: arguments of `_walk`, from ``queries`` to ``scaling``.
+    ``what``: the arguments of `_walk` from ``queries`` to ``scaling``.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_W: tl.constexpr = TILE.block_w
@@ -319,7 +321,7 @@ def tiles_kernel(
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
     cu_seqlens,  # of the queries
-    kv_seqlens,  # paged: lengths; else cu_seqlens of the keys, or None where they equal those of the queries
+    kv_seqlens,  # paged: lengths; otherwise the keys' cu_seqlens, or None if equal to the queries' cu_seqlens
     page_table,
     sinks,
     q_scale,

@@ -1,7 +1,7 @@
 """MLA over a paged cache of latents, for decode and extend.
 
-All heads read the same keys, and values are the first columns of the keys, so that one load of a block of latents feeds both dots.
-Row r of a sequence is token ``r // heads`` and head ``r % heads``: 128 heads make two full tiles of 64 rows for one token.
+All heads read the same keys, and values are the first columns of the keys. So one load of a block of latents feeds both dots. Row r
+of a sequence is token ``r // heads`` and head ``r % heads``. With 128 heads, one token fills two tiles of 64 rows.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Tile(NamedTuple):
     Attributes:
         block_m, block_n: rows of a tile, and keys per block.
         num_warps, num_stages: warps of a program, and pipeline stages of the loop.
-        transposed: swap-AB: keys are the rows (M) of the scores, and latent columns the rows of the accumulator. Few queries then
-            fill MMAs whose M is at least 64.
-        apart: each dot gets its own warp layout, see `attend_latent_kernel`.
-        parts: ranges of a block's keys with separate row sums, one per group of warps that holds those keys. The row sums are
-            added after the loop.
+        transposed: swap-AB: keys are the rows (M) of the scores, and latent columns the rows of the accumulator. MMAs whose M is at
+            least 64 are then full even with few queries.
+        apart: each of the two dots has its own warp layout, see `attend_latent_kernel`.
+        parts: the number of ranges of a block's keys with separate row sums. Each range belongs to a group of warps. The row sums
+            are added after the loop.
     """
 
     block_m: int
@@ -105,7 +105,7 @@ _TILES = {
         32: Tile(32, 64, 8, 2, transposed=True, apart=True, parts=4),
         64: Tile(64, 64, 8, 2, apart=True, parts=2),
     },
-    # Tiles that fit into 64 KB of shared memory, and elsewhere tiles that spill no registers.
+    # Tiles that fit into 64 KB of shared memory (gfx942), or that spill no registers (other architectures).
     "gfx942": {16: Tile(16, 32, 4, 1)},
     "gfx950": {16: Tile(16, 32, 4, 1)},
     "any": {16: Tile(16, 64, 8, 2)},
@@ -163,7 +163,7 @@ def attend_latent(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens over a cache of latents: ``max_seqlen_q`` tokens per sequence, or as in ``cu_seqlens_q``.
 
-    ``sparse``: every token is a sequence of its own, whose keys are the slots in its row of ``page_table``.
+    ``sparse``: every token counts as a sequence. Its keys are the slots in its row of ``page_table``.
     """
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape
@@ -177,7 +177,8 @@ def attend_latent(
     dtype = output_dtype(q)
     dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
     rows = min(max_seqlen_q, tokens) * heads
-    # With cu_seqlens_q the bound varies between calls. It is rounded up, because the merge kernel is compiled for each bound.
+    # With cu_seqlens_q the bound varies between calls. The bound is rounded up, because the merge kernel is compiled for each
+    # bound.
     q_bound = max_seqlen_q if cu_seqlens_q is None else next_power_of_2(min(max_seqlen_q, tokens))
     rope = width - kv_lora_rank
     block_c = next_power_of_2(max(16, kv_lora_rank))

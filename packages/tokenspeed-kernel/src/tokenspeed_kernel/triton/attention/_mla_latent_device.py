@@ -25,7 +25,7 @@ from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 
 @triton.jit
 def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
-    """``q @ k.T + acc`` [M, N], or its transpose."""
+    """``q @ k.T + acc`` [M, N]; with TRANSPOSED, its transpose."""
     if TRANSPOSED:
         dots = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
     else:
@@ -61,8 +61,8 @@ class Tile(NamedTuple):
     Fields:
         row, real: the rows, and which of them exist.
         token, head: each row's token and head.
-        position, last: the query's position, and the last key up to which it sees all keys.
-        nodes: the query's mask in the draft tree; not read without trees.
+        position, last: the query's position, and the last key of the range in which it sees every key.
+        nodes: each query's mask in the draft tree; not read without trees.
     """
 
     row: Any
@@ -75,7 +75,7 @@ class Tile(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which keys a program reads.
+    """The range of keys that a program reads.
 
     Fields:
         length: the sequence's keys.
@@ -95,7 +95,9 @@ class Reach(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Latents and rotary parts: of queries [M, C] and [M, R], or of a block of keys. ``rope`` is not read without rotary parts."""
+    """Latents and rotary parts: of queries [M, C] and [M, R], or of a block of keys. ``rope`` is not read if there are no rotary
+    parts.
+    """
 
     latent: Any
     rope: Any
@@ -110,8 +112,8 @@ class Addresses(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """The latent cache ``[pages, slots, rank + rope]``. With groups its rows are latents only, whose scales and rotary parts are
-    in tensors of their own (None without groups)."""
+    """The latent cache ``[pages, slots, rank + rope]``. With groups, the cache's rows are latents only. Scales and rotary parts are
+    then in two separate tensors (None without groups)."""
 
     first: Any
     page_stride: Any
@@ -123,7 +125,7 @@ class LatentCache(NamedTuple):
 
 @triton.constexpr_function
 def _blocks_in_pages(shape, groups, tile):
-    """Whether each block of keys is in one page, so that one page number gives its addresses."""
+    """Whether each block of keys is in one page. One page number then gives the addresses of the whole block."""
     return not shape.sparse and groups is None and shape.page_size % tile.block_n == 0
 
 
@@ -153,11 +155,12 @@ def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
     if SHAPE.sparse:
-        # This is 0 too, but the compiler does not know, and keeps `_attend`'s branches. Without them it spills 480 bytes.
+        # begin is always 0, but the compiler does not know this, and so keeps `_attend`'s branches. Without these branches the
+        # kernel spills 480 bytes.
         begin = tl.minimum(length, 0)
     low = begin
     if SHAPE.windowed:
-        # The distance of a tree node to the preceding tokens is its depth, which may be 0.
+        # A tree node may be at distance 0 from the preceding tokens, because its depth gives its distance.
         oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
         low = tl.maximum(length - q_len + oldest - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
@@ -203,7 +206,7 @@ def _scaling_of(multiplier, cap_log2, q_scale, kv_scale):
 
 @triton.jit
 def _nothing_yet(TILE: tl.constexpr):
-    """``(state, acc)`` before the first block. The accumulator is [M, C], or its transpose."""
+    """``(state, acc)`` before the first block. The accumulator is [M, C], or [C, M] if transposed."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_C: tl.constexpr = TILE.block_c
     PARTS: tl.constexpr = TILE.parts
@@ -220,7 +223,7 @@ def _nothing_yet(TILE: tl.constexpr):
 
 @triton.jit
 def _first_lookup(pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """What the page table says of the first block: its keys' slots (sparse), or its page (blocks in pages). Else not read."""
+    """The page table's entries for the first block: its keys' slots (sparse), or its page (blocks in pages). Else not read."""
     BLOCK_N: tl.constexpr = TILE.block_n
     found = reach.begin * 0
     if SHAPE.sparse:
@@ -245,12 +248,12 @@ def _next_lookup(found, block, pages, page_stride, reach, SHAPE: tl.constexpr, G
 
 @triton.jit
 def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The `Addresses` of a block. ``found``: what `_first_lookup` or `_next_lookup` found for it."""
+    """The `Addresses` of a block. ``found``: the result of `_first_lookup` or `_next_lookup` for this block."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     BLOCK_N: tl.constexpr = TILE.block_n
     c = tl.arange(0, TILE.block_c)
     r = tl.arange(0, TILE.block_r)
-    # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
+    # A key that no query sees may be NaN. The program reads the nearest visible key instead.
     held = tl.minimum(tl.arange(0, BLOCK_N), reach.seen - 1 - block * BLOCK_N)
     if SHAPE.windowed:
         held = tl.maximum(held, reach.low - block * BLOCK_N)
@@ -281,7 +284,7 @@ def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constex
 
 @triton.jit
 def _load_keys(at, named, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """Loads a block of keys as they are stored: `Latents`, and their scales [N, C / group], or 1 without groups.
+    """Loads a block of keys as stored: `Latents`, and their scales [N, C / group]; without groups, 1.
 
     ``named``: which keys an index names, if indices choose the keys. A slot that no index names may hold NaN.
     """
@@ -335,9 +338,9 @@ def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMA
 def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
     """The dot products of a block [M, N]."""
     if TILE.apart:
-        # These conditions always hold, too. The compiler chooses a dot's warp layout by the uses of its result, up to the
-        # end of a branch. The layout for the second dot would put all warps in one column, and the two halves of the warps
-        # would compute the same scores. The branches that never run hold code that is too expensive to be hoisted.
+        # These conditions also always hold. The compiler chooses a dot's warp layout by the uses of its result, up to the end of a
+        # branch. With the layout for the second dot, all warps would be in one column, and both halves of the warps would compute
+        # the same scores. The else branch never runs. Its code is too expensive to be hoisted, so the branch remains.
         if block < end:
             dots = _scores(queries.rope, keys.rope, 0.0, TILE.transposed)
         else:
@@ -414,7 +417,7 @@ def _attend(
         found = _next_lookup(found, block, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
         stored, scale = _load_keys(at, named, SHAPE, GROUPS, TILE)
         # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
-        # during the dots. Without the branch it places those loads after the dots.
+        # during the dots. Without the branch, the compiler places those loads after the dots.
         if block >= reach.begin:
             keys = _dequantised(stored, scale, SHAPE, GROUPS, FORMATS)
             dots = _qk_mma(block, queries, keys, reach.end, SHAPE.rope, TILE)
@@ -459,13 +462,13 @@ def attend_latent_kernel(
     rope_cache,  # [pages, PAGE_SIZE, ROPE], or None
     page_table,  # [batch, max_pages]
     cache_seqlens,
-    cu_seqlens_q,  # None where every sequence has Q_LEN queries
+    cu_seqlens_q,  # None if every sequence has Q_LEN queries
     tree_mask,  # int64 [tokens], or None
     q_scale,
     kv_scale,
     out,
     lse,
-    work_items,  # those of a `Schedule`, or None where every sequence is one work item
+    work_items,  # the work items of a `Schedule`, or None if every sequence is one work item
     partial,
     partial_lse,
     q_stride_t, q_stride_h, q_stride_d,
@@ -484,7 +487,7 @@ def attend_latent_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the rows of a sequence, over all of its keys or over the keys of one work item."""
+    """One tile of a sequence's rows. Attends to all keys of the sequence, or to the keys of one work item."""
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
@@ -494,7 +497,7 @@ def attend_latent_kernel(
     if TILE.early:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # wait for the schedule
-    # Tiles of the same keys are adjacent in the grid, so that the second tile's loads hit L2.
+    # Tiles that read the same keys are adjacent in the grid, so that the second tile's loads hit L2.
     sequence = tl.program_id(0) // tiles
     number = tl.program_id(0) % tiles
     work_item = None

@@ -1,8 +1,8 @@
-"""The split-KV schedule of MLA, computed on the device: which program attends to which keys of which sequence.
+"""The split-KV schedule of MLA: which program attends to which keys of which sequence. Computed on the device.
 
-Programs are large here: one per SM/CU, and a last wave of few programs takes as long as a full wave. The kernel therefore compares
-several sizes of a work item (blocks of keys, see `_split_kv`), and uses the one whose waves take the least time. The schedule is a
-table that the attention programs read.
+These programs are large: one per SM/CU. So a last wave of few programs takes as long as a full wave. The kernel therefore compares
+several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the least time. The schedule
+is a table that the attention programs read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Schedule(NamedTuple):
     """Work items of all sequences.
 
     Attributes:
-        work_items: int32 ``[work items, 4]``: sequence (-1: unused), first block, end block (exclusive), and index of the partial
-            result (-1: the only work item of its sequence, which writes the final result).
+        work_items: int32 ``[work items, 4]``: the sequence (-1: unused), the first block, the end block (exclusive), and the index
+            of the partial result. Index -1 marks the only work item of its sequence, which writes the final result.
         parts: int32 ``[batch, 2]``: index of the first partial result of a sequence, and their number (1: not split).
         plan: bounds of the partial results, in total and per sequence.
     """

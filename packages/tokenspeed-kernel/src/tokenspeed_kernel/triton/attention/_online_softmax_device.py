@@ -1,11 +1,10 @@
 """Device code of the online softmax of all attention kernels: scores, one step over a block of keys, and the epilogue.
 
-Everything is in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier =
-softmax_scale * log2(e)`` a score is ``dots * multiplier``, and its weight is ``exp2(score - row_max)``. With a logit cap
-``multiplier`` is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(dots *
-multiplier)``.
+Everything is in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier = softmax_scale
+* log2(e)``, a score is ``dots * multiplier``. The weight of a score is ``exp2(score - row_max)``. With a logit cap ``multiplier``
+is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(dots * multiplier)``.
 
-A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``, and no step makes it NaN.
+A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``. No step makes such a row NaN.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 class Scaling(NamedTuple):
-    """How dot products q·k become scores, see above. ``cap_log2`` is not read without a cap."""
+    """The parameters that convert dot products q·k to scores, see above. ``cap_log2`` is not read without a logit cap."""
 
     multiplier: Any
     cap_log2: Any
 
 
 class Softmax(NamedTuple):
-    """The state of rows, float32 [M] each: the largest score so far (row max), and the sum of weights relative to it (row sum)."""
+    """The state of rows, float32 [M] each: the largest score so far (row max), and the sum of the weights relative to the row max
+    (row sum).
+    """
 
     row_max: Any
     row_sum: Any
@@ -50,7 +51,7 @@ def tanh(x):
 def scale_scores(dots, scaling, HAS_CAP: tl.constexpr):
     """Returns ``(scores, factor)``: the base-2 scores are ``scores * factor``, and factor is positive.
 
-    Without a cap, scores are the unscaled dot products, so that scaling and subtraction of the row max become one FMA.
+    Without a cap, scores remain unscaled dot products. Scaling and subtraction of the row max then become one FMA.
     """
     if HAS_CAP:
         scores = scaling.cap_log2 * tanh(dots * scaling.multiplier)
@@ -91,7 +92,7 @@ def join_sink(state, sink):
 
 @triton.jit
 def finite_or_zero(row_max):
-    """The row max, or 0 for a row that has seen no key, so that ``score - shift`` is never NaN."""
+    """The row max; 0 for a row that has seen no key, so that ``score - shift`` is never NaN."""
     return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
@@ -109,5 +110,5 @@ def log_sum_exp(state):
 
 @triton.jit
 def reciprocal_of(row_sum):
-    """``1 / row_sum``, or 1 for a row that has seen no key, whose accumulator is 0."""
+    """``1 / row_sum``; 1 for a row that has seen no key, whose accumulator is 0."""
     return 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)

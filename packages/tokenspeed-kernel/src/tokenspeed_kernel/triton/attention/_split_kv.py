@@ -1,13 +1,13 @@
 """Split-KV for paged decode, planned on the device.
 
-A work item is a range of blocks of keys of one sequence. One program per KV head (or per tile of query rows) processes it. The
-number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host values
-(`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and balanced
-when lengths change.
+A work item is a range of blocks of keys of one sequence. One program per KV head (or per tile of query rows) processes the work
+item. The number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host
+values (`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and
+balanced when lengths change.
 
 A work item has at most ``max_blocks`` blocks, the same limit for every sequence (`blocks_per_work_item`). The work items of one
-sequence differ by at most one block. Each stores a normalised partial output and its LSE in float32, and `merge_partials` merges
-the partial outputs in a fixed order. A sequence with a single work item needs no merge: its programs write the final result.
+sequence differ by at most one block. Each work item stores a normalised partial output and its LSE in float32. `merge_partials`
+merges the partial outputs in a fixed order. A sequence with a single work item needs no merge: its programs write the final result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ device_code = DeviceModule(__name__ + "_device")
 
 _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 per thread
-_FEW = 4  # programs per SM/CU that run in the time of one
-_MANY = 256  # the same, for programs that return at once
+_FEW = 4  # how many programs per SM/CU run in the time of one
+_MANY = 256  # how many programs per SM/CU that return at once run in the time of one
 
 
 class Walk(NamedTuple):
@@ -72,8 +72,8 @@ class SplitPlan(NamedTuple):
         least: fewest blocks of a work item.
         wave: work items that run concurrently. A batch with little work is split into this many.
         waves_work_items: work items that a batch with much work is split into.
-        long: blocks of a work item that amortise its overhead. Work items are not longer, unless ``waves_work_items`` of them would
-            not cover the work.
+        long: how many blocks a work item needs to amortise its overhead. Work items are at most this long, unless
+            ``waves_work_items`` of them would not cover the work.
         at_once: lengths read at a time.
     """
 
@@ -110,7 +110,7 @@ def plan_work_items(
         at_once: programs that the device runs concurrently.
         waves: waves of programs for a batch with much work.
         long, least: see `SplitPlan`.
-        whole: no sequence is split if none can have more blocks than this.
+        whole: if no sequence can have more blocks than this, no sequence is split.
     """
     wave = max(1, at_once // heads)
     waves_work_items = wave * waves
@@ -139,21 +139,22 @@ def merge_partials(
     """Merges the partial results of every split sequence, and adds the sinks.
 
     Args:
-        walk: the `Walk` of the attention kernel; ``capacity`` and ``window_left`` are also the same.
+        walk: the `Walk` of the attention kernel; ``capacity`` and ``window_left`` are also the attention kernel's.
         partial, partial_lse: from `SplitPlan.partials`, filled; the LSE in base 2 and without sinks. Row r of head h is token
             ``r // group`` and query head ``h * group + r % group`` of the sequence.
         capacity: upper bound of lengths, in tokens.
         lse: contiguous.
-        cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more are skipped.
-        parts: int32 ``[batch, 2]``, the index of the first partial result of a sequence and their number (1: not split), if another
-            kernel has computed them.
+        cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more queries are
+            skipped.
+        parts: int32 ``[batch, 2]``, given if another kernel has computed them: the index of a sequence's first partial result, and
+            the number of its partial results (1: not split).
         early: whether to launch with PDL; the device waits for the kernel that writes the partial results.
     """
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
-    # With few sequences a program merges one row, all of its partial results at once. With more sequences it merges all rows of a
-    # head, and with many several heads: few sequences are split then, and most programs only find that theirs is not. ``parts``
-    # makes that check cheaper.
+    # With few sequences, a program merges all partial results of one row at once. With more sequences a program merges all rows of
+    # a head, and with many sequences several heads. Few sequences are split then, and most programs only find that their sequence
+    # is not. ``parts`` makes that check cheaper.
     programs = (_FEW if parts is None else _MANY) * multiprocessors
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))

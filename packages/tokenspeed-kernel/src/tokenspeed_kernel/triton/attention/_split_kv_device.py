@@ -12,15 +12,15 @@ from tokenspeed_kernel.triton.views_device import Rows, row_of
 
 
 class Lengths(NamedTuple):
-    """How many keys each sequence has.
+    """The number of keys of each sequence.
 
     Fields:
         cache_seqlens: int32 [batch].
-        cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. A sequence with no or more
-            new tokens is skipped: it counts as one without keys.
+        cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. Sequences with more new
+            tokens, or with none, are skipped: they count as sequences without keys.
         batch: sequences.
         capacity: keys that the page table has room for. Lengths are clamped to it.
-        window_left: with a window, keys before its own position that a query sees.
+        window_left: with a window, how many keys before its own position a query sees.
     """
 
     cache_seqlens: Any
@@ -76,7 +76,7 @@ def _eligible_lengths(lengths, start, end, WALK: tl.constexpr):
 
 @triton.jit
 def eligible_length(lengths, sequence, WALK: tl.constexpr):
-    """The length of one sequence; 0 if it is skipped."""
+    """The length of one sequence; 0 for a skipped sequence."""
     length = tl.minimum(tl.maximum(tl.load(lengths.cache_seqlens + sequence), 0), lengths.capacity)
     if lengths.cu_seqlens_q is not None:
         new = tl.load(lengths.cu_seqlens_q + sequence + 1) - tl.load(lengths.cu_seqlens_q + sequence)
@@ -99,7 +99,9 @@ def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_of(blocks, max_blocks):
-    """The number of work items of a sequence. A sequence without keys has one, whose programs write the result over no keys."""
+    """The number of work items of a sequence. A sequence without keys has one work item, whose programs write the result over no
+    keys.
+    """
     return tl.maximum((blocks + max_blocks - 1) // max_blocks, 1)
 
 
@@ -140,7 +142,7 @@ def merge_units_kernel(
     sinks,  # [heads * group] or None
     cache_seqlens,
     cu_seqlens_q,
-    parts,  # int32 [batch, 2]: the first partial result and their number, or None where they follow from the lengths
+    parts,  # int32 [batch, 2]: index of the first partial result and number of partial results; None if the lengths determine both
     batch, capacity, window_left,
     least, wave, waves_work_items, long,
     out_token_stride, out_head_stride, out_dim_stride,
@@ -162,7 +164,7 @@ def merge_units_kernel(
         max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
         work_items = work_items_of(blocks_of(eligible_length(lengths, sequence, WALK), window_left, WALK), max_blocks)
         first = work_items_before(sequence, max_blocks, lengths, WALK)
-    if MERGE.early:  # the attention kernel may still run up to here; all programs wait for it before they return
+    if MERGE.early:  # the attention kernel may still run up to here; all programs wait for its end before they return
         tl.extra.cuda.gdc_wait()
     if parts is not None:
         first = tl.load(parts + sequence * 2)

@@ -1,4 +1,4 @@
-"""Slow path of the top-k search, for a row whose lists do not determine the threshold. One program per row.
+"""Slow path of the top-k search, for rows whose lists do not determine the threshold. One program per row.
 
 The *threshold* is the smallest chosen score. A sample of the row brackets it, and few scores lie in the bracket. The code compares
 int32 keys that sort as the scores do, see `sort_key`.
@@ -29,7 +29,7 @@ def keys_at(scores, at, length, key_stride):
 
 @triton.jit
 def _unsigned(key):
-    """A uint32 that sorts like the key, so that the difference of two keys fits into uint32."""
+    """A uint32 that sorts like the key. The difference of two such values fits into uint32."""
     return (key.to(tl.int64) - NO_KEY).to(tl.uint32)
 
 
@@ -47,8 +47,10 @@ def _third(low, high, i):
 
 @triton.jit
 def _reaching_thirds(keys, low, high):
-    """How many of fewer than 2^15 keys reach the second, and how many reach the last third of the range low to high: int32."""
-    # Both counts are packed into one int32, so that one reduction adds them.
+    """Splits the range low to high into thirds. Returns how many keys reach the second third, and how many reach the last: int32.
+    Fewer than 2^15 keys.
+    """
+    # Both counts are packed into one int32, so that one reduction sums both.
     reaching = (keys >= _as_key(_third(low, high, 1))).to(tl.int32)
     reaching += tl.where(keys >= _as_key(_third(low, high, 2)), 1 << 16, 0)
     total = tl.sum(reaching, axis=0)
@@ -57,9 +59,10 @@ def _reaching_thirds(keys, low, high):
 
 @triton.jit
 def _third_that_holds(low, high, second, last, wanted):
-    """The third of the range low to high that contains the largest value that ``wanted`` keys reach.
+    """One step of the search for the largest value that ``wanted`` keys reach: the third of low to high that contains this value.
 
-    ``second``, ``last``: the number of keys that reach those thirds. Returns the third's low and high, and its index 0 to 2.
+    ``second``, ``last``: the numbers of keys that reach the second third and the last third. Returns the third's low and high, and
+    its index 0 to 2.
     """
     held = (second >= wanted).to(tl.uint32) + (last >= wanted).to(tl.uint32)
     end = tl.where(held == 2, high, tl.maximum(_third(low, high, held + 1) - 1, low))
@@ -68,9 +71,10 @@ def _third_that_holds(low, high, second, last, wanted):
 
 @triton.jit
 def wanted_key(keys, low, wanted, spare):
-    """The largest key that at least ``wanted`` of the keys reach, or a lower key that up to ``spare`` more keys reach.
+    """The largest value that at least ``wanted`` of the keys reach. May return a lower value if at most ``spare`` more keys reach
+    it.
 
-    A ternary search. `threshold_of` compares each key with all parts of the range at once, which takes too many registers here.
+    A ternary search. `threshold_of` compares each key with all parts of the range at once. That would take too many registers here.
 
     Args:
         keys: int32, fewer than 2^15.
@@ -91,7 +95,7 @@ def wanted_key(keys, low, wanted, spare):
 
 @triton.jit
 def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A range of keys, int64, that very likely contains the threshold, and few other keys of the row."""
+    """A range of keys, int64. Very likely, the range contains the threshold and few other keys of the row."""
     SAMPLE: tl.constexpr = SEARCH.sample
     stride = (length + SAMPLE - 1) // SAMPLE
     keys = keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
@@ -114,7 +118,7 @@ def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.constexpr):
-    """Writes the keys from low to high to candidates, as many as fit.
+    """Writes the keys between low and high to candidates, as many as fit.
 
     Returns:
         int32: the number of keys above high, from low to high, and above the key of -inf.
@@ -137,7 +141,7 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """One ternary-search step: the third of the range that contains the threshold, if the range does."""
+    """One ternary-search step: the third that contains the threshold, provided that the range contains the threshold."""
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     second = length * 0
     last = length * 0
@@ -158,7 +162,7 @@ def search_row(scores, length, key_stride, top_k, candidates, SEARCH: tl.constex
         candidates: int64 ``[SEARCH.lanes]``, overwritten.
 
     Returns:
-        int64, the key of the threshold, or that of -inf if at most ``top_k`` scores are above -inf; int32, how many of its ties are
+        int64, the threshold's key; the key of -inf if at most ``top_k`` scores are above -inf. int32, how many of the ties are
         chosen.
     """
     CANDIDATES: tl.constexpr = SEARCH.lanes

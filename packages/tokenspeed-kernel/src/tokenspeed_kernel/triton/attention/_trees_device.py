@@ -1,4 +1,4 @@
-"""Device code of attention of draft trees: a node sees the tree's prefix, its ancestors and itself, see `_softmax.tree_visible`."""
+"""Device code of draft trees' attention. A node sees the tree's prefix, its ancestors and itself, see `_softmax.tree_visible`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenspeed_kernel.triton.common_device import bits_of
 
 @triton.jit
 def placed(masks, position, first):
-    """``(position, last)`` of queries: the position (by depth, for nodes), and the last key up to which they see all keys.
+    """``(position, last)`` of queries. A node's position follows from its depth. ``last`` is the last key of the range in which the
+    query sees every key.
 
     Queries with a nonzero mask are tree nodes. A window may hide some of the keys up to ``last``. ``first``: the position of the
     first new token.
@@ -21,7 +22,7 @@ def placed(masks, position, first):
 
 @triton.jit
 def continued(masks, key, first, length):
-    """Which keys are new tokens that a query sees as a tree node."""
+    """Which keys are new tokens that a tree node sees."""
     new = key - first
     there = (new >= 0) & (new < 64) & (key < length)
     bit = tl.where(there, new, 0)

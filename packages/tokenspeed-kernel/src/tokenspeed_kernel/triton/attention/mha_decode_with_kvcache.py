@@ -1,8 +1,8 @@
 """Decode attention of the newest tokens over a paged cache.
 
-All query heads of a KV head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. The kernel is
-memory-bound: a program has one or a few warps, several programs share an SM/CU, and each keeps several blocks of keys and values in
-flight. Long sequences are split over programs, see `_split_kv`.
+One tile holds all query heads of a KV head and all new tokens of a sequence, so that each key is read once. The kernel is
+memory-bound. A program has one or a few warps, and several programs share an SM/CU. Each program keeps several blocks of keys and
+values in flight. Long sequences are split over programs, see `_split_kv`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Config(NamedTuple):
-    """How a program loops over its keys, and how work is split.
+    """How a program loops over its keys, and how work is split over programs.
 
     The figures beside the constants are microseconds on an H200, in a CUDA graph, with 64 query heads and 8 KV heads of dimension
     64, bfloat16, pages of 64, unless stated otherwise. "64 x 8K" means 64 sequences of 8192 tokens.
@@ -48,10 +48,11 @@ class Config(NamedTuple):
     Attributes:
         block_n: keys per block.
         num_warps: warps of a program.
-        num_stages: pipeline stages of the loop. Half of them cover the loads of page numbers, half those of keys and values.
+        num_stages: pipeline stages of the loop. Half of the stages cover the loads of page numbers, half the loads of keys and
+            values.
         resident: programs per SM/CU.
         waves: waves of programs, for a batch with much work.
-        long: keys of a program that amortise its prologue and epilogue.
+        long: how many keys a program needs to amortise its prologue and epilogue.
         least: fewest keys of a program, if the sequence has that many.
         whole: sequences of at most this many keys are never split.
     """
@@ -68,7 +69,7 @@ class Config(NamedTuple):
 
 # Shared memory per SM/CU. The pipeline stages of keys and values take most of it.
 _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103": 225_000, "amd": 64_000, "any": 98_000}
-_OTHER_BYTES = 4_000  # shared memory of a program besides those stages
+_OTHER_BYTES = 4_000  # a program's shared memory besides the pipeline stages
 
 
 class Measured(NamedTuple):
@@ -87,19 +88,18 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     ``lean``: the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd operands.
     """
     room = for_architecture(_SHARED_BYTES, device)
-    # 64 keys per block: 16 x 8K takes 72, or 76 with 32 keys and 75 with 128 keys; 64 x 1K takes 38, or 43 with 128 keys.
-    # Three buffers (7 stages): 16 x 8K takes 72, or 86 with two buffers (5 stages) and 83 with four (9 stages), because fewer
-    # programs are resident. Tiles with many rows and keys 128 wide (64 query heads on one KV head, 64 x 4K): four buffers 47, three
-    # 56.
+    # 64 keys per block: 16 x 8K takes 72 us (32 keys: 76, 128 keys: 75); 64 x 1K takes 38 us (128 keys: 43). Three buffers (7
+    # stages): 16 x 8K takes 72 us. Two buffers (5 stages) take 86 and four (9 stages) take 83, because fewer programs are resident.
+    # Tiles with many rows and keys 128 wide (64 query heads on one KV head, 64 x 4K): four buffers 47, three 56.
     block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
     if rows > 32 or key_bytes > 512:
         num_warps = 4  # for the tile's registers; 64 rows: 297, or 341 with two warps
     else:
-        # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. One warp spills registers if not lean.
+        # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. Unless lean, one warp spills registers.
         num_warps = 1 if lean and key_bytes <= 256 else 2
     if dtype == torch.float32:  # no tensor cores: dots take registers
         block_n, num_warps = 32, 8 if rows > 32 else 4
-    if platform_of(device).is_amd:  # not measured: compiles without register spills
+    if platform_of(device).is_amd:  # AMD was not measured; compiles without register spills
         num_warps, num_stages = 4, 2
     while block_n > 16 and block_n * key_bytes > 32_768:  # dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
         block_n //= 2
@@ -116,7 +116,7 @@ class Formats(NamedTuple):
     Attributes:
         dtype: Triton's dtype of the dots' operands.
         rescaled: whether queries are scaled into float16's range by a power of two, which multiplies the scores again.
-        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8` and `_fp8_pairs`; None where they are not 8-bit.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8` and `_fp8_pairs`; None for other dtypes.
         pairs: whether the cache is read as pairs of 8-bit values.
     """
 
@@ -131,7 +131,7 @@ class Tile(NamedTuple):
     """The constants of a program.
 
     Attributes:
-        packed: KV heads that the program treats as one wide head.
+        packed: the number of KV heads that the program treats as one wide head.
         split: whether a sequence may have several work items.
         alike: whether both caches have the same page and slot strides.
         far: whether offsets within a cache need 64 bits.
@@ -160,7 +160,9 @@ _PACKED_BYTES = 128
 
 
 def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
-    """How many KV heads of ``rows`` query rows share a program. They must fit into the smallest tile and be adjacent in memory."""
+    """How many KV heads, of ``rows`` query rows each, share a program. These heads' rows must fit into the smallest tile, and the
+    heads must be adjacent in memory.
+    """
     packed, heads = 1, k_cache.shape[2]
     for cache in (k_cache, v_cache):
         dim = cache.shape[3]
@@ -260,8 +262,8 @@ def attend_newest(
     """Attention of a few new tokens per sequence, written to ``out`` and ``lse``.
 
     Args:
-        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise sequences with more are skipped: nothing is
-            written for them.
+        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. With cu_seqlens_q, sequences with more new tokens are
+            skipped: nothing is written for them.
         tree_mask: as in `mha_with_kvcache`.
     """
     if cache_seqlens.shape[0] == 0 or (out.numel() == 0 and (lse is None or lse.numel() == 0)):

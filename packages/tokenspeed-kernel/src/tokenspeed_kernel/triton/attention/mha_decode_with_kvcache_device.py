@@ -35,7 +35,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
-    """Divides queries by a power of two that brings them into float16's range. Returns the queries and the power of two."""
+    """Divides queries by a power of two, so that they fit float16's range. Returns the queries and the power of two."""
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)
@@ -100,11 +100,11 @@ class QueryRows(NamedTuple):
 
     Fields:
         head, own: the program's first KV head, and each row's head among the packed heads.
-        row, real: each row's index within its KV head, and which rows exist.
+        row, real: each row's index within its KV head, and whether the row exists.
         token, q_head: each row's token and query head.
-        position, last: the query's position, and the last key up to which it sees all keys.
+        position, last: the query's position, and the last key of the range in which it sees every key.
         first_new: the position of the first new token.
-        nodes: the query's mask in the draft tree; not read without trees.
+        nodes: each query's mask in the draft tree; not read without trees.
     """
 
     head: Any
@@ -123,9 +123,9 @@ class Queries(NamedTuple):
     """Queries [M, D] in the dtype of the dots.
 
     Fields:
-        even, odd: the columns; ``odd`` is not read unless the cache is read in pairs.
+        even, odd: the even and odd columns; ``odd`` is read only if the cache is read in pairs.
         scaling: the `Scaling` of dot products.
-        row_scale: float32 [M], a further factor of dot products. It is read if packed heads have their own scales.
+        row_scale: float32 [M], a further factor of each row's scores; read if packed heads have their own scales.
     """
 
     even: Any
@@ -135,7 +135,7 @@ class Queries(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """The weighted sums of values [M, W]; ``odd`` is not read unless the cache is read in pairs."""
+    """The weighted sums of values [M, W]; ``odd`` is read only if the cache is read in pairs."""
 
     even: Any
     odd: Any
@@ -149,7 +149,7 @@ def _scaled_by_row(shape, tile):
 
 @triton.jit
 def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constexpr, SPLIT: tl.constexpr):
-    """The `WorkItem` with this number among those of its sequence, which differ by at most one block."""
+    """The `WorkItem` of this index within its sequence. A sequence's work items differ by at most one block."""
     length = eligible_length(lengths, sequence, WALK)
     first = first_block(length, lengths.window_left, WALK)
     blocks = blocks_of(length, lengths.window_left, WALK)
@@ -193,7 +193,7 @@ def _query_rows(
 
 @triton.jit
 def _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """Loads the queries of a program. With packed heads a query is 0 in the columns of other heads."""
+    """Loads the queries of a program. If heads are packed, a query is 0 in the columns of other heads."""
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     PAIRS: tl.constexpr = FORMATS.pairs
@@ -224,7 +224,9 @@ def _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE: tl.constexp
 
 @triton.jit
 def _scaled(multiplier, row_scale, scale, STRIDE: tl.constexpr, rows, BY_ROW: tl.constexpr):
-    """``(multiplier, row_scale)``, the latter times the scales of packed heads, or the former times the scale of the one head."""
+    """``(multiplier, row_scale)`` times a scale. With packed heads, their scales multiply row_scale; otherwise the head's scale
+    multiplies multiplier.
+    """
     if scale is not None:
         if BY_ROW:
             row_scale *= tl.load(scale + (rows.head + rows.own) * STRIDE, mask=rows.real, other=1.0)
@@ -251,7 +253,7 @@ def _load_block(
 ):
     """Loads a block of keys and values as they are stored: ``(k, v)``.
 
-    A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
+    A key that no query sees may be NaN. The program reads the nearest visible key instead.
     """
     PAIRS: tl.constexpr = FORMATS.pairs
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
@@ -264,7 +266,8 @@ def _load_block(
     if PAGE_SIZE % BLOCK_N == 0:
         seen = block
         if WALK.windowed and lengths.cu_seqlens_q is not None:
-            # Work items begin at the window of `Walk.q_len` new tokens. With fewer new tokens, the first page may have been freed.
+            # Work items begin at the window of `Walk.q_len` new tokens. If a sequence has fewer new tokens, its first page may have
+            # been freed.
             seen = tl.maximum(block, item.low // BLOCK_N)
         page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * page_stride)
     else:
@@ -344,7 +347,9 @@ def _attend(
 
 @triton.jit
 def _columns_of(acc, v_scale, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """``(acc, w, stored)``: the accumulator [M, W] times the scales of v, its columns of a head's values, and which are stored."""
+    """``(acc, w, stored)``: the accumulator [M, W] times the scales of v, the index of each column in its head's values, and which
+    columns are stored.
+    """
     PAIRS: tl.constexpr = FORMATS.pairs
     w = tl.arange(0, TILE.block_w)
     sums = acc.even
@@ -388,7 +393,7 @@ def decode_kernel(
     v_cache,  # [pages, page_size, heads, v_head_dim]
     page_table,  # [batch, max_pages]
     cache_seqlens,
-    cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with no or more new tokens are skipped
+    cu_seqlens_q,  # None if every sequence has q_len new tokens; otherwise sequences with more, or with none, are skipped
     sinks,
     tree_mask,  # int64 [tokens], or None
     q_scale,
@@ -411,11 +416,11 @@ def decode_kernel(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program of a work item: a tile of the query rows of one KV head (or of several), over the work item's range of keys.
+    """One program of a work item. Attends from a tile of query rows, of one KV head or of several, to the work item's keys.
 
     If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
-    head's columns of the result are kept. The tile is no larger than for one head, and memory accesses are longer. An infinite key
-    of one head therefore also makes the results of the other heads of its program NaN.
+    head's columns of the result are stored. The tile is no larger than for one head, and memory accesses are longer. Therefore an
+    infinite key of one head makes the results of the program's other heads NaN as well.
     """
     GROUP: tl.constexpr = SHAPE.group
     PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed
@@ -430,7 +435,7 @@ def decode_kernel(
     if TILE.early:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Programs of all heads of the same tokens are adjacent in the grid, because their keys are adjacent in memory.
+    # Programs of all heads of the same tokens are adjacent in the grid, because the keys of these heads are adjacent in memory.
     work_item = tl.program_id(0) // (PROGRAMS * TILES)
     head = tl.program_id(0) // TILES % PROGRAMS * TILE.packed
     tile = tl.program_id(0) % TILES

@@ -44,7 +44,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_extend_with_kvcache`. Only the device reads lengths."""
+    """See `tokenspeed_kernel.mha_extend_with_kvcache`. Lengths are read on the device only."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
@@ -93,7 +93,7 @@ def attend_stretches(
     lse: Tensor | None,
     shortest: int = 1,
 ) -> None:
-    """Writes out and lse for sequences with at least ``shortest`` new tokens, and skips the others."""
+    """Writes out and lse for sequences with at least ``shortest`` new tokens, and skips all other sequences."""
     tokens, _, head_dim = q.shape
     call = Call(
         q=q,

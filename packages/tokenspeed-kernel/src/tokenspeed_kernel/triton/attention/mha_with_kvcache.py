@@ -1,7 +1,8 @@
 """Attention of a mixed batch over a paged cache.
 
 Sequences with few new tokens use the decode kernel with split-KV. Sequences with more use the extend kernel with tiles of queries.
-Each kernel skips the other's sequences on the device. If a window leaves few keys, the extend kernel handles all sequences.
+Each kernel skips the sequences of the other kernel, on the device. If a window leaves few keys, the extend kernel handles all
+sequences.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def mha_with_kvcache(
     tree_mask: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_with_kvcache`. Only the device reads lengths."""
+    """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))

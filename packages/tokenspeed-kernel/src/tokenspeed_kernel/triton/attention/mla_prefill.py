@@ -1,4 +1,4 @@
-"""MLA prefill, by the kernels of multi-head attention. Keys are wider than values, and each query head has its own KV head."""
+"""MLA prefill, by the kernels of multi-head attention. Keys are wider than values, and every query head has its own KV head."""
 
 from __future__ import annotations
 

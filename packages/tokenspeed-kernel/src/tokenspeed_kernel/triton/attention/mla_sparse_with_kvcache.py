@@ -1,4 +1,4 @@
-"""Sparse MLA over chosen latents of a paged cache. Every token is a sequence of its own, whose keys are the chosen latents."""
+"""Sparse MLA over chosen latents of a paged cache. Every token counts as a sequence whose keys are the chosen latents."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def qk_rmsnorm_rope_store_kv_cache(
     if k_cache.element_size() == 1:
         k_cache, v_cache = as_storable(k_cache), as_storable(v_cache)
     tile = tile_for(head_dim, rotary_dim, v_head_dim)
-    # A cache without pages stores no tokens.
+    # If a cache has no pages, no tokens are stored.
     k_programs = cdiv(tokens * kv_heads, tile.k_heads) if k_cache.numel() else 0
     if tokens:
         early = may_overlap(qkv.device)

@@ -1,4 +1,4 @@
-"""RMSNorm, the QKV projection, rotary embedding and the cache write of one or two tokens, in one kernel.
+"""RMSNorm, QKV projection, rotary embedding and cache write for one or two tokens, in one kernel.
 
 The kernel is memory-bound. Each program reads the weights of a few rotary pairs, computes these pairs for all tokens, and rotates
 them in registers. Every program normalises the tokens again, which costs little for few tokens.
@@ -30,7 +30,8 @@ device_code = DeviceModule(__name__ + "_device")
 MOST_TOKENS = 2
 # Most elements of a token that a program keeps in registers beside the weights.
 MOST_HIDDEN = 8192
-# Head dimensions, all of whose columns are rotated. Each has its own declaration, because a trait cannot refer to another trait.
+# Supported head dimensions. All columns of a head are rotated. Each head dimension has its own declaration, because a trait cannot
+# refer to another trait.
 HEAD_DIMS = (32, 64, 128)
 
 
@@ -83,7 +84,7 @@ def rmsnorm_qkv_rope(
     columns = qkv_weight.shape[1]
     heads = columns // head_dim - 2 * kv_heads
     qkv = out if out is not None and has_rows(out) else x.new_empty(tokens, columns)
-    # Other programs may still read x and the residual when their sum is stored, so the sum must alias neither.
+    # The sum of x and the residual is stored while other programs may still read both. So the sum must alias neither.
     total = None if residual is None else residual.new_empty(tokens, hidden)
     x, added = (t if t.stride(1) == 1 else t.contiguous() for t in (x, x if residual is None else residual))
     weight = qkv_weight.t() if qkv_weight.stride(0) == 1 else qkv_weight.t().contiguous()

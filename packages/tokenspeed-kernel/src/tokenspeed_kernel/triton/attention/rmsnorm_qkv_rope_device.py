@@ -15,9 +15,9 @@ from tokenspeed_kernel.triton.views_device import Cache
 
 
 class Inputs(NamedTuple):
-    """Tokens ``[tokens, hidden]``, the residual that is added, the output of their sum, and the norm's weight.
+    """The tokens ``[tokens, hidden]``, the residual to add, the output for the sum of both, and the norm's weight.
 
-    ``residual_out`` is written while other programs read the inputs, so it must alias none of them.
+    ``residual_out`` is written while other programs read the inputs, so it must not alias any input.
     """
 
     x: Any
@@ -47,7 +47,7 @@ def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: 
 def _multiply(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
     """Multiplies the normalised tokens by some rows of weights: ``[TOKENS, outputs]``.
 
-    The rows are kept in registers as a whole, so that all their loads are in flight at once.
+    The rows are kept in registers whole, so that all their loads are in flight at once.
     """
     TOKENS: tl.constexpr = TILE.tokens
     column = tl.arange(0, TILE.hidden)[None, :]

@@ -1,11 +1,12 @@
-"""The top-k positions of each row. A sample gives a bound that slightly more than k scores reach; these are listed and searched.
+"""The top-k positions of each row. A sample gives a bound that slightly more than k scores reach. These scores are listed and
+searched.
 
-1. `list_scores_kernel` runs if rows are few, with several programs per row. A program samples the whole row, and lists the scores
-   of one span of the row that reach the bound, in order of position.
-2. `top_k_indices_kernel`, with one program per row, finds the threshold among the listed scores and writes the positions. For many
-   rows it makes the list itself. For short rows it holds all scores in registers, without a list.
+1. `list_scores_kernel` runs if rows are few, with several programs per row. Each program samples the whole row. It then lists, in
+   order of position, the scores of one span of the row that reach the bound.
+2. `top_k_indices_kernel`, with one program per row, finds the threshold among the listed scores and writes the positions. If rows
+   are many, this kernel makes the list itself. If rows are short, it holds all scores in registers, without a list.
 
-A row is therefore read once, and a small part of it twice. Prefix sums, not atomics, determine all positions, so that a row always
+A row is therefore read once, and a small part of it twice. Prefix sums instead of atomics determine all positions, so a row always
 gives the same lists. If a bound is too high, or so low that a list overflows, `_top_k_search_device` searches the whole row. This
 is rare, because the bound allows for sampling error, and a list holds at most ``top_k`` scores equal to the bound.
 """
@@ -41,8 +42,8 @@ class Search(NamedTuple):
 
     Attributes:
         lanes: scores or list entries that a program holds at once, at least 16.
-        spans: spans of a row, each with a program that lists its large scores; 1 if the row's own program makes the list, 0 if
-            there is no list.
+        spans: the number of spans of a row, each listed by its own program. 1 if the row's own program makes the list, 0 without a
+            list.
         segment: most entries of a span's list.
         block: scores per step of the listing loop.
         run: adjacent scores of a block per thread.

@@ -1,7 +1,8 @@
 """Device code of `top_k_indices`.
 
-The *threshold* is the smallest chosen score. Scores equal to it are *ties*, the first of which are chosen. The code compares int32
-keys that sort as the scores do, see `sort_key`. A list entry is an int64: the bits of the float32 score above its position.
+The *threshold* is the smallest chosen score. *Ties* are scores equal to the threshold; the first of them are chosen. The code
+compares int32 keys that sort as the scores do, see `sort_key`. A list entry is an int64: the bits of the float32 score above its
+position.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def _length_of(lengths, row, keys):
 
 @triton.jit
 def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A key that very likely at least top_k scores of a row reach, and few more. All scores above -inf of a short row reach it.
+    """A key that very likely at least top_k scores of a row reach, and few more. For a short row, a key that all scores above -inf
+    reach.
 
-    The key comes from a sample: one score from each of many equal parts of the row, at a pseudo-random position in the part, so
-    that a regular pattern in the row does not bias the sample.
+    The row is split into many equal parts, and the sample takes one score of each part, at a pseudo-random position. So a regular
+    pattern in the row does not bias the sample.
 
     Returns:
-        int32, the key, at most that of infinity; whether more than _FEW_ALIKE scores of the sample equal it.
+        int32, the key, at most infinity's key; and whether more than _FEW_ALIKE scores of the sample equal the key.
     """
     SAMPLE: tl.constexpr = SEARCH.sample
     key = length * 0 + HIDDEN + 1
@@ -99,10 +101,10 @@ def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARC
 
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
-    """Lists the scores of a span that are above a key, in order, and up to top_k of the scores that equal the key.
+    """Lists, in order, the scores of a span that are above a key, and up to top_k scores that equal the key.
 
-    If few scores of the sample equal the bound, the key is the one below the bound: all scores that reach the bound are listed, and
-    none equals the key.
+    If few scores of the sample equal the bound, the key is just below the bound. Then all scores that reach the bound are listed,
+    and no score equals the key.
 
     Args:
         entries: int64 ``[SEARCH.segment]``. Entries that do not fit are only counted.
@@ -122,7 +124,7 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
             x, at = _scores_at(scores, first, length, key_stride, SEARCH, False)
             larger = (x > bound) | (x != x)
             ties = x == bound
-            # Both counts are packed into one int32: neither reaches 2^15.
+            # Both counts are packed into one int32, because each is below 2^15.
             before, total = _sums_before((larger.to(tl.int32) << 16) | ties.to(tl.int32))
             rank = equal + (before & 0xFFFF)
             location = above + (before >> 16) + tl.minimum(rank, top_k)
@@ -161,7 +163,7 @@ def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, o
     """Writes the positions of keys above the threshold, and of the first ``ties`` keys equal to it. Returns both running counts."""
     larger = keys > threshold
     equal = keys == threshold
-    # Both counts are packed into one int32: neither reaches 2^15.
+    # Both counts are packed into one int32, because each is below 2^15.
     both = (larger.to(tl.int32) << 16) | equal.to(tl.int32)
     before = tl.cumsum(both, axis=0) - both
     rank = equal_before + (before & 0xFFFF)
@@ -210,7 +212,7 @@ def top_k_indices_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Finds the top-k of one row, from the lists of `list_scores_kernel`, from its own list, or from the row itself."""
+    """Finds the top-k of one row: from the lists of `list_scores_kernel`, from a list of its own, or from the row itself."""
     start(EARLY)
     LANES: tl.constexpr = SEARCH.lanes
     FEWER: tl.constexpr = SEARCH.lanes // 4  # for loops where registers matter more than speed
@@ -240,7 +242,8 @@ def top_k_indices_kernel(
         listed = tl.sum(above_each + tl.minimum(equal_each, top_k), axis=0)
         above = tl.sum(above_each, axis=0)
         equal = tl.sum(equal_each, axis=0)
-        # If fewer than top_k scores are above the least key, no list overflows: it has fewer than top_k of these, and top_k ties.
+        # If fewer than top_k scores are above the least key, no list overflows: a list has fewer than top_k such scores, and at
+        # most top_k ties.
         whole = ((above < top_k) & ((above + equal >= top_k) | (least <= HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
 
     larger = length * 0

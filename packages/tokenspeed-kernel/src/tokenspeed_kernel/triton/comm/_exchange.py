@@ -29,12 +29,12 @@ class Config(NamedTuple):
 
     Attributes:
         warps: warps per program.
-        pack: 16-byte vectors that a thread polls at once. With 0 the whole program polls all its vectors until all have arrived,
+        pack: 16-byte vectors that a thread polls at once. If 0, the whole program polls all its vectors until all have arrived,
             which works on any processor.
-        programs: the most programs per SM/CU. Programs start in order and every rank launches equally many, so a program that is
-            not resident yet never blocks one that started earlier.
-        early: whether the kernel is launched with PDL. Then it starts before the preceding kernel has ended, and waits for it on
-            the device.
+        programs: the most programs per SM/CU. Programs start in order, and every rank launches equally many. So a program that is
+            not resident yet never blocks a program that started earlier.
+        early: whether the kernel is launched with PDL. With PDL the kernel starts before the preceding kernel has ended, and waits
+            on the device for its end.
     """
 
     warps: int
@@ -58,7 +58,7 @@ _MANY = Config(4, 4, 4, True)
 _FEW_ROWS, _SOME_ROWS = 32, 512
 # The longest row, in vectors, that the few warps of a config can also quantise without running out of registers.
 _QUANTISED_BY_FEW = 512
-# For AMD GPUs, and for CPUs, where Triton interprets one program after another.
+# For AMD GPUs; and for CPUs, where Triton interprets one program after another.
 _ANYWHERE = Config(4, 0, 1, False)
 
 
@@ -86,8 +86,8 @@ def config_for(rows: int, device: torch.device) -> Config:
 def threads_of(config: Config, device: torch.device) -> int:
     """Returns the threads of a program.
 
-    A tile of vectors that are sent or polled has at least this many vectors, so that no vector is replicated across threads. A
-    replica that is sent or read late would be mistaken for data of another call.
+    A tile of vectors to send or poll has at least this many vectors, so that no vector is replicated across threads. A replica that
+    is sent or read late would be mistaken for data of another call.
     """
     return config.warps * for_architecture({"amd": 64, "any": 32}, device)
 
@@ -122,7 +122,7 @@ def exchange(
         weight: the RMSNorm weight; None returns the plain sum.
         config: overrides the launch configuration of `config_for`.
         scale_out: receives the scales if out is fp8.
-        group_size: elements that share a scale, a power of two of 16-byte vectors; 0 for one scale per row.
+        group_size: how many elements share a scale, a power of two of 16-byte vectors; 0 for one scale per row.
 
     Raises:
         ValueError: the group has no peer memory, or too little; or (at the first call) another rank makes a different call.
@@ -193,7 +193,7 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
 def checked_peers(operator: str, protocol: str, group: ProcessGroup, nbytes: int, row_bytes: int) -> PeerMemory:
     """Returns a group's peer memory after checking that a message fits it.
 
-    Calls that name the kernel bypass the selector, so this function checks again.
+    Calls that name the kernel bypass the selector. So this function checks again.
 
     Raises:
         ValueError: the group has no peer memory, or too little.

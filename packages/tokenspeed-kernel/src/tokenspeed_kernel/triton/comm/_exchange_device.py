@@ -1,12 +1,12 @@
 """Device code of the all-reduces over peer memory, optionally fused with residual add, RMSNorm and quantisation.
 
-A program processes one row at a time in a grid-stride loop. It sends its own row, waits for the rows of the other ranks, and adds
-them in rank order, so that every rank gets the same bits.
+A program processes one row at a time in a grid-stride loop. The program sends its own row, waits for the rows of the other ranks,
+and adds all rows in rank order. So every rank gets bitwise equal results.
 
 *One shot*: every rank sends every row to every other rank, and each rank adds all of them. This takes one trip.
-*Two shots*: row r is owned by rank r mod world size. The other ranks send the row to its owner, which adds them and sends the sum
-to all. This takes two trips and moves 2 / world size of the bytes. Every rank normalises all sums itself, because sending the
-normalised rows as well would take as long again.
+*Two shots*: row r is owned by rank r mod world size. The other ranks send the row to its owner, which adds all of them and sends
+the sum to all ranks. Two shots take two trips, and move 2 / world size of the bytes of one shot. Every rank normalises all sums
+itself, because sending the normalised rows as well would take as long again.
 
 Receive buffers are double-buffered: successive calls alternate between two halves. Each block of 512 bytes (``UNIT``) has a
 generation counter of its uses, whose parity selects the half; see `tokenspeed_kernel_base.ops.comm.peers`.
@@ -56,7 +56,7 @@ def row_inside(row, column, total, ROW: tl.constexpr):
 
 @triton.jit
 def from_other(inside, rank, other, column):
-    """Masks the vectors that rank ``other`` sends: none if it is this rank."""
+    """Masks the vectors that rank ``other`` sends; no vectors if ``other`` is this rank."""
     return inside & (column * 0 + rank != other)
 
 
@@ -168,7 +168,8 @@ def sum_ranks(
     source, slot, own, column, inside, capacity, rank, limit,
     WORLD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the words of the other ranks, and adds those of all ranks in rank order, as two float32 tiles (see `unpack`).
+    """Waits for the words of the other ranks, and adds the words of all ranks in rank order. Returns two float32 tiles (see
+    `unpack`).
 
     ``source``: the receive buffer, with ``capacity`` bytes for each rank. ``slot``: offsets of the row's vectors, see `slot_of`.
     ``own``: this rank's words.
@@ -285,7 +286,7 @@ def two_shot_kernel(
             total_words = poll(sum_source + sum_slot, inside, limit, PACK)
         else:
             first, second = sum_ranks(source, slot, own, column, inside, capacity, rank, limit, WORLD, DTYPE, BLOCK, PACK)
-            # The owner uses the same rounded words that it sends, so that all ranks have the same bits.
+            # The owner uses the same rounded words that it sends, so that all ranks have bitwise equal results.
             total_words = sendable(pack(first, second, DTYPE), DTYPE)
             for index in tl.static_range(WORLD - 1):
                 push(sum_targets[index] + sum_slot, total_words, inside)

@@ -28,8 +28,8 @@ VECTOR = tl.constexpr(16)
 def _poll_asm(pack: int) -> str:
     """Returns PTX that loads ``pack`` vectors until all their words have arrived. Inactive vectors are zeros.
 
-    Every 65536 iterations the loop reads the timer. It traps after a wait longer than the limit (in ns), so that the launch fails
-    instead of hanging.
+    Every 65536 iterations the loop reads the timer. After a wait longer than the limit (in ns) the loop traps, so that the launch
+    fails instead of hanging.
     """
     word = [[f"${plane * pack + item}" for plane in range(4)] for item in range(pack)]
     address = [f"${4 * pack + item}" for item in range(pack)]
@@ -98,8 +98,8 @@ def words_at(address):
 def push(address, words, active):
     """Stores vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``.
 
-    There must be at least as many vectors as threads. With fewer, Triton replicates each vector across threads. A late replica
-    could arrive after the receiver has reset the sentinel, and be mistaken for a vector of a later call.
+    There must be at least as many vectors as threads. With fewer vectors, Triton replicates each vector across threads. A late
+    replica could arrive after the receiver has reset the sentinel, and be mistaken for a vector of a later call.
     """
     if _INTERPRETED or not is_cuda():
         tl.store(words_at(address), words, mask=active[:, None])
@@ -126,8 +126,9 @@ def poll(address, active, limit, PACK: tl.constexpr):
     vectors until all have arrived, without a time limit; this works on any processor.
     """
     if _INTERPRETED or not is_cuda() or PACK == 0:
-        # The load has no mask, so that the loop has no divergent branch. With one, LLVM would let some threads leave the loop
-        # before others, and the loop's barriers would wait for them. Inactive lanes read the smallest address, which is valid.
+        # The load has no mask, so that the loop has no divergent branch. With a divergent branch, LLVM would let some threads leave
+        # the loop before others, and the loop's barriers would wait for them. Inactive lanes read the smallest address, which is
+        # valid.
         at = words_at(tl.where(active, address, tl.min(address, axis=0)))
         words = tl.load(at, volatile=True)
         while tl.max(tl.max(((words == SENTINEL) & active[:, None]).to(tl.int32), axis=1), axis=0) != 0:
@@ -163,7 +164,7 @@ def sendable(words, dtype: tl.constexpr):
 
 @triton.jit
 def unpack(words, dtype: tl.constexpr):
-    """Returns the first and the second element of each word as float32. For float32 the second elements are zeros."""
+    """Returns the first and the second element of each word as float32. For float32, the second elements are zeros."""
     if dtype == tl.float32:
         first = words.to(tl.float32, bitcast=True)
         second = tl.zeros_like(first)

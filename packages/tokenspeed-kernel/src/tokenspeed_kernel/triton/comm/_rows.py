@@ -1,4 +1,4 @@
-"""Launches the operators that send rows over peer memory: each row goes only to the ranks that need it."""
+"""Launches the operators that send rows over peer memory. Each row goes only to the ranks that need it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def _limit(group: ProcessGroup) -> int:
 
 
 def _options(x: Tensor, group: ProcessGroup, config: Config, vectors: int, whole: int) -> dict[str, Any]:
-    """Returns the compile-time parameters. ``vectors``: vectors of a row's data; ``whole``: the same, header included."""
+    """Returns the compile-time parameters. ``vectors``: the number of vectors of a row's data; ``whole``: the same number with the
+    header's vectors.
+    """
     return {
         "WORLD": group.world_size,
         "DTYPE": common_device.DTYPES[x.dtype],

@@ -1,8 +1,8 @@
-"""Device code of the operators that send rows over peer memory in one shot: each row goes only to the ranks that need it.
+"""Device code of the operators that send rows over peer memory in one shot. Each row goes only to the ranks that need it.
 
-As in the all-reduces, a program processes one row at a time: it sends the row to the ranks that need it, then waits for their rows.
-Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the receiver
-that the sender has finished the previous call.
+As in the all-reduces, a program processes one row at a time. It sends the row to the ranks that need it, then waits for the rows of
+those ranks. If only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
+receiver that the sender has finished the previous call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tokenspeed_kernel.triton.common_device import start
 
 @triton.jit
 def _advance(generations, position, UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr):
-    """Increments the generations of a row's 512-byte blocks. Call it after a barrier, when all threads have read them."""
+    """Increments the generations of a row's 512-byte blocks. Call this function after a barrier, when all threads have read the
+    generations.
+    """
     unit = tl.arange(0, BLOCK_UNITS)
     at = generations + position * UNITS + unit
     tl.store(at, tl.load(at, mask=unit < UNITS, other=0) + 1, mask=unit < UNITS)
@@ -128,7 +130,7 @@ def _where(condition, mask):
 
 @triton.jit
 def _header(topk_weights, topk_ids, token, word, experts_per_rank, rank, TOP_K: tl.constexpr):
-    """Builds the header of a token for one rank: its local expert ids, then its weights, as int32 words.
+    """Builds the header of a token for one rank: its local expert ids, then its routing weights, as int32 words.
 
     Experts of other ranks get id -1 and weight 0. ``word``: each word's index in the header.
     """
@@ -181,7 +183,7 @@ def moe_dispatch_kernel(
     head = tl.arange(0, BLOCK_HEADER)
     in_head = head < HEADER
     word = head[:, None] * 4 + tl.arange(0, 4)[None, :]
-    # One thread per vector sends a header and clears its buffer; all threads read the header.
+    # One thread per vector sends a header and clears its buffer. All threads read the header.
     lane = tl.arange(0, THREADS)
     in_lane = lane < HEADER
     lane_word = lane[:, None] * 4 + tl.arange(0, 4)[None, :]

@@ -1,4 +1,4 @@
-"""`moe_combine` over peer memory: one launch sends the experts' results back and sums them per token."""
+"""`moe_combine` over peer memory. One launch sends the experts' results back and sums them per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe_dispatch` over peer memory: one launch sends tokens to the ranks of their experts, without a communication library."""
+"""`moe_dispatch` over peer memory. One launch sends tokens to the ranks of their experts, without a communication library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reduce_scatter` over peer memory: in one launch each rank gets its slice of the sum over all ranks."""
+"""`reduce_scatter` over peer memory. In one launch each rank gets its slice of the sum over all ranks."""
 
 from __future__ import annotations
 

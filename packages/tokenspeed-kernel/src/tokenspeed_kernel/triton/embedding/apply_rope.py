@@ -1,6 +1,6 @@
 """Rotary position embedding of q and k, with or without the write to the paged cache, in one launch.
 
-A program handles a tile of heads of q or of k. With a cache write, a program of k also stores the same heads of v.
+A program handles a tile of heads of q or of k. With a cache write, a program that handles k also stores the same heads of v.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Streams(NamedTuple):
-    """Which of a token's three M-RoPE positions (time, height, width) a pair uses.
+    """Which of a token's three M-RoPE positions (time, height, width) each pair uses.
 
     Attributes:
-        height, width: the first pair that uses that position; if interleaved, the pair index from which no pair uses it.
+        height, width: the first pair that uses that position. If interleaved: the pair index from which on no pair uses that
+            position.
         interleaved: whether consecutive pairs cycle through the three positions.
     """
 
@@ -78,7 +79,7 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes but ``warps`` are powers of two.
+    """The tile of one program. All sizes except ``warps`` are powers of two.
 
     Attributes:
         q_heads, k_heads: heads of q, or of k (and v).

@@ -256,7 +256,7 @@ def apply_rope_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``k_programs`` programs handle k and v, the others q."""
+    """The first ``k_programs`` programs handle k and v, all others q."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
     plain = Norm(None, 0.0)

@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes but ``warps`` are powers of two.
+    """The tile of one program. All sizes except ``warps`` are powers of two.
 
     Attributes:
         q_heads, tokens: heads of q, or latents.

@@ -117,7 +117,7 @@ def apply_rope_mla_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``kv_programs`` programs handle latents, the others queries."""
+    """The first ``kv_programs`` programs handle latents, all others queries."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, 0)
     program = tl.program_id(0)

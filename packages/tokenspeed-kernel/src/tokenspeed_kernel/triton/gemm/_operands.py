@@ -97,7 +97,7 @@ def _scaled(x: Operand, scale: Tensor, lines_axis: int, k_axis: int) -> Operand:
         return x._replace(scaling=MICRO, block=BLOCK_NVFP4)
     if stored == E8M0 and lines == x.lines and along * BLOCK_MX == x.k:
         return x._replace(scaling=MICRO, block=BLOCK_MX)
-    # Where several block sizes fit, they are equivalent. Packed scales have blocks of 128.
+    # If several block sizes fit, they are equivalent. Packed scales have blocks of 128.
     fits = (size for size in (128, 64) if cdiv(x.k, size) == along and lines in (x.lines, cdiv(x.lines, size)))
     block = 128 if stored == PACKED else next(fits, 32)
     return x._replace(scaling=BLOCK, block=block, lines_each=1 if lines == x.lines else block)

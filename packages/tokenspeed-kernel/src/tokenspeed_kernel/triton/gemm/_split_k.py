@@ -1,6 +1,6 @@
 """Split-K for GEMMs with few tiles: several programs share a tile, each over a range of k. A second launch adds the partial sums.
 
-The reduction has a fixed order, so that the result does not depend on which program finishes first.
+The reduction has a fixed order. So the result does not depend on which program finishes first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ device_code = DeviceModule(__name__ + "_device")
 # A split with fewer elements along k is mostly latency: filling the pipeline, and writing and rereading partial sums.
 _SHORTEST = 512
 _MOST = 8
-# The tile of the output that one program reduces.
+# The tile of the output that one program of the reduction handles.
 ROWS, COLUMNS = 4, 256
 
 
 def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, programs_each: int = 1) -> tuple[int, int]:
-    """The number of splits of k that gives each SM/CU about ``programs_each`` programs, and the elements along k per split."""
+    """The number of splits of k, and the elements along k per split. Each SM/CU gets about ``programs_each`` programs."""
     wanted = min(multiprocessors(device) * programs_each // max(tiles, 1), _MOST, k // _SHORTEST)
     splits = max(wanted, 1)
     length = cdiv(cdiv(k, splits), multiple) * multiple
@@ -30,7 +30,7 @@ def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, progr
 
 
 def split_target(out: Tensor, splits: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """The tensor that programs write, and its strides by batch, row and column.
+    """The tensor to which GEMM programs write, and its strides by batch, row and column.
 
     The tensor is ``out`` for one split, else float32 partial sums ``[splits, batch * m * n]``.
     """

@@ -16,7 +16,7 @@ class Operand(NamedTuple):
     Fields:
         data: a pointer to the first element, or a tensor descriptor; None where only scales are used.
         line_stride, k_stride: strides of the data.
-        scale: a pointer to the scales; not read where there are none.
+        scale: a pointer to the scales; not read if there are no scales.
         scale_line_stride, scale_k_stride: strides of the scales.
     """
 
@@ -48,7 +48,7 @@ def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
-    """Scales that apply to the whole accumulator: one per line, or one for the operand."""
+    """Scales that apply to the whole accumulator: one per line, or one for the whole operand."""
     if SCALING == "line":
         scale = tl.load(operand.scale + line.to(tl.int64) * operand.scale_line_stride, mask=inside, other=0.0)
     else:
@@ -58,7 +58,7 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
-    """Returns the accumulator, multiplied by `scale_of_lines` if the operand has one scale per line, or one in all."""
+    """Returns the accumulator, multiplied by `scale_of_lines` if the operand has one scale per line, or a single scale."""
     if SCALING == "line" or SCALING == "whole":
         acc *= scale_of_lines(operand, line, inside, SCALING)
     return acc

@@ -1,12 +1,12 @@
-"""GEMMs whose operands are dequantised in registers: the weight-only and mx formats, and 8-bit floats that the tensor cores do not
-support. They also handle dense operands of dtypes and with options that backend ``torch`` lacks.
+"""GEMMs whose operands are dequantised in registers: the weight-only formats, the mx formats, and 8-bit floats that the tensor
+cores do not support. They also handle dense operands with dtypes or options that backend ``torch`` lacks.
 
-The dots are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers, so that dequantised values
-are not copied to shared memory. Few tokens are then padded to 16, not to 64.
+The dots are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers. So dequantised values need
+not be copied to shared memory. Few tokens are then padded to 16, not to 64.
 
 Values of at most 8 bits times e8m0 scales are exact in bfloat16. mx weights exceed float16's range, so a float16 a is split into
 the sum of two bfloat16 (``SPLIT_A``), which is exact too. e2m1 values times e4m3 scales have at most 6 significant bits and lie
-between 2^-10 and 2688, so that they are exact in float16 and bfloat16. Scales of larger blocks multiply a block's partial sum;
+between 2^-10 and 2688. So float16 and bfloat16 represent them exactly. Scales of larger blocks multiply a block's partial sum;
 scales of lines and tensors multiply the accumulator.
 """
 
@@ -67,7 +67,7 @@ class Program(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of a, columns of b and elements along k of a program's tile, its warps, and its pipeline stages."""
+    """A program's tile (rows of a, columns of b, elements along k), its warps and its pipeline stages."""
 
     m: int
     n: int
@@ -78,9 +78,9 @@ class Tile(NamedTuple):
 
 # float32 dots do not use tensor cores: small tiles keep the accumulator in registers.
 _WIDE = Tile(32, 32, 32, 4, 2)
-# Unaligned lines are loaded one byte at a time, and each byte has its own address in registers.
+# Unaligned lines are loaded one byte at a time, and each byte's address takes registers.
 _UNALIGNED = Tile(16, 64, 64, 4, 2)
-# With block scales, each block's partial sum needs registers beside the accumulator.
+# With block scales, the partial sum of a block needs registers beside the accumulator.
 _BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
 

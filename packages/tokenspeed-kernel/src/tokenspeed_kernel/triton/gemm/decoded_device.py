@@ -36,7 +36,7 @@ def _decoded_lines(
 ):
     """Dequantises ``[LINES, BLOCK_K]`` to COMPUTE, from element k0 on, with zeros beyond K.
 
-    ``line``, ``inside``: the lines, and which of them exist. ``MICRO``: each ``BLOCK`` elements are multiplied by a one-byte scale.
+    ``line``, ``inside``: the lines, and whether each exists. ``MICRO``: each ``BLOCK`` elements are multiplied by a one-byte scale.
     """
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
@@ -111,7 +111,7 @@ def decoded_mm_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix of the batch (grid axis 0), over one range of k (axis 1)."""
+    """One tile of one matrix of the batch (grid axis 0). Reduces over one range of k (grid axis 1)."""
     A_FORMAT: tl.constexpr = FORMATS.a
     B_FORMAT: tl.constexpr = FORMATS.b
     A_SCALING: tl.constexpr = FORMATS.a_scaling

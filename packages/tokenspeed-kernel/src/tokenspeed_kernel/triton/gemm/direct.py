@@ -1,8 +1,8 @@
-"""GEMMs of operands that the tensor cores support as they are: 16-bit floats, and 8-bit floats on devices that support these.
-Scales may belong to tensors, rows and columns, or blocks.
+"""GEMMs of operands that the tensor cores support directly: 16-bit floats, and on some devices 8-bit floats. Scales may belong to
+tensors, rows and columns, or blocks.
 
-Large GEMMs load tiles through tensor descriptors where the operands' layouts allow it. A persistent program computes several tiles,
-so that the epilogue of one tile overlaps the loads of the next. Line scales multiply the accumulator; block scales multiply a
+Large GEMMs load tiles through tensor descriptors where the operands' layouts allow it. A persistent program computes several tiles.
+So the epilogue of one tile overlaps the loads of the next tile. Line scales multiply the accumulator; block scales multiply a
 block's partial sum before it is added to the accumulator.
 """
 
@@ -56,7 +56,7 @@ class Config(NamedTuple):
 
     Attributes:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
-        warps, stages: warps of a program, and its pipeline stages.
+        warps, stages: a program's warps and pipeline stages.
         persistent: persistent programs per SM/CU; 0 for one program per tile.
         partial: add each step's dot to the accumulator in float32, where the tensor core's fp8 accumulator is narrower.
         descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
@@ -122,7 +122,7 @@ _HALF_LARGE_MEMORY = Configs(
     best=Config(128, 256, 64, 8, 3, persistent=1, descriptors=True),
     best_k=1 << 31,
 )
-# These fit into 64 KiB of shared memory, the least of any supported device.
+# These configurations fit into 64 KiB of shared memory, the least of any supported device.
 _FP8_SMALL_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 3),
     few_blocks=Config(64, 64, 128, 4, 3),
@@ -138,14 +138,15 @@ _HALF_SMALL_MEMORY = Configs(
 _FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
 _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
 
-# Widest tile whose columns have different block scales: scales and partial sums of 128 columns leave a thread too few registers.
+# The widest tile whose columns have different block scales. The scales and partial sums of 128 columns would leave a thread too few
+# registers.
 _COLUMNS_WITH_SCALES = 64
-# Beyond this many rows, a separate launch pays off that converts block scales to float32 in a coalesced layout.
+# Above this many rows, a separate launch that converts block scales to float32 in a coalesced layout pays off.
 _FEW_ROWS = 128
-# The tile of scales that one program of that launch converts.
+# The tile of scales that one program of the converting launch handles.
 SCALE_LINES, SCALE_BLOCKS = 64, 16
 
-# First architectures whose tensor cores support e4m3fn and e5m2.
+# The first architectures whose tensor cores support e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
 _SCALINGS = {
     (BLOCK, BLOCK),
@@ -195,10 +196,10 @@ def _describable(x: Operand) -> bool:
 
 
 def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
-    """The operand with its block scales converted to float32 and transposed, so that scales of neighbouring lines are adjacent.
+    """The operand with its block scales converted to float32 and transposed. Scales of neighbouring lines are then adjacent.
 
-    Only scales per line are converted: otherwise every program that reads a tile would decode them again. Scales that are float32
-    already are transposed only if ``across`` is set.
+    Only scales per line are converted, because otherwise every program that reads a tile would decode them again. Scales that are
+    float32 already are transposed only if ``across`` is set.
     """
     if x.scaling != BLOCK or x.scale is None or x.lines_each > 1:
         return x

@@ -109,7 +109,7 @@ def direct_mm_kernel(
     SCALING: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one or more matrices, over one range of k (grid axis 1). a and b are tensors, or tensor descriptors."""
+    """Tiles of one or more matrices. Reduces over one range of k (grid axis 1). a and b are tensors, or tensor descriptors."""
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b
     BLOCK_M: tl.constexpr = TILE.m

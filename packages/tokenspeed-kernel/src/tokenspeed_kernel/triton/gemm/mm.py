@@ -1,4 +1,4 @@
-"""The launchers of `mm` and `bmm`, which choose among the kernels of this folder."""
+"""The launchers of `mm` and `bmm`, which choose among this folder's kernels."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _multiply(
 ) -> None:
     if not out.numel():
         return
-    # Dequantise an a with one-byte scales once, instead of in every program that reads it.
+    # An a with one-byte scales is dequantised once, instead of in every program that reads it.
     x, w, bias = once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), dense(bias)
     if direct.is_eligible(x, w):
         direct.multiply(x, w, bias, out)

@@ -34,7 +34,7 @@ def is_eligible(x: Operand, w: Operand) -> bool:
 
 
 def dense_rows(x: Operand) -> Operand:
-    """``a`` dequantised to bfloat16, which is exact, if it has one-byte scales; else ``a`` unchanged.
+    """The operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
 
     A batch with swizzled scales is unchanged too, because no kernel dequantises it to memory.
     """

@@ -1,9 +1,9 @@
 """GEMMs of few rows with e2m1 weights, which are dequantised in registers from 16-bit words of four values.
 
 The sum over k may use any order. A tile of words is dequantised to four tiles of weights: the elements 4j, 4j + 1, 4j + 2 and
-4j + 3. Few rows of a are loaded as int64, four elements at a time, and split in registers. More rows of a are permuted in memory
-first ("arranged"), so that the elements for one tile of weights are adjacent. Thus no weight moves between threads: words and
-scales are loaded from shared memory directly in the layout of the MMA operand.
+4j + 3. Few rows of a are loaded as int64, four elements at a time, and split in registers. More rows of a are first permuted in
+memory ("arranged"). The elements for one tile of weights are then adjacent. Thus no weight moves between threads: words and scales
+are loaded from shared memory directly in the layout of the MMA operand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
     Attributes:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
-        warps, stages: warps of a program, and its pipeline stages.
+        warps, stages: a program's warps and pipeline stages.
         programs: programs per SM/CU that split-K aims for.
         arranged: whether a is permuted in memory first.
     """
@@ -82,7 +82,7 @@ _TILES = {
     # Never timed.
     "any": (Tile(16, 64, 128, 4, 2, 4), Tile(32, 64, 128, 4, 2, 4)),
 }
-# The most rows that are eligible. They may need several tiles of the largest size.
+# The most rows that are eligible. So many rows may need several tiles of the largest size.
 _ROWS = {"sm_90": 512, "any": 32}
 
 

@@ -9,16 +9,16 @@ from tokenspeed_kernel.triton.common_device import start, wait_for_products
 from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, swizzled_in_tile
 
-# Register $4 holds two 16-bit words. Each line extracts one e2m1 value of both words to a bfloat16 pair: the sign to bit 15, the
-# other bits to bits 8 to 6. The bfloat16 is 2^-126 times the e2m1 value. One integer multiplication shifts the sign and the other
-# bits at once, and the mask clears the rest.
+# Register $4 holds two 16-bit words. Each line extracts one e2m1 value of both words to a bfloat16 pair. The sign goes to bit 15,
+# the other bits to bits 8 to 6. The bfloat16 is 2^-126 times the e2m1 value. One integer multiplication shifts the sign and the
+# other bits at once. The mask clears all remaining bits.
 _IN_BFLOAT16 = (
     "and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 4160; and.b32 a, a, 0x81C081C0;",
     "and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 260; and.b32 a, a, 0x81C081C0;",
     "shr.u32 a, $4, 2; shl.b32 s, $4, 4; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
     "shr.u32 a, $4, 6; and.b32 s, $4, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
 )
-# For float16, the other bits go to bits 11 to 9. The float16 is 2^-14 times the e2m1 value.
+# For float16, the bits other than the sign go to bits 11 to 9. The float16 is 2^-14 times the e2m1 value.
 _IN_FLOAT16 = (
     "shl.b32 a, $4, 9; shl.b32 s, $4, 12; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
     "shl.b32 a, $4, 5; shl.b32 s, $4, 8; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
@@ -36,7 +36,7 @@ def _decoding(codes: tuple[str, ...], scaling: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, s, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000; " + "".join(made) + " }")
 
 
-# e2m1 values times one-byte scales have few significant bits, so that all results are exact. e8m0 scales need two multiplications,
+# e2m1 values times one-byte scales have few significant bits. So all results are exact. e8m0 scales need two multiplications,
 # because a scale times 2^126 would overflow.
 _E8M0 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 TO, a, $5, z;")
 _E4M3 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 TO, a, $5, z;")
@@ -47,7 +47,8 @@ _E4M3_FLOAT16 = _decoding(_IN_FLOAT16, "mul.rn.f16x2 TO, a, $5;")
 def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """Dequantises a tile of words, with a tile of their float32 scales, to four tiles of weights.
 
-    With ``PTX`` and e4m3 scales the results are 2^-8 times the weights. This keeps the adjusted scale within the dtype's range.
+    With ``PTX`` and e4m3 scales, the results are 2^-8 times the weights. This factor keeps the adjusted scale within the dtype's
+    range.
     """
     if PTX and tl.bfloat16 == COMPUTE:
         if BLOCK == 16:
@@ -80,7 +81,7 @@ def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.con
 
 @triton.jit
 def _quarter(four, INDEX: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
-    """One of the four 16-bit floats in each int64."""
+    """The 16-bit float at position INDEX (0 to 3) of each int64."""
     return (four >> (16 * INDEX)).to(tl.int16).to(DTYPE, bitcast=True).to(COMPUTE)
 
 
@@ -126,7 +127,7 @@ def words_mm_kernel(
     BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile (grid axis 0), over one range of k (axis 1) of ``steps * TILE.k`` elements.
+    """One tile (grid axis 0) over one range of k (grid axis 1) of ``steps * TILE.k`` elements.
 
     ``BLOCK``: elements along k that share a scale. a is unchanged or arranged, see `words`.
     """

@@ -1,4 +1,4 @@
-"""Layout of scales and rotary parts in an MLA cache that stores them in tensors of their own."""
+"""Layout of scales and rotary parts in an MLA cache that keeps them in separate tensors."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ PAGES = format_signatures("cache", "dense", (*FLOATS, torch.float64, *FP8, torch
 """Formats of caches whose pages can be copied or cleared."""
 
 BLOCK, WARPS = 4096, 8
-"""Integers that a program moves, and its warps."""
+"""The number of integers that a program moves, and the number of its warps."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Page(NamedTuple):
-    """Elements of a page in its last axis, in its last two axes, and in all three."""
+    """Elements of a page: in its last axis, in its last two axes, and in all three axes."""
 
     inner: int
     middle: int
@@ -30,7 +30,8 @@ class Page(NamedTuple):
 def as_integers(*caches: Tensor) -> list[Tensor]:
     """Views of caches with one page shape as ``[pages, a, b, c]`` of integers.
 
-    The integers are int64 where every page of every cache is contiguous and aligned to 8 bytes, else as wide as the elements.
+    The integers are int64 if every page of every cache is contiguous and aligned to 8 bytes. Otherwise they are as wide as the
+    elements.
     """
     narrow = [cache.view(_INTEGERS[cache.element_size()]) for cache in caches]
     page = caches[0].shape[1:].numel()

@@ -32,7 +32,7 @@ def copy_pages_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one page."""
+    """Handles one block of one page."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     old = tl.load(source_pages + pair * source_pages_stride)
@@ -49,7 +49,7 @@ def copy_pages_kernel(
 
 @triton.jit
 def zero_pages_kernel(cache, pages, stride_p, stride_a, stride_b, stride_c, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one page."""
+    """Handles one block of one page."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     page = tl.load(pages + (tl.program_id(0) // BLOCKS).to(tl.int64) * pages_stride)
     if page < 0:

@@ -1,4 +1,4 @@
-"""Host side of the device code that quantises and stores values to the paged cache, shared by every kernel that does so."""
+"""Host side of the device code that quantises values and stores them to the paged cache. Shared by all kernels that do so."""
 
 from __future__ import annotations
 

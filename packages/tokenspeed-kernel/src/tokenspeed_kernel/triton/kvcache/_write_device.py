@@ -36,7 +36,8 @@ def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
         factor, divisor, reciprocal = prepare_divisor(loaded, ENCODING.interpreted)
         values = values.to(tl.float32)
         quotient = divide(values, factor, divisor, reciprocal, ENCODING.interpreted, ENCODING.steps)
-        # `divide` returns NaN for a quotient that overflows and for an infinite value. Make both infinite, so that they saturate.
+        # `divide` returns NaN for a quotient that overflows and for an infinite value. Both become infinite here, so that they
+        # saturate.
         quotient = tl.where(quotient != quotient, values * float("inf"), quotient)
     return quotient
 

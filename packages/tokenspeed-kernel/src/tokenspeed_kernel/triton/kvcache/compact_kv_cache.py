@@ -1,6 +1,6 @@
 """Compaction of accepted draft tokens in the paged cache. A program moves some columns of all nodes of a sequence.
 
-It loads all nodes before it stores any, because the destination slot of one node can be the source slot of another.
+The kernel loads all nodes before it stores any node, because the destination slot of one node can be the source slot of another.
 """
 
 from __future__ import annotations
@@ -78,6 +78,6 @@ def compact_kv_cache(
 
 
 def _as_heads(cache: Tensor) -> Tensor:
-    """The cache viewed as ``[pages, page_size, heads, dim]`` of integers as wide as its elements, because only bits are moved."""
+    """The cache viewed as ``[pages, page_size, heads, dim]`` of integers of the elements' width, because only bits are moved."""
     cache = cache.view(_INTEGERS[cache.element_size()])
     return cache.unsqueeze(2) if cache.dim() == 3 else cache

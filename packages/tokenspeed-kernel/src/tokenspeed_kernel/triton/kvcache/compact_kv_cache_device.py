@@ -55,7 +55,7 @@ def compact_kernel(
 ):
     """Moves some columns of keys or of values, for all nodes of a sequence."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
-    PROGRAMS: tl.constexpr = (SHAPE.width + BLOCK_C - 1) // BLOCK_C  # programs of keys; the others handle values
+    PROGRAMS: tl.constexpr = (SHAPE.width + BLOCK_C - 1) // BLOCK_C  # number of programs that handle keys; all others handle values
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     sequence = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Quantises index keys to fp8 with one scale per key and stores them to their paged cache. A program handles a few tokens."""
+"""Quantises index keys to fp8 with one scale per key, and stores both to the paged cache. A program handles a few tokens."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def tile_for(head_dim: int, v_head_dim: int) -> Tile:
     """The tile for heads of these sizes."""
     block, v_block = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     widest = max(block, v_block)
-    # At most 32 elements per thread for a very long head.
+    # A very long head gets more warps: at most 32 elements per thread.
     warps = max(_UNALIGNED_WARPS if head_dim % 8 or v_head_dim % 8 else _WARPS, widest // 1024)
     return Tile(max(1, _ELEMENTS // widest), block, v_block, warps)
 

@@ -47,7 +47,7 @@ _UNALIGNED_WARPS = 4
 def tile_for(rank: int, rope: int) -> Tile:
     """The tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
     block, rope_block = next_power_of_2(rank), next_power_of_2(rope)
-    # At most 32 elements per thread for a very long latent.
+    # A very long latent gets more warps: at most 32 elements per thread.
     warps = max(_UNALIGNED_WARPS if rank % 8 or rope % 8 else _WARPS, block // 1024)
     return Tile(max(1, _ELEMENTS // max(block, rope_block)), block, rope_block, warps)
 

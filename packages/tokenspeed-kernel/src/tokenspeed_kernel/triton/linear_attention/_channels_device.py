@@ -1,9 +1,9 @@
 """The matrices of `_chunks_device` for per-channel gates: one gate per token and channel.
 
-``exp(G[i] - G[j])`` then differs by channel. It cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, because the latter
-overflows. Instead, choose a boundary between token j and the later token i, and let R be the running sum at the boundary. Neither
-``exp(G[i] - R)`` nor ``exp(R - G[j])`` is above 1. So pairs of tokens are grouped by a boundary between them: first the pairs
-within a block of 16 tokens, then the pairs of different blocks. Decays are powers of two here, and running sums are sums of log2
+``exp(G[i] - G[j])`` then differs by channel. The decay cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, because the latter
+overflows. Instead, choose a boundary between token j and the later token i, and let R be the running sum at the boundary.
+``exp(G[i] - R)`` and ``exp(R - G[j])`` are both at most 1. So pairs of tokens are grouped by a boundary between them: first pairs
+within a block of 16 tokens, then pairs of different blocks. Decays are powers of two here, and running sums are sums of log2
 decays.
 """
 
@@ -17,8 +17,8 @@ from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, in
 from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# The largest log2 decay of a channel within half a block for which the decays of pairs are split at the block's middle: 2^60 * 2^60
-# is still finite in float32.
+# If no channel's log2 decay within half a block exceeds this, the decays of pairs are split at the block's middle: 2^60 * 2^60 is
+# still finite in float32.
 _STEEPEST = tl.constexpr(60.0)
 
 
@@ -26,7 +26,7 @@ _STEEPEST = tl.constexpr(60.0)
 def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
     """Adds the contribution of some channels to the K K^T and Q K^T of a block, with one decay per pair and channel.
 
-    This is the fallback for gates that are too steep for MMAs with split decays.
+    The fallback for gates that are too steep for MMAs with split decays.
     """
     token = tl.arange(0, TILE.block)
     for j in range(TILE.block):
@@ -101,8 +101,8 @@ def channel_blocks_kernel(
 ):  # fmt: skip
     """Computes the diagonal block of both matrices for one block of a chunk and one value head.
 
-    Where no channel decays too much within half a block, the decays of all pairs are split at the block's middle. One of the two
-    factors may then be above 1. Entries whose decay would be above 1 lie above the diagonal and are masked.
+    If no channel decays too much within half a block, the decays of all pairs are split at the block's middle. Then one of the two
+    factors may be above 1. Entries whose decay would be above 1 lie above the diagonal and are masked.
 
     Args:
         sums: receives the running sums of log2 decays within the block.
@@ -130,8 +130,8 @@ def channel_blocks_kernel(
     system, weights = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
     own, q_squares, k_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, channels, TILE.k, disable_licm=True):
-        # Give a thread 4 adjacent channels (16 bytes of float32). With 8 (16 bytes of a 16-bit float), the reductions would use two
-        # layouts.
+        # Give a thread 4 adjacent channels (16 bytes of float32). With 8 channels (16 bytes of a 16-bit float), the reductions
+        # would use two layouts.
         channel = tl.max_contiguous(begin + tl.arange(0, TILE.k), 4)
         channel_inside = channel < SHAPE.k_dim
         there = inside[:, None] & channel_inside[None, :]
@@ -168,8 +168,8 @@ def channel_blocks_kernel(
 def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
     """Adds the contribution of some channels for pairs on two sides of the boundary in front of block NUMBER.
 
-    ``distance``: running sums minus the running sum at the boundary. Each side spans as many blocks as the largest power of two
-    that divides NUMBER.
+    ``distance``: running sums minus the running sum at the boundary. A side spans as many blocks as the largest power of two that
+    divides NUMBER.
     """
     token = tl.arange(0, TILE.chunk)
     boundary: tl.constexpr = NUMBER * TILE.block
@@ -188,7 +188,7 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
 
 @triton.jit
 def _over_chunk(running, of_block, start, end, v_heads, channel, token, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The running sums of log2 decays over a chunk, from those over each block, and the total over the chunk.
+    """The running sums of log2 decays over a chunk, computed from those over each block; and the total over the chunk.
 
     ``of_block``: pointers to the totals of the chunk's first block.
     """
@@ -224,8 +224,8 @@ def channel_chunks_kernel(
 ):  # fmt: skip
     """Computes the off-diagonal blocks of both matrices for one chunk and one value head, then solves the chunk's system.
 
-    Pairs are grouped by a boundary between two blocks: i lies within some number of blocks behind the boundary, and j within the
-    same number of blocks in front of it.
+    Pairs are grouped by a boundary between two blocks. Token i lies within some number of blocks behind the boundary, and token j
+    within the same number of blocks in front of it.
 
     The kernel also writes queries and keys multiplied by their decays, because per-channel decays are not row factors.
     """

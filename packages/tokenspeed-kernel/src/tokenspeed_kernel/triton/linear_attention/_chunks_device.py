@@ -1,7 +1,7 @@
-"""The part of the gated delta rule that needs no state: two matrices per chunk of tokens, one program per chunk and head.
+"""The stateless part of the gated delta rule: two matrices per chunk of tokens, one program per chunk and head.
 
 Let ``G`` be the running sums of the log decays within a chunk, and ``S`` the state in front of it. The rows of ``U`` are the values
-that the chunk's tokens write to the state. They are the solution of a unit lower triangular system:
+that the chunk's tokens write to the state. The rows of ``U`` solve a unit lower triangular system:
 
     (I + A) U = beta * (V - (exp(G) * K) S)     A[i, j] = beta[i] * sum(K[i] * K[j] * exp(G[i] - G[j])) for j < i
     O = scale * ((exp(G) * Q) S + P U)          P[i, j] = sum(Q[i] * K[j] * exp(G[i] - G[j])) for j <= i
@@ -26,8 +26,8 @@ def joined(inverse, a, FIRST: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.const
     2^FIRST tokens.
 
     Each step doubles the side of the inverted diagonal blocks. For diagonal blocks X and Y, with block E below X and left of Y, the
-    joint inverse has inv(X), inv(Y), and -inv(Y) E inv(X) at the position of E. This is blocked forward substitution, and as exact:
-    it forms no power of ``a``, whose entries would grow large where keys are alike.
+    joint inverse has inv(X), inv(Y), and -inv(Y) E inv(X) at the position of E. This is blocked forward substitution, with the same
+    accuracy. No power of ``a`` is formed, because its entries would grow large where keys are alike.
     """
     row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
     for level in range(FIRST, LEVELS):  # not unrolled: one step uses almost all registers
@@ -52,8 +52,8 @@ def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
 def bounded(logs):
     """Clamps log decays to at least -40.
 
-    A decay of exp(-40) = 4e-18 already erases the state. A far more negative one would swamp the running sums, whose differences
-    would then lose the small decays. NaN stays NaN; a maximum would not keep it.
+    A decay of exp(-40) = 4e-18 already erases the state. A far more negative log decay would swamp the running sums, and their
+    differences would lose the small decays. NaN stays NaN; a maximum would not keep it.
     """
     return tl.where(logs < -40.0, -40.0, logs)
 
@@ -95,7 +95,7 @@ def head_gates_kernel(
 ):
     """Computes both matrices for one chunk and one value head, with one gate per token.
 
-    Queries and keys enter the MMAs unscaled. Their L2 norms and decays are float32 row factors. The MMAs are repeated for each
+    Queries and keys enter the MMAs unscaled. L2 norms and decays are applied as float32 row factors. The MMAs are repeated for each
     value head of a GQA group, because a loop over the group would hold the loop-invariant masks in registers.
     """
     chunk = tl.program_id(0)

@@ -13,7 +13,7 @@ def log_decay(g, bias, A_log, head, GATES: tl.constexpr):
     """Returns the log decays for the gates of a value head.
 
     Args:
-        g: float32, one per token or one per channel.
+        g: float32, one gate per token or one per channel.
         bias: added to raw gates; 0 for none.
         A_log: a pointer to the logarithms of decay rates, one per value head.
         GATES: 0 if g is the log decay already, 1 if g is raw, 2 if g is raw and has a bias.
@@ -23,5 +23,5 @@ def log_decay(g, bias, A_log, head, GATES: tl.constexpr):
 
 @triton.jit
 def strength(beta, GATES: tl.constexpr):
-    """Returns the write strength of the delta rule: beta, or its sigmoid if gates are raw."""
+    """Returns the write strength of the delta rule: beta; for raw gates, the sigmoid of beta."""
     return beta if GATES == 0 else tl.sigmoid(beta)

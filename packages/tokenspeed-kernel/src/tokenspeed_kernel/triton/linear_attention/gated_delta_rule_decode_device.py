@@ -36,7 +36,9 @@ def gated_delta_rule_decode_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program loads some columns of one request's state for one value head, updates them token by token, and stores them."""
+    """A program loads some columns of one request's state for one value head, updates these columns token by token, and stores
+    them.
+    """
     start(EARLY)
     PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
     part_of_state = tl.program_id(0) // PARTS

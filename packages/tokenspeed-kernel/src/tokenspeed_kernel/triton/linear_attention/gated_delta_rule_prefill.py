@@ -59,7 +59,7 @@ class Tile(NamedTuple):
         chunk, levels: tokens per chunk, and their log2.
         block, block_levels: tokens per block of a chunk, and their log2; see `_channels_device`.
         k, v: key channels and state columns per program, powers of two.
-        at_once: sequences whose starts are compared in one step of the search for a chunk's sequence.
+        at_once: how many sequences' starts one step of the search for a chunk's sequence compares.
         dtype, precision: operand dtype and input precision of MMAs.
         pairs: operand dtype of the MMAs within a block, with per-channel gates.
         solver: operand dtype of the MMAs that solve a chunk's system.
@@ -79,53 +79,53 @@ class Tile(NamedTuple):
 
 
 # log2 of the tokens per chunk. Longer chunks take quadratic work for their systems; shorter chunks add steps to the sequential loop
-# over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both operands from registers have room for 32. So
-# has float32, whose tf32 parts also take registers.
+# over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both operands from registers have room for 32 rows.
+# float32 also has 32 rows, because its tf32 parts take registers too.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
-# With per-channel gates and more channels than this, chunks are half as long. Otherwise shared memory would hold the operands of a
-# single chunk, without a pipeline of async copies; this is also a matter of correctness, see `_ALIGNMENT`.
+# With per-channel gates and more channels than this, chunks are half as long. With longer chunks, shared memory would hold the
+# operands of a single chunk only, without a pipeline of async copies. That would also be incorrect, see `_ALIGNMENT`.
 _WIDEST = 128
 # NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
-# For 16-bit operands a chunk's system is solved in float16, whose rounding errors of 2^-12 are below those of the operands. With
-# normalised keys and beta up to 2, no entry of the inverse exceeds 2: it is a beta times two keys with factors I - beta k k.T
-# between them, and such a factor lengthens no vector.
+# For 16-bit operands, a chunk's system is solved in float16. The solver's rounding errors of 2^-12 are below those of the operands.
+# With normalised keys and beta up to 2, no entry of the inverse exceeds 2. An entry is beta times two keys with factors I - beta k
+# k.T between them, and such a factor lengthens no vector.
 _SOLVER = torch.float16
 # log2 of the tokens per block: 16 rows, the smallest M of an MMA.
 _BLOCK_LEVELS = 4
 # Channels per loop step of a block's and of a chunk's program.
 _BLOCK_CHANNELS, _CHANNELS = 32, 32
 # State columns per program of the second step, at most and at least. A sequence has v_heads * v_dim / columns programs. Fewer
-# columns mean more parallelism, but every program reads all queries and keys.
-# More than 32 columns would not fit in registers for float32, or on GPUs whose MMA reads both operands from registers.
+# columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in registers for
+# float32, or on GPUs whose MMA reads both operands from registers.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
-# Warps per program. A block's tile is small, and a single warp needs no barriers: 8192 tokens of kimi linear take 198 us on an
-# H200, and 220 us with two warps. On Blackwell, MMAs leave a chunk's program fewer registers.
+# Warps per program. A block's tile is small, and a program of one warp needs no barriers. On an H200, 8192 tokens of kimi linear
+# take 198 us, and 220 us with two warps. On Blackwell, MMAs leave a program for a chunk fewer registers.
 _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
-# Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 this saves 47 of 340 us for 8192
-# tokens of kimi linear.
+# Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 the pipeline saves 47 of 340 us for
+# 8192 tokens of kimi linear.
 _CHUNK_STAGES = {"sm_90": 3, "any": 1}
 # Registers per thread of the first step's kernels for 16-bit operands. With one gate per token and head, three programs fit on an
-# SM instead of the two that fit with the 190 registers of an unlimited build: on an H200, 8192 tokens of qwen3-next take 144 us
-# rather than 155, although some registers spill. With per-channel gates, 12 programs of the block kernel fit rather than 10: 8192
-# tokens of kimi linear take 179 us rather than 198, and 209 us with 128 registers.
+# SM. Only two fit with the 190 registers of an unlimited build. On an H200, 8192 tokens of qwen3-next take 144 us rather than 155,
+# although some registers spill. With per-channel gates, 12 programs of the block kernel fit rather than 10. 8192 tokens of kimi
+# linear take 179 us rather than 198; with 128 registers, 209 us.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
-# With more columns than this, four warps of an NVIDIA GPU have too few registers for the state and the four tiles that are computed
-# with it in the second step.
+# With more columns than this, four warps of an NVIDIA GPU have too few registers for the second step: they hold the state and four
+# tiles that are computed with it.
 _FEW, _WARPS_OF_MORE = 32, {"nvidia": 8, "any": 4}
 # Pipeline stages of the loop over chunks: with at most one program per SM/CU, and with more. With two stages, two programs fit on
-# an SM of Hopper. On an H200, the second step of qwen3-next takes 257 us for 8192 tokens with 4 stages and 276 us with 3. For 8 x
-# 1024 tokens it takes 196 us, and 229 us with 64 columns, 8 warps and 3 stages.
+# an SM of Hopper. On an H200, the second step of qwen3-next takes 257 us for 8192 tokens with 4 stages, and 276 us with 3 stages.
+# For 8 x 1024 tokens it takes 196 us, and 229 us with 64 columns, 8 warps and 3 stages.
 _STAGES = {"sm_90": (4, 2), "sm_100": (3, 3), "sm_80": (2, 2), "gfx950": (2, 2), "any": (1, 1)}
-# Bytes of shared memory for these stages. The rest is for layout conversions.
+# Bytes of shared memory for these stages. Layout conversions use the remaining shared memory.
 _SHARED = {"sm_90": 208 << 10, "sm_100": 208 << 10, "any": 128 << 10}
-# Rows of keys and queries start at multiples of this many channels, so that Triton copies them to shared memory asynchronously.
-# This is also a matter of correctness. If keys of 32 or 64 channels pass through registers instead, ptxas of CUDA 12.8 (in Triton
-# 3.6) computes shared-memory descriptors from an uninitialised register. The MMAs then read all but the first 16 rows of their
-# right operand from arbitrary addresses. `ci/compile_triton.py` looks for such machine code.
+# Rows of keys and queries start at multiples of this many channels. Triton then copies them to shared memory asynchronously.
+# Correctness requires these async copies too. If keys of 32 or 64 channels pass through registers instead, ptxas of CUDA 12.8 (in
+# Triton 3.6) computes shared-memory descriptors from an uninitialised register. The MMAs then read all but the first 16 rows of
+# their right operand from arbitrary addresses. `ci/compile_triton.py` looks for such machine code.
 _ALIGNMENT = 16
 
 

@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.common_device import wait_for_products
 
 @triton.jit
 def _initial_state(at, slot, has_initial_state, sequence, channel, column_inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Loads a program's tile of a sequence's initial state, zeros if there is none."""
+    """Loads a program's tile of a sequence's initial state; zeros if there is no initial state."""
     K: tl.constexpr = TILE.k
     V: tl.constexpr = TILE.v
     state = tl.zeros([K, V], tl.float32)
@@ -23,7 +23,9 @@ def _initial_state(at, slot, has_initial_state, sequence, channel, column_inside
 
 @triton.jit
 def _chunk_result(state, keys, queries, values, solution, weights, in_factor, read_factor, TILE: tl.constexpr):
-    """Returns what a chunk writes to the state at each token's key, and its outputs. ``state``: in front of the chunk."""
+    """Returns the values that a chunk writes to the state at each token's key, and the chunk's outputs. ``state``: in front of the
+    chunk.
+    """
     rounded = state.to(TILE.dtype)
     recalled = tl.dot(keys.to(TILE.dtype), rounded, input_precision=TILE.precision)
     errors = values.to(tl.float32) - recalled * in_factor[:, None]
@@ -55,14 +57,15 @@ def chunk_states_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates some columns of a value head's state, chunk after chunk of one sequence, and computes their outputs.
+    """A program updates some columns of a value head's state, chunk after chunk of one sequence. It also computes the outputs of
+    these columns.
 
     Args:
         keys_in, queries_in: the operands of the MMAs with the state in front of a chunk, without their row factors.
         keys_out: the keys of the state update, without their row factors.
         solve, scores: per token, its row of the chunk's matrices ``(I + A)^-1 * beta`` and ``scale * P``; see `_chunks_device`.
         factors: float32 row factors of keys_in, queries_in and keys_out, in this order.
-        decays: the decay of the state over a whole chunk, one per channel or one for all channels.
+        decays: the state's decay over a whole chunk, one per channel or one for all channels.
     """
     PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
     v_heads: tl.constexpr = SHAPE.v_heads

@@ -15,7 +15,8 @@ device_code = DeviceModule(__name__ + "_device")
 def slots_for(x: Tensor, pairs: int, parts: int = 1) -> Tensor:
     """An uninitialised buffer for the rows of all slots, ``[parts, pairs, hidden]``.
 
-    It is float32 for split-K partial sums (``parts > 1``) and for a float16 x, whose range is too small. Else it has x's dtype.
+    The dtype is float32 for split-K partial sums (``parts > 1``) and for a float16 x, whose range is too small. Otherwise it is x's
+    dtype.
     """
     dtype = torch.float32 if parts > 1 or x.dtype == torch.float16 else x.dtype
     return torch.empty(parts, pairs, x.shape[1], dtype=dtype, device=x.device)

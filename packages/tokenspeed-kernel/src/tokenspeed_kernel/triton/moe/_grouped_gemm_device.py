@@ -1,4 +1,4 @@
-"""Grouped GEMM: blocks of rows sorted by expert, each times its expert's weight in the checkpoint's layout.
+"""Grouped GEMM: blocks of rows sorted by expert, multiplied by the expert's weight in the checkpoint's layout.
 
 Both projections of a mixture-of-experts layer use this kernel. The first gathers its rows from the tokens and ends with the gated
 activation. The second writes the row of each (token, slot) pair, which `_combine` reduces.
@@ -39,9 +39,9 @@ class Weight(NamedTuple):
         gate, up: pointers to the first element, or tensor descriptors of all experts' rows.
         gate_start, up_start: for descriptors, the first gate row and the first up row of the tile.
         row_stride, column_stride: strides, for pointers.
-        scale, scale_row_stride, scale_column_stride: the scales; not read where there are none.
-        global_scale: a pointer to the scale of the whole weight; not read where there is none.
-        bias, bias_stride: the bias; not read where there is none.
+        scale, scale_row_stride, scale_column_stride: the scales; not read if there are no scales.
+        global_scale: a pointer to the scale of the whole weight; not read without a global scale.
+        bias, bias_stride: the bias; not read without a bias.
     """
 
     gate: Any
@@ -206,7 +206,7 @@ def _block(
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
 ):
-    """One tile of features for ``BLOCK_T`` rows of a block, and for ``EXTRA_T`` more rows that reuse the loaded weight tiles."""
+    """One tile of features, for ``BLOCK_T`` rows of a block and ``EXTRA_T`` further rows that reuse the loaded weight tiles."""
     GATED: tl.constexpr = OPTIONS.gated
     FORMAT: tl.constexpr = OPTIONS.format
     COMPUTE: tl.constexpr = OPTIONS.compute
@@ -236,7 +236,7 @@ def _block(
         scaled_rows: tl.constexpr = _BLOCK_FP8 if OPTIONS.scales == "blocks" else 1
         s_gate = weight.scale + gate_row // scaled_rows * weight.scale_row_stride
         s_up = weight.scale + up_row // scaled_rows * weight.scale_row_stride
-    # fp8 block scales multiply the partial sum of one step. They are loaded one step ahead to hide the latency.
+    # fp8 block scales multiply the partial sum of one step. Scales are loaded one step ahead to hide the latency.
     scaled: tl.constexpr = OPTIONS.scales == "blocks"
     if scaled:
         by_gate = tl.load(s_gate)
@@ -317,11 +317,11 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """The first projection with its activation if ``gated``, else the second; ``N`` output features from ``K`` input features.
 
-    w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors an
-    expert has ``w_expert_rows`` rows, and its up rows begin ``w_up_rows`` after its gate rows.
+    w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors, an
+    expert has ``w_expert_rows`` rows, and its up rows begin ``w_up_rows`` rows after its gate rows.
 
     Blocks have up to ``block_t + extra_t`` rows. Blocks with at most ``block_t`` or ``tail_t`` rows use a loop with smaller tiles.
-    ``group`` consecutive blocks compute the same features one after another, so that a weight is read from memory once.
+    ``group`` consecutive blocks compute the same features one after another. So each weight is read from memory once.
     """
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_T: tl.constexpr = TILE.block_t

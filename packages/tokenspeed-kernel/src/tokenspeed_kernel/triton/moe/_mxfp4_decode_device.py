@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Register $4 holds two 16-bit words. Each and, shift or multiplication moves the sign and magnitude bits of one e2m1 value of both
-# words to their positions in a bfloat16 pair, and a mask clears the other bits. $5, $7, $9 and $11 hold the scales.
+# Register $4 holds two 16-bit words. Each instruction (and, shift or multiplication) moves the sign and magnitude bits of one e2m1
+# value of both words to their positions in a bfloat16 pair. A mask clears the other bits.
 _BFLOAT16 = """
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -26,7 +26,7 @@ lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 $3, a, $11, z;
 }
 """
-# For float16, the bits go to bit 15 and bits 11 to 9, which gives 2^-14 times the e2m1 value.
+# For float16, the bits go to bit 15 and bits 11 to 9. The result is 2^-14 times the e2m1 value.
 _FLOAT16 = """
 .reg .b32 a, s;
 shl.b32 a, $4, 3;
@@ -48,8 +48,8 @@ mul.rn.f16x2 $3, a, $11;
 }
 """
 # Hopper's WGMMA reads a left operand in registers until it completes. Triton lets the WGMMAs of one loop iteration overlap the next
-# iteration, which overwrites the operand's registers: some results were wrong, most often with two CTAs per SM. Each write of these
-# registers therefore waits first. Within an iteration, only the first word's wait has WGMMAs to wait for.
+# iteration, which overwrites the operand's registers. Some results were wrong, most often with two CTAs per SM. Therefore each
+# write of these registers waits first. Within an iteration, only the first word's wait has WGMMAs to wait for.
 _WAIT = "{ wgmma.wait_group.sync.aligned 0;"
 _BFLOAT16_ALONE = tl.constexpr("{" + _BFLOAT16)
 _BFLOAT16_DRAINED = tl.constexpr(_WAIT + _BFLOAT16)
@@ -62,7 +62,7 @@ def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.const
     """Dequantises a tile of words to four tiles of weights.
 
     ``scales``: an int32 column of exponent fields, one byte per tile. ``PTX``: for 16-bit dtypes, use inline PTX on two values at a
-    time. ``DRAIN``: wait for outstanding WGMMAs first, because they may read these tiles.
+    time. ``DRAIN``: first wait for outstanding WGMMAs, which may still read the registers of these tiles.
     """
     s0 = scales & 0xFF
     s1 = (scales >> 8) & 0xFF

@@ -1,22 +1,23 @@
-"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights, which `moe_apply_mxfp4` reads. It is made once, when a model is loaded.
+"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights, which `moe_apply_mxfp4` reads. The layout is made once, when a model is
+loaded.
 
-A projection ``[rows, k]`` is ``rows / 2`` pairs of rows. One program computes both rows of a pair: gate and up of a feature in w13,
-row ``r`` and row ``r + rows / 2`` in w2. ``k`` is split into chunks of 64 elements, which are two blocks of 32. A 16-bit word holds
-four e2m1 values of one pair of rows, at position ``j`` (0 to 31) of a block. Their order is (first row, block 0), (first row,
-block 1), (second row, block 0), (second row, block 1). A tile of words therefore becomes four tiles of weights. Each of these is in
-order along k, and lies within one block of scales.
+A projection ``[rows, k]`` is ``rows / 2`` pairs of rows. One program computes both rows of a pair. A pair is gate and up of a
+feature in w13, and rows ``r`` and ``r + rows / 2`` in w2. ``k`` is split into chunks of 64 elements, which are two blocks of 32. A
+16-bit word holds four e2m1 values of one pair of rows, at position ``j`` (0 to 31) of a block. The order of the values is (first
+row, block 0), (first row, block 1), (second row, block 0), (second row, block 1). A tile of words therefore becomes four tiles of
+weights. Each tile of weights is in order along k, and lies within one block of scales.
 
     weight  int16    [experts, chunks, pairs, 32]    a tile of many pairs and one chunk is contiguous
     scale   int32    [experts, chunks, pairs]        four exponents, byte i for value i; relative to the largest scale of the row
     bias    float32  [experts, 4, pairs]             largest scales of both rows, biases of both rows
 
-The bit positions within a word minimise instructions. The sign and magnitude bits (s, e, e, m) of an e2m1 value go to bits 15 and
-8 to 6 of a bfloat16, which is then the e2m1 value times 2^-126.
+The bit positions within a word minimise instructions. The sign and magnitude bits (s, e, e, m) of an e2m1 value go to bits 15 and 8
+to 6 of a bfloat16. This bfloat16 is the e2m1 value times 2^-126.
 
     bit    15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
     value  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
 
-A scale byte is the exponent field of the bfloat16 that multiplies such a value: 253 (2^126) for the row's largest scale.
+A scale byte is the exponent field of a bfloat16 that multiplies such a value. For the row's largest scale the byte is 253 (2^126).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, e8m0_to_
 LAYOUT = "triton_mxfp4"
 CHUNK = 2 * BLOCK_MX
 _LARGEST = 253
-# The bit positions in a word of each value's sign, and of the lowest of its other three bits.
+# Bit positions in a word: the sign of each value, and the lowest of the value's three other bits.
 _SIGN_BITS = (15, 12, 14, 13)
 _LOW_BITS = (6, 3, 0, 9)
 # Experts per step of the conversion. A step of one expert would be bound by launch latency.

@@ -1,4 +1,4 @@
-"""Prepares rows of activations for MMAs: rounds them to narrow formats, or scales them into float16's range."""
+"""Prepares rows of activations for MMAs: rounds rows to narrow formats, or scales rows into float16's range."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rounds activations to narrow formats. They are stored in the narrow format where the tensor cores support it, else as the rounded
-values in a wider dtype, for MMAs in that dtype. Rows that may exceed float16's range are stored as float16 with a scale per row.
+"""Rounds activations to narrow formats. Activations are stored in the narrow format if the tensor cores support it. Otherwise the
+rounded values are stored in a wider dtype, for MMAs in that dtype. Rows that may exceed float16's range are stored as float16 with
+a scale per row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 def round_mxfp4(value):
     """Rounds float32 ``[rows, k]`` to mxfp4 values with blocks of 32 along k. The result is float32."""
     blocks = tl.reshape(value, [value.shape[0], value.shape[1] // 32, 32])
-    # The bits of finite floats sort as their magnitudes do; those of infinities and NaN are larger.
+    # The bits of finite floats sort as their magnitudes do. The bits of infinities and NaN are larger.
     bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     field = tl.max(bits, axis=2) >> 23
     exponent = tl.maximum(field - 2, 0)
@@ -48,7 +49,7 @@ def round_rows_kernel(
     q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
     ``COUNTED``: ``row_count`` holds the number of rows.
 
-    float16 scales are powers of two that make a row's amax less than 2^15, so that no sum of two elements overflows.
+    float16 scales are powers of two. They make a row's amax less than 2^15, so that no sum of two elements overflows.
     """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1

@@ -1,4 +1,4 @@
-"""The schedule of a grouped GEMM, computed on the device: which rows each block works on.
+"""The schedule of a grouped GEMM: which rows each block works on. Computed on the device.
 
 `block_schedule` sorts the (token, slot) pairs of a mixture-of-experts layer by expert and splits every expert's rows into blocks.
 The number of blocks depends on the routing, and the host never reads it. Grids cover the most blocks that any routing can need
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Pairs that a program processes in one step.
+# The number of pairs that a program processes in one step.
 _CHUNK = 1024
 # Most programs that split the pairs of an expert.
 _PARTS = 16
@@ -31,7 +31,7 @@ class BlockSchedule(NamedTuple):
 
     Attributes:
         order: ``[pairs]``: the pair indices by expert, ascending within an expert. Pairs whose expert is not on this rank (a
-            negative id) are left out; the last ``pairs - expert_start[-1]`` entries are undefined.
+            negative id) are left out. The last ``pairs - expert_start[-1]`` entries are undefined.
         expert_start: ``[num_experts + 1]``: the first row of each expert; the last entry is the number of rows.
         block_expert: ``[capacity]``: the expert of each block, -1 for unused blocks. Used blocks come first, by ascending expert.
         block_row: ``[capacity]``: the first row of each block, undefined for unused blocks. The rows of a block end at
@@ -58,7 +58,7 @@ def block_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> BlockSchedule:
-    """Computes the schedule of one call in one launch, or in two for many pairs. Safe in CUDA graphs, and deterministic.
+    """Computes the schedule of one call. Takes one launch, or two launches for many pairs. Safe in CUDA graphs, and deterministic.
 
     There must be at least one pair.
 
@@ -67,7 +67,7 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
         num_experts: experts whose weights are on this rank.
         block_rows: the most rows of a block.
 
-    Device code that reads the schedule of block ``i`` (feature tiles are another grid axis, or the same axis in grouped order)::
+    Device code that reads the schedule of block ``i`` (feature tiles are another grid axis, or share this axis in grouped order)::
 
         expert = tl.load(block_expert + i)
         if expert < 0: return
@@ -79,7 +79,8 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     tokens, top_k = topk_ids.shape
     pairs = tokens * top_k
     capacity = block_capacity(pairs, num_experts, block_rows)
-    # One allocation for four small arrays. Each is aligned to 16 bytes, because Triton recompiles a kernel for other alignments.
+    # All four small arrays share one allocation. Each array is aligned to 16 bytes, because Triton recompiles a kernel for other
+    # alignments.
     lengths = (pairs, num_experts + 1, capacity, capacity)
     padded = [cdiv(length, 4) * 4 for length in lengths]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=topk_ids.device)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts):
-    """The experts of some pairs; ``num_experts`` where there is none."""
+    """The experts of some pairs; ``num_experts`` for pairs without an expert."""
     token = pair // top_k
     address = ids_ptr + token.to(tl.int64) * stride_token + (pair - token * top_k) * stride_slot
     ids = tl.load(address, mask=pair < pairs, other=-1)
@@ -59,7 +59,9 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One program per expert and range of chunks. Each reads the counts of all experts, so that no program waits for another."""
+    """One program per expert and range of chunks. Each program reads the counts of all experts, so that no program waits for
+    another.
+    """
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_chunk = chunks * part // parts

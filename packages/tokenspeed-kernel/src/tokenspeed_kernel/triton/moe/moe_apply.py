@@ -1,7 +1,7 @@
 """A mixture-of-experts layer with weights in the checkpoint's layout: dense, fp8, mxfp8, mxfp4 or nvfp4.
 
-It takes at most five launches besides the schedule, without host synchronisation: round the tokens (for narrow activations), first
-projection with the activation, round again (for per-row scales), second projection, combine.
+Besides the schedule, a call takes at most five launches, without host synchronisation: round the tokens (for narrow activations),
+first projection with the activation, round again (for per-row scales), second projection, combine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     Attributes:
         features: output features per program.
         k: elements along k per step; a divisor of 128 for fp8 blocks, because a step has one scale.
-        warps, stages: warps of a program, and its pipeline stages.
+        warps, stages: a program's warps and pipeline stages.
     """
 
     features: int
@@ -56,10 +56,11 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: rows of a block's main part, a power of two from 16.
-        extra: most rows of a block beyond ``rows``. They cost a second, small dot with the same weight tile. 0 for none.
+        extra: most rows of a block beyond ``rows``. These extra rows cost a second, small dot with the same weight tile. 0 for
+            none.
         tail: blocks with at most this many rows use a smaller tile; 0 for none.
         first, second: tiles of the projections. The first accumulates gate and up, so its features count twice.
-        descriptors: load dense weights through tensor descriptors (TMA) where their strides allow it.
+        descriptors: load dense weights through tensor descriptors (TMA) if their strides allow it.
     """
 
     rows: int
@@ -90,7 +91,7 @@ class Options(NamedTuple):
             dequantised by integer operations where the target has no e4m3.
         scales: scales of the weight: ``"none"``, ``"channels"`` (float32, per row), ``"blocks"`` (float32, per 128 x 128),
             ``"e8m0"``, or ``"e4m3"`` with a float32 global scale.
-        block: elements of a row that share a one-byte scale; 0 for other scales.
+        block: how many elements of a row share a one-byte scale; 0 for other scales.
         bias, limit, x_scale: whether there is a bias, a clamp limit, or a scale per input row.
         round_mxfp4: whether results are rounded to mxfp4 values.
         interpreted: whether Triton's interpreter runs the kernel.
@@ -117,8 +118,8 @@ class Program(NamedTuple):
     """Tile constants of `grouped_gemm_kernel`.
 
     ``block_t``, ``extra_t`` and ``tail_t`` are ``rows``, ``extra`` and ``tail`` of `Blocks`; ``block_n`` and ``block_k`` are
-    ``features`` and ``k`` of `Tile`. ``even_k``: whether ``block_k`` divides all of k. ``group``: consecutive blocks that compute
-    the same features one after another.
+    ``features`` and ``k`` of `Tile`. ``even_k``: whether ``block_k`` divides all of k. ``group``: how many consecutive blocks
+    compute the same features one after another.
     """
 
     block_t: int
@@ -133,15 +134,15 @@ class Program(NamedTuple):
 # tf32 represents float16 and mxfp4 values exactly.
 _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 
-# Consecutive blocks that compute the same features. 4096 tokens as below, blocks of 128 rows: 2425 us with 4, 2589 us with 1,
+# How many consecutive blocks compute the same features. 4096 tokens as below, blocks of 128 rows: 2425 us with 4, 2589 us with 1,
 # 2432 us with 16.
 _GROUP = 4
 
-# Each key is the largest mean number of rows per expert that its entry handles. Measured on an H200: the whole layer in a CUDA
+# Each entry handles calls with a mean number of rows per expert up to its key. Measured on an H200: the whole layer in a CUDA
 # graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and bounds the time with few
-# rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Their weights would be read and
-# multiplied twice for a few rows: "extra" avoids that. With many more rows "extra" no longer pays off, but "tail" makes an expert's
-# last block cheaper than a full block. Dots without swap-AB were 7% slower (128 rows, features 128 and 256).
+# rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such experts' weights would be
+# read and multiplied twice for a few rows. "extra" avoids this. With many more rows "extra" no longer pays off. "tail" then makes
+# an expert's last block cheaper than a full block. Dots without swap-AB were 7% slower (128 rows, features 128 and 256).
 _LARGE_MEMORY = {
     # 1 token 67 us (78 with features 32, 75 with k 64), 16 tokens 545 us, 64 tokens 1268 us.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),
@@ -153,18 +154,19 @@ _LARGE_MEMORY = {
     90: Blocks(64, 16, 0, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     # 4096 tokens 1997 us (2058 without descriptors, 2242 without extra, 2281 with extra 64).
     190: Blocks(128, 32, 0, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), descriptors=True),
-    # 8192 tokens 3721 us, the same with extra 32 and descriptors. 16384 tokens 6809 us (7786 with extra 32 and descriptors, 6949
-    # with extra 64 and 3 stages).
+    # 8192 tokens: 3721 us, also with extra 32 and descriptors. 16384 tokens 6809 us (7786 with extra 32 and descriptors, 6949 with
+    # extra 64 and 3 stages).
     math.inf: Blocks(128, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
 }
-# These fit into 64 KB of shared memory, because some devices have no more. Other devices with more were not measured.
+# These entries fit into 64 KB of shared memory, the maximum of some devices. Other devices with more shared memory were not
+# measured.
 _SMALL_MEMORY = {
     11: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     22: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     90: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
     math.inf: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
 }
-# For Triton's interpreter, which takes as long for a small tile as for a large one.
+# For Triton's interpreter, which takes equally long for small and large tiles.
 _INTERPRETED = {
     22: Blocks(16, 0, 0, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
     math.inf: Blocks(64, 16, 32, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
@@ -172,16 +174,16 @@ _INTERPRETED = {
 _BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED, "any": _SMALL_MEMORY}
 
 # Both operands are fp8. A step's partial sum is scaled before it is added to the accumulator, and takes as many registers as the
-# accumulator does. Tiles therefore have fewer features. DeepSeek-V3, 128 tokens, 32 of 256 experts on this rank (the host computes
-# a mean of 32 rows per expert, the true mean is 4): 346 us as below, 358 with 4 stages, 355 with blocks of 32 without a tail, 376
-# with blocks of 64. Reading the weights takes 324 us.
+# accumulator does. Tiles therefore have fewer features. DeepSeek-V3, 128 tokens, 32 of 256 experts on this rank: 346 us as below,
+# 358 with 4 stages, 355 with blocks of 32 without a tail, 376 with blocks of 64. The host computes a mean of 32 rows per expert;
+# the true mean is 4. Reading the weights takes 324 us.
 _LARGE_MEMORY_FP8 = {
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
     45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
     # Qwen3-235B, 1024 tokens (mean of 64 rows): 810 us (987 with features 64 and 128, 4 warps and 5 stages).
     90: Blocks(64, 0, 16, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4)),
-    # Qwen3-235B, 8192 tokens: 4006 us (4312 with features 64 and 4 stages, 4606 with blocks of 64). DeepSeek-V3, in the same order:
-    # 1409 us, 1573 us, 1661 us.
+    # Qwen3-235B, 8192 tokens: 4006 us (4312 with features 64 and 4 stages, 4606 with blocks of 64). DeepSeek-V3 with the same three
+    # settings: 1409 us, 1573 us, 1661 us.
     math.inf: Blocks(128, 0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4)),
 }
 _SMALL_MEMORY_FP8 = {
@@ -190,10 +192,10 @@ _SMALL_MEMORY_FP8 = {
 }
 _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
 
-# fp8 weights that are dequantised to the tokens' 16-bit dtype. That costs instructions, because each warpgroup of a tile
-# dequantises all features of the tile. A second CTA per SM hides more of that latency than a deeper pipeline. Microseconds on an
-# H200, for Qwen3-235B (128 experts, top-8) and DeepSeek-V3 (32 of 256 experts on this rank: 8 times fewer rows than the host's
-# mean).
+# fp8 weights that are dequantised to the tokens' 16-bit dtype. Dequantising costs instructions, because each warpgroup of a tile
+# dequantises all features of the tile. A second CTA per SM hides more of that latency than a deeper pipeline. The figures are
+# microseconds on an H200, for Qwen3-235B (128 experts, top-8) and DeepSeek-V3 (32 of 256 experts on this rank, so 8 times fewer
+# rows than the host's mean).
 _LARGE_MEMORY_FP8_DECODED = {
     # Qwen3 64 tokens 816, DeepSeek 16 tokens 211; with 4 stages 915 and 245, 5 stages 996 and 255, k 64 and 3 stages 980 and 271.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
@@ -281,7 +283,7 @@ class _Formats(NamedTuple):
         weight, scales: formats of the weight and its scales, see `Options`.
         compute: dtype of both operands of the dots.
         precision: ``input_precision`` of float32 dots.
-        carrier: dtype of stored rounded activations, which it represents exactly.
+        carrier: dtype in which rounded activations are stored, exactly.
     """
 
     weight: str
@@ -301,7 +303,7 @@ class _Formats(NamedTuple):
         stored = weight, scales
         if plan.dtype == torch.float32:
             return _Formats(*stored, torch.float32, "ieee", torch.float32)
-        # One-byte block scales multiply the weights, which are then no longer e4m3.
+        # One-byte block scales multiply the weights. The scaled weights are no longer e4m3 values.
         if weight == "fp8" and scales != "e8m0" and plan.activation_dtype in ("fp8", "fp8_static"):
             return _Formats(*stored, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
         # e8m0 scales have bfloat16's range, and elements have at most four significant bits. e4m3, and e2m1 times e4m3, are exact
@@ -335,12 +337,14 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
     """Adapts a tile for dense 16-bit weights to other formats.
 
-    ``features``: most features whose accumulators fit into registers beside the dequantisation. ``k``: elements of a row.
+    ``features``: the most features whose accumulators fit into registers together with the dequantisation. ``k``: elements of a
+    row.
     """
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
     if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
-        # Rows that are not aligned to 16 bytes are loaded one byte at a time, one byte per register. 64 bytes per row spill.
+        # Rows that are not aligned to 16 bytes are loaded one byte at a time, each byte in its own register. 64 bytes per row
+        # spill.
         most = 32 if formats.scales == "channels" and k % 16 else 64
         return tile._replace(features=min(tile.features, features), k=min(tile.k, most), stages=min(tile.stages, 3))
     return tile

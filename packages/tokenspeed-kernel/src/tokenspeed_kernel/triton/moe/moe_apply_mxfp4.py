@@ -1,11 +1,12 @@
 """Mixture of experts with mxfp4 weights in the layout of `_mxfp4_layout`, tokens in bfloat16 or float16.
 
-It runs two grouped GEMMs and a weighted sum. Both GEMMs are swap-AB: weights are the left operand, features are rows and tokens are
-columns. Few tokens then fill a narrow tile, and weights dequantised in registers stay there, because WGMMA on Hopper accepts a left
-operand in registers. A tile of 16-bit words becomes four tiles of weights: two blocks of k for each of two rows. The two rows have
-separate accumulators. In the first GEMM they are gate and up of a feature, so that the activation runs before the store.
+The kernel runs two grouped GEMMs and a weighted sum. Both GEMMs are swap-AB: weights are the left operand, features are rows and
+tokens are columns. Few tokens then fill a narrow tile, and weights dequantised in registers stay there, because WGMMA on Hopper
+accepts a left operand in registers. A tile of 16-bit words becomes four tiles of weights: two blocks of k for each of two rows. The
+two rows have separate accumulators. In the first GEMM the two rows are gate and up of a feature, so the activation runs before the
+store.
 
-For few tokens, each program finds the pairs of its expert among all ids. For many tokens, `block_schedule` makes a schedule.
+For few tokens, each program searches all ids for the pairs of its expert. For many tokens, `block_schedule` makes a schedule.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Tile(NamedTuple):
     Attributes:
         rows: pairs of weight rows.
         columns: (token, slot) pairs of one expert.
-        warps, stages: warps of the program, and its pipeline stages.
+        warps, stages: a program's warps and pipeline stages.
         unroll: most chunks of k per loop iteration; fewer if it does not divide the number of chunks.
-        split_k: programs that split k; another kernel adds their partial sums.
-        tail: columns for blocks with at most ``tail`` pairs; 0 for one size. If at least 32, blocks with at most ``tail / 2`` pairs
-            use ``tail / 2`` columns.
+        split_k: how many programs split k; another kernel adds their partial sums.
+        tail: columns for blocks with at most ``tail`` pairs; 0 for one size. If ``tail`` is at least 32, blocks with at most ``tail
+            / 2`` pairs use ``tail / 2`` columns.
         separate: whether the two blocks of a chunk have separate accumulators: shorter dependency chains of MMAs, more registers.
     """
 
@@ -62,7 +63,7 @@ class Options(NamedTuple):
 
     Attributes:
         scaled: whether inputs have scales.
-        gated: the first GEMM, whose inputs are gathered from the tokens.
+        gated: whether this is the first GEMM, whose inputs are gathered from the tokens.
         activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
         dtype: Triton's dtype of the dots' operands.
@@ -102,17 +103,17 @@ class Regime(NamedTuple):
     second: Tile
 
 
-# Up to this many pairs, programs search all ids for their pairs, which is cheaper than a separate launch.
+# Up to this many pairs, each program searches all ids for its pairs. That is cheaper than a separate launch.
 _DIRECT_PAIRS = 64
 
 # Up to this many pairs, the grid does not fill the device without split-K.
 _FEW_PAIRS = 8
 
-# Times are microseconds of the first and the second GEMM of a GPT-OSS-120B layer on an H200, in brackets those of alternatives.
-# With two warps dots compile to mma.sync, which needs no waits as WGMMA does. That is faster while weight loads bound the time. (16
-# tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
+# Times are microseconds of the first and the second GEMM of a GPT-OSS-120B layer on an H200. Times in brackets belong to
+# alternatives. With two warps dots compile to mma.sync. WGMMA, unlike mma.sync, needs waits. So mma.sync is faster while weight
+# loads bound the time. (16 tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
 _FEW = {
-    # One token: 14 and 10, or 17 with the reduction of partial sums (18 and 18 without split-K).
+    # One token: 14 and 10; 17 for the second with the reduction of partial sums (without split-K 18 and 18).
     "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
     "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
 }
@@ -220,7 +221,7 @@ def moe_apply_as(
     if not pairs:
         return out
     first, second = regime.first, regime.second
-    # By columns of a block: a schedule, or None where programs search the ids themselves.
+    # For each number of columns of a block: the schedule, or None if programs search the ids themselves.
     schedules: dict[int, BlockSchedule | None] = {
         columns: None if pairs <= _DIRECT_PAIRS else block_schedule(topk_ids, plan.num_experts, columns)
         for columns in {first.columns, second.columns}

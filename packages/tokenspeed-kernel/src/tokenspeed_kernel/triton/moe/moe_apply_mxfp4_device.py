@@ -13,7 +13,7 @@ from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
 
 @triton.jit
 def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The expert of pair ``me``, and the block of that expert's pairs that begins with ``me``.
+    """The expert of pair ``me``, and the block that begins with ``me`` among that expert's pairs.
 
     The expert is -1 if no block begins with ``me``.
     """
@@ -100,7 +100,7 @@ def _multiply_tile(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of one expert's GEMM. ``pair``, ``valid``: each column's pair, and whether there is one."""
+    """A tile of one expert's GEMM. ``pair``, ``valid``: each column's pair, and whether the column has one."""
     ROWS: tl.constexpr = TILE.rows
     SEPARATE: tl.constexpr = TILE.separate
     UNROLL: tl.constexpr = TILE.unroll

@@ -1,9 +1,9 @@
-"""Routing: the top-k experts of each token and their weights, in one kernel.
+"""Routing in one kernel: the top-k experts of each token and their weights.
 
-A tile of tokens is in registers with the logits of all experts. The selection compares int32 keys that sort as the reference sorts:
-NaN above everything, -0 equal to 0, and the lowest expert first among equal keys. Each of ``top_k`` rounds finds the largest key at
-the lowest position and removes it, which is fast for the ``top_k`` of models. The weights come from the chosen logits, which are
-loaded again.
+A tile of tokens is in registers with the logits of all experts. The selection compares int32 keys with the reference's order: NaN
+above everything, -0 equal to 0. Among equal keys the lowest expert comes first. Each of ``top_k`` rounds finds the largest key at
+the lowest position, and removes this key. This is fast for the ``top_k`` of models. The weights come from the chosen logits, which
+are loaded again.
 """
 
 from __future__ import annotations
@@ -116,6 +116,6 @@ def _tile(tokens: int, padded: int, sm_count: int) -> tuple[int, int]:
     config = TopkConfig()
     if tokens > 4 * sm_count and padded < config.elements:
         return config.elements // padded, config.warps
-    # For few tokens, one token per program is fastest, in one warp while its registers hold the logits. 64 tokens of 128 experts
-    # take 1.7 us, or 1.9 us with 2 or 4 warps.
+    # For few tokens, one token per program is fastest. One warp is fastest while its registers hold the logits. 64 tokens of 128
+    # experts take 1.7 us, or 1.9 us with 2 or 4 warps.
     return 1, min(8, max(1, padded // 1024))

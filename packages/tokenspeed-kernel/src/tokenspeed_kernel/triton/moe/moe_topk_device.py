@@ -7,7 +7,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
 
-# The key of padding, excluded groups and already chosen experts. It is below the key of every float, minus infinity included.
+# The key of padding, excluded groups and already chosen experts. This key is below the key of every float, including minus
+# infinity.
 _REMOVED = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
 _SMALLEST_SUM = tl.constexpr(1e-20)
@@ -58,7 +59,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _sqrtsoftplus(x):
-    """``sqrt(log(1 + exp(x)))``, NaN for NaN. It uses log(1 + u) = 2 artanh(u / (2 + u)), whose argument is at most 1/3."""
+    """``sqrt(log(1 + exp(x)))``, NaN for NaN. Computed by log(1 + u) = 2 artanh(u / (2 + u)), in which the argument of artanh is at
+    most 1/3.
+    """
     raised = _exp(-tl.abs(x))
     ratio = tl.div_rn(raised, 2.0 + raised)
     square = ratio * ratio
@@ -125,7 +128,7 @@ def _close_groups(
 ):
     """Sets the keys ``[rows, groups * group]`` outside of the best groups to ``_REMOVED``.
 
-    The score of a group is its largest score, or the sum of its two largest if ``TWO``.
+    The score of a group is its largest score; if ``TWO``, the sum of its two largest scores.
     """
     rows: tl.constexpr = keys.shape[0]
     grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])
@@ -178,7 +181,7 @@ def route(
     """Chooses the experts of tokens, int64 ``[rows]``, and stores their ids and weights."""
     group_size: tl.constexpr = EXPERTS // GROUPS
     real = (token < num_tokens)[:, None]
-    # Each group is padded, so that groups can become an axis by a reshape. Positions rise with expert ids.
+    # Each group is padded, so that a reshape can make groups an axis. Positions rise with expert ids.
     position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
     group = position // GROUP_PADDED
     member = position % GROUP_PADDED

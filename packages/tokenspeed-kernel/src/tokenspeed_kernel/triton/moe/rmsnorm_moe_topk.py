@@ -1,7 +1,8 @@
 """RMSNorm, the router GEMM and the top-k routing of a few tokens, in one kernel.
 
-Each program normalises one token, which is cheap, and computes its logits for some experts. Many SMs/CUs therefore read the router
-weights in parallel. The programs of a token store their logits to a workspace, and the last program to arrive routes the token.
+Each program normalises one token, which is cheap, and computes the token's logits for some experts. Many SMs/CUs therefore read the
+router weights in parallel. The programs of a token store their logits to a workspace, and the last program to arrive routes the
+token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenspeed_kernel_base.workspace import keeper
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Each token reads the router weights again, from L2. Beyond this many tokens, one GEMM of all tokens is faster.
+# For each token, the router weights are read again, from L2. Above this many tokens, one GEMM of all tokens is faster.
 MOST_TOKENS = 16
 
 
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
     """The tile of one program.
 
     Attributes:
-        experts: experts whose logits of one token it computes.
+        experts: the number of experts for which a program computes the logits of its token.
         warps: warps of the program.
     """
 
@@ -104,7 +105,7 @@ def rmsnorm_moe_topk(
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Other programs may still read x and the residual when block 0 stores their sum, so the sum must alias neither.
+    # Block 0 stores the sum of x and the residual while other programs may still read both. So the sum must alias neither.
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()

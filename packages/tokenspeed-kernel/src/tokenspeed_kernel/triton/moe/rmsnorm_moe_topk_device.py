@@ -71,7 +71,8 @@ def rmsnorm_moe_topk_kernel(
         logit += tl.load(router_bias + expert * router_bias_stride, mask=real, other=0.0).to(tl.float32)
     tl.store(logits + token * EXPERTS + expert, round_to(logit, logits.dtype.element_ty, INTERPRETED), mask=real)
 
-    # The last program of a token sees all of its logits, and routes it. The barrier orders all threads' stores before the counter.
+    # The last program of a token sees all of the token's logits, and routes the token. The barrier orders all threads' stores
+    # before the counter.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
     if before == BLOCKS - 1:

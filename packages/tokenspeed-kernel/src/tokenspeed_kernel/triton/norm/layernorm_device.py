@@ -27,7 +27,7 @@ def _scaled(
 def _mean_and_inverse(source, row_inside, row, column, hidden, eps, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the mean and 1 / sqrt(variance + eps) of rows that do not fit in registers. Reads them twice.
 
-    The squares are those of differences from the mean: sums of squares lose accuracy if the mean is far from 0.
+    The squares are squared differences from the mean, because sums of x^2 lose accuracy if the mean is far from 0.
     """
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(0, hidden, BLOCK):
@@ -92,7 +92,7 @@ def layernorm_kernel(
                 inside = row_inside & (at < hidden)
                 total = load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, True, INTERPRETED)
                 tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
-            # The following passes read the sum from residual_out, because this one may have overwritten x and the residual.
+            # The following passes read the sum from residual_out, because this pass may have overwritten x and the residual.
             tl.debug_barrier()
             source, source_stride = residual_out, residual_out_stride
         mean, inverse = _mean_and_inverse(source, row_inside, row, column, hidden, eps, source_stride, ROWS, BLOCK)

@@ -1,4 +1,4 @@
-"""Gated RMSNorm: one program per tile of rows, each of which is read once."""
+"""Gated RMSNorm. Each program handles a tile of rows, and reads each row once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A program holds the gate's row as well as x's, so both limits are half of `rmsnorm`'s.
+# A program holds the gate's row and x's row, so both limits are half of `rmsnorm`'s.
 _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
-# 8 elements per thread, that is two 16-byte loads. With more, ptxas moves the loads of gates behind the sums of squares to save
-# registers, and a program waits for both in sequence. On an H100, 2048 rows of 128 take 2.0 us, and 3.7 us with 32 elements.
+# 8 elements per thread, that is two 16-byte loads. With more elements, ptxas moves the loads of gates behind the sums of squares to
+# save registers. A program then waits for both loads in sequence. On an H100, 2048 rows of 128 take 2.0 us, and 3.7 us with 32
+# elements.
 _ELEMENTS_A_WARP, _ELEMENTS, _MOST_WARPS = 256, 1024, 8
-# With at least _MANY elements per SM/CU, a program's tile has _TOGETHER times as many rows: 262144 rows of 128 took 67.9 us with
-# it, and 70.1 us without.
+# With at least _MANY elements per SM/CU, a program's tile has _TOGETHER times as many rows. 262144 rows of 128 took 67.9 us with
+# these larger tiles, and 70.1 us without.
 _MANY, _TOGETHER = 65536, 4
 
 
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def tile_for(hidden: int, many: bool) -> Tile:
-    """Returns the tile for few or many rows of this length. The elements of a row per thread are the same for both."""
+    """Returns the tile for few or many rows of this length. Both have the same number of a row's elements per thread."""
     block = next_power_of_2(hidden)
     together = max(1, _ELEMENTS // block)
     warps = min(together * block // _ELEMENTS_A_WARP, _MOST_WARPS)

@@ -13,7 +13,7 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 @triton.jit
 def _sigmoid(x):
-    # A squared reciprocal square root is as accurate as a division, and takes three instructions fewer.
+    # A squared reciprocal square root is as accurate as a division, and takes three fewer instructions.
     root = tl.rsqrt(1.0 + tl.exp2(x * _MINUS_LOG2_E))
     return root * root
 
@@ -39,7 +39,9 @@ def rmsnorm_gated_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Normalises a tile of rows: with ``HEADS`` several heads of one token, otherwise several tokens with one head each."""
+    """Normalises a tile of rows. With ``HEADS``, the rows are several heads of one token; otherwise one head each of several
+    tokens.
+    """
     start(EARLY)
     if HEADS:
         token = tl.program_id(0).to(tl.int64)
@@ -58,7 +60,8 @@ def rmsnorm_gated_kernel(
     inside &= column < hidden
     wide = tl.load(x + row * x_row + column, mask=inside, other=0.0)
     gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0)
-    # Load the weight as a full tile in the layout of x: each thread loads what it needs, without a conversion in shared memory.
+    # Load the weight as a full tile in the layout of x. Each thread then loads the elements that it needs, without a conversion in
+    # shared memory.
     scale = tl.load(weight + (row * 0 + column), mask=column < hidden, other=0.0)
     wide = wide.to(tl.float32)
     gates = gates.to(tl.float32)

@@ -21,7 +21,7 @@ def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     NAN_CODE: tl.constexpr = 0x80 if FORMAT == "e4m3fnuz" else 0x7F
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    # A float32 whose ulp is the spacing of the format's subnormals: adding it rounds to a multiple of this spacing.
+    # A float32 whose ulp is the spacing of the format's subnormals. Adding it rounds to a multiple of this spacing.
     ALIGNED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -67,8 +67,8 @@ def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def encode_e2m1(x, sign_of):
     """Encodes float32 as e2m1 (int32, 0 to 15): round to nearest even, saturating. The sign comes from ``sign_of``, float32."""
     magnitude = tl.minimum(tl.abs(x), 6.0)
-    # Adding a large constant rounds to a multiple of the constant's ulp, to nearest even, and leaves the multiple in the low bits:
-    # multiples of 0.5 below 2 (codes 0 to 4), of 1 from 2 to 4 (codes 4 to 6), and of 2 from 4 on (codes 6 and 7).
+    # Adding a large constant rounds a value to a multiple of the constant's ulp, to nearest even, and leaves the multiple in the
+    # low bits. The ulps are 0.5 below 2 (codes 0 to 4), 1 from 2 to 4 (codes 4 to 6), and 2 from 4 on (codes 6 and 7).
     aligned = tl.where(magnitude < 2.0, 4194304.0, tl.where(magnitude < 4.0, 8388610.0, 16777224.0))
     code = (magnitude + aligned).to(tl.int32, bitcast=True) & 7
     return code | ((sign_of.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -88,8 +88,8 @@ def pack_scaled_e2m1(pairs, factors):
 
     The result is int32, with undefined bits above the byte. For sm_90 and later.
 
-    This replaces `encode_e2m1` and `pack_e2m1` with half the instructions. The ulp of bfloat16 is 0.5 from 64 on, 1 from 128 on,
-    and 2 from 256 on, so adding such constants rounds to e2m1. The scaled values are exact.
+    This function does the work of `encode_e2m1` and `pack_e2m1` with half the instructions. The ulp of bfloat16 is 0.5 from 64 on,
+    1 from 128 on, and 2 from 256 on, so adding such constants rounds to e2m1. The scaled values are exact.
     """
     return tl.inline_asm_elementwise(
         """
@@ -173,12 +173,13 @@ def blocks_of_program(
     UNIT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Locates the blocks of a program, see `_rows.blocks_of`. A block has ``LENGTH`` elements, ``UNIT`` of which are loaded as one.
+    """Locates the blocks of a program, see `_rows.blocks_of`. A block has ``LENGTH`` elements, which are loaded in groups of
+    ``UNIT``.
 
     Returns:
-        The program's first element of x, and each block's offset from it in ``UNIT`` elements; the number of the program's first
-        block, and each block's offset from it; the index of the first scale (the others follow contiguously); a mask of the blocks
-        that exist, and a mask of the scales to store.
+        The program's first element of x, and each block's offset from it in groups of ``UNIT`` elements. The number of the
+        program's first block, and each block's offset from this number. The index of the first scale; further scales follow
+        contiguously. A mask of the blocks that exist, and a mask of the scales to store.
     """
     programs = tl.cdiv(count, BLOCKS)
     outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
@@ -220,10 +221,11 @@ def larger(a, b):
 
 @triton.jit
 def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
-    """Prepares a divisor for `divide`: returns a signed power of two, the divisor scaled by it, and minus the reciprocal of that.
+    """Prepares a divisor for `divide`. Returns a signed power of two, the divisor times this power, and minus the reciprocal of the
+    scaled divisor.
 
-    The power of two has the divisor's sign, so that the scaled divisor is positive. It keeps the scaled divisor within 2^-85 and
-    2^64, where remainders are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
+    The power of two has the divisor's sign, so that the scaled divisor is positive. The scaled divisor is between 2^-85 and 2^64,
+    where remainders are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
     """
     if not INTERPRETED:
         magnitude = tl.abs(divisor)
@@ -240,7 +242,7 @@ def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
 def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
     """Computes ``x / divisor`` for a prepared divisor, accurately enough for rounding to a narrow format: see `division_steps`.
 
-    It multiplies by the reciprocal, then corrects the quotient by its remainder, in a third of the instructions of a division.
+    Multiplies by the reciprocal, then corrects the quotient by its remainder. This takes a third of the instructions of a division.
     Quotients that overflow are NaN or infinite. Zeros keep their sign.
     """
     if not INTERPRETED:

@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 ROW, GIVEN = 0, -1
-"""Special values of `Form.group`: one scale per row; a scale that the caller passes."""
+"""Special values of `Form.group`. ROW: one scale per row. GIVEN: the caller passes the scale."""
 
 GROUPS = frozenset({8, 16, 32, 64, 128, 256, 512, 1024})
 """Supported block sizes of fp8, in elements: powers of two, because tiles are powers of two."""
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"scales_rounded_up": any, "scales_in_tiles": any},
     "nvfp4": {"scales_in_tiles": any},
 }
-"""What these kernels quantise to, with the traits of each. One launcher is registered once for each."""
+"""The formats to which these kernels quantise, with the traits of each. One launcher is registered once per format."""
 
 
 class Form(NamedTuple):
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
 
 def form_of(x: Tensor, quantization: Quantization) -> Form:
-    """The form of what is computed from x, and rounded to its dtype before it is quantised."""
+    """The form of the intermediate result that is computed from x, and rounded to x's dtype before it is quantised."""
     fp8, granularity = quantization.format == "fp8", quantization.granularity
     dtype = quantization.dtype if fp8 else torch.float8_e4m3fn
     able = abilities(x.device)
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
     """The distribution of rows over programs.
 
     Attributes:
-        per_matrix: rows per matrix. All rows are one matrix, unless scales are in tiles, which matrices do not share.
+        per_matrix: rows per matrix. All rows count as one matrix, unless scales are in tiles, which matrices do not share.
         programs: programs per matrix.
         matrices: number of matrices.
     """
@@ -121,7 +121,7 @@ class Stored(NamedTuple):
 
     Attributes:
         codes: the quantised values, contiguous ``[..., columns]``, packed for fp4.
-        scales: contiguous; the same tensor as codes if the caller passes the scale.
+        scales: contiguous; the same tensor as ``codes`` if the caller passes the scale.
     """
 
     codes: Tensor

@@ -39,7 +39,7 @@ def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
 def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES: tl.constexpr):
     """Zero-fills the rows of 128x4 tiles that no program covers. The programs of a tile row divide the tiles among themselves.
 
-    ``first``: the first of the ``TILES`` tiles that hold this program's scales. ``across``: tiles per row of tiles.
+    ``first``: the first of the ``TILES`` tiles that contain this program's scales. ``across``: tiles per row of tiles.
     """
     top = row // 128
     programs = tl.cdiv(rows - top * 128, ROWS)
@@ -55,8 +55,8 @@ def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES:
 def store_quantised(values, row, first, rows, columns, codes, scales, given, FORM: tl.constexpr):
     """Quantises a tile, and stores the quantised values and the scales.
 
-    With one scale per row, the tile must hold whole rows. If scales are packed or in tiles of 128x4, its columns must be a multiple
-    of four groups, and positions without a scale are zero-filled.
+    With one scale per row, the tile must hold whole rows. If scales are packed or in tiles of 128x4, the tile's columns must be a
+    multiple of four groups. Positions without a scale are zero-filled.
 
     ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside. ``row``, ``first``: the tile's first
     row and column within ``rows`` and ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the caller passes,
@@ -111,8 +111,7 @@ def store_quantised(values, row, first, rows, columns, codes, scales, given, FOR
 
 @triton.jit
 def store_fp8_with(values, scale, row, first, rows, columns, codes, FORM: tl.constexpr):
-    """Quantises a tile of one row to fp8 with a known scale, and stores the values; the arguments are those of
-    `store_quantised`."""
+    """Quantises a tile of one row to fp8 with a known scale, and stores the values. For the arguments, see `store_quantised`."""
     at_row = (row + tl.arange(0, values.shape[0])[:, None]).to(tl.int64)
     column = first + tl.arange(0, values.shape[1])[None, :]
     FORMAT: tl.constexpr = FORM.format

@@ -36,11 +36,11 @@ class Groups:
     """The groups of a tensor's rows.
 
     Attributes:
-        outer, count: number of outer rows, and groups per outer row. An outer row is one row of the tensor, or several rows that
-            are equally strided.
+        outer, count: number of outer rows, and groups per outer row. An outer row is one row of the tensor, or several rows with a
+            constant stride.
         length: elements per group.
         limit: elements per outer row; its last group ends there.
-        stride, outer_stride: elements from one group, or one outer row, to the next.
+        stride, outer_stride: distance in elements from one group to the next, and from one outer row to the next.
     """
 
     outer: int
@@ -80,7 +80,7 @@ def grid(groups: Groups, per_program: int) -> tuple[int]:
 def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: bool) -> tuple[tuple[int], tuple[int, ...]]:
     """Returns the grid and the arguments of `blocks_of_program`, for blocks of ``length`` elements of x. ``rows``: x as a matrix.
 
-    With ``tiles``, programs follow the 128x4 tiles of the scales, so that the padding of the tiles is written, too.
+    With ``tiles``, programs follow the 128x4 tiles of the scales. So the padding of the tiles is written, too.
     """
     if not tiles:
         groups = groups_of(rows, length)
@@ -91,7 +91,7 @@ def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: boo
 
 
 def made_or(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Returns ``out`` if it is contiguous, else a new tensor, which `finish` copies to ``out``."""
+    """Returns ``out`` if contiguous; otherwise a new tensor, which `finish` copies to ``out``."""
     if out is not None and out.is_contiguous():
         return out
     return like.new_empty(shape, dtype=dtype)
@@ -122,7 +122,9 @@ def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
 
 
 def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
-    """Returns a tile for elementwise kernels. ``most_columns`` limits its columns if it is a power of two of at least 32."""
+    """Returns a tile for elementwise kernels. ``most_columns`` limits the tile's columns; without effect unless it is a power of
+    two of at least 32.
+    """
     config = config_for(matrix.numel())
     columns = min(next_power_of_2(matrix.shape[1]), config.tile)
     if most_columns is not None and most_columns >= 32 and most_columns & (most_columns - 1) == 0:

@@ -1,9 +1,9 @@
 """quantize_fp8: 8-bit floats with scales from the amax of tensors, rows, blocks or 2D tiles.
 
-Rows and blocks are groups of consecutive elements. A program holds a tile of whole groups in registers, so that x is read once. One
-program reads larger groups and 2D tiles twice, in chunks. The scale of a whole tensor takes two launches: the first computes
-partial maxima, and the second quantises, after each of its programs has reduced the partial maxima. The second launch walks
-backwards, to hit the data that the first launch left in the cache.
+Rows and blocks are groups of consecutive elements. A program holds a tile of whole groups in registers, so that x is read once.
+Larger groups and 2D tiles are read twice by one program, in chunks. The scale of a whole tensor takes two launches. The first
+computes partial maxima. In the second, each program reduces all partial maxima, then quantises. The second launch walks backwards,
+to hit the data that the first launch left in the cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# All figures: one H200, 8192 x 8192 bfloat16, for which a copy reaches 4.07 TB/s.
-# The most elements of a group, and of a region (with hardware conversion to fp8), that a program holds in registers. Larger ones
-# are read twice. Tiles of 128 x 128 reach 3.44 TB/s when held, and 2.95 TB/s when read twice.
+# All figures are from one H200 with 8192 x 8192 bfloat16, which a copy moves at 4.07 TB/s. The most elements of a group, and of a
+# region (with hardware conversion to fp8), that a program holds in registers. Larger ones are read twice. Tiles of 128 x 128 reach
+# 3.44 TB/s when held, and 2.95 TB/s when read twice.
 _HELD, _REGION_HELD = 16384, 16384
 _REGION_WARPS = 16
 # Elements per chunk of data that is read twice, and warps.
 _CHUNK, _CHUNK_WARPS = 4096, 8
 # Elements per thread if one group fills a program's tile: rows reach 3.93 TB/s, and 3.38 TB/s with 16 elements.
 _EACH = 32
-# For one scale per tensor, every program reduces the partial maxima, so large tensors get larger tiles (2.39 rather than 2.21
+# For one scale per tensor, every program reduces all partial maxima. So large tensors get larger tiles (2.39 rather than 2.21
 # TB/s).
 _WHOLE_LARGE, _WHOLE_SMALL = Config(8192, 8), Config(2048, 4)
-# Programs per SM/CU of the launch for partial maxima, and the most partial maxima, all of which every later program reduces.
+# Programs per SM/CU in the launch for partial maxima, and the limit of the number of partial maxima. Every program of the second
+# launch reduces all of them.
 _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
 
 
@@ -127,7 +128,7 @@ def _tiles(x: Tensor, q: Tensor, scale: Tensor, block_size: int) -> None:
 
 
 def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> None:
-    """Quantises regions of ``rows`` by ``columns`` elements of x ``[batch, m, k]``, whose last stride is 1, with one scale each."""
+    """Quantises x ``[batch, m, k]``, whose last stride is 1. Each region of ``rows`` by ``columns`` elements gets one scale."""
     batch, m, k = x.shape
     packed = scale.dtype == torch.int32
     rows, columns = min(rows, m), min(columns, k)

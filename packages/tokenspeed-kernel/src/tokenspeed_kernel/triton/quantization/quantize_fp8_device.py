@@ -21,7 +21,7 @@ def scale_of(amax, LIMIT: tl.constexpr):
 
 @triton.jit
 def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
-    """Returns the scales of groups in their stored form, given the amax, and the three values per group that `_encoded` needs."""
+    """Returns the scales of groups with these amax, in their stored form, and the three values per group that `_encoded` needs."""
     if E8M0:
         exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
         scale, factor, reciprocal = exponent.to(tl.uint8), bits.to(tl.float32, bitcast=True), divisor
@@ -147,7 +147,7 @@ def quantize_regions_kernel(
 ):
     """Quantises one region of ``rows`` by ``columns`` of a matrix ``[m, k]``. q is contiguous.
 
-    With ``ONCE`` the region is held in registers; otherwise it is read twice, in chunks.
+    With ``ONCE`` the region is held in registers; without, it is read twice, in chunks.
     """
     region = tl.program_id(0)
     batch = (region // (regions_m * regions_k)).to(tl.int64)

@@ -36,7 +36,7 @@ def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: T
         matrix = as_matrix(x, whole=one_scale)
         rows, columns = matrix.shape
         per_token = scale.ndim > 0 and tuple(scale.shape) == (*x.shape[:-1], 1)
-        # Limit the columns with one scale per column, so that a divisor is prepared once for several rows of a tile.
+        # With one scale per column, limit the tile's columns. Each divisor is then prepared once for several rows of the tile.
         tile = matrix_tile(matrix, most_columns=None if one_scale or per_token else _CHANNELS)
         scales = scale.reshape(-1)
         able = abilities(x.device)

@@ -79,5 +79,5 @@ def _launch(
 
 
 def _has_pairs(rows: Tensor) -> bool:
-    """Whether neighbouring elements are aligned bfloat16 pairs, which can be loaded as one int32."""
+    """Whether neighbouring elements are aligned bfloat16 pairs. Such a pair can be loaded as one int32."""
     return rows.dtype == torch.bfloat16 and rows.data_ptr() % 4 == 0 and rows.stride(0) % 2 == 0

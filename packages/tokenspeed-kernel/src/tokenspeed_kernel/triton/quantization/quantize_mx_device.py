@@ -23,13 +23,13 @@ _BLOCK = tl.constexpr(BLOCK_MX)
 def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
     """Computes the e8m0 scales of blocks, given their amax.
 
-    Returns the scales (int32), the bits of their reciprocals, and a mask for the encoded values. The mask is 0 for a block that is
-    not finite; all values of such a block are encoded as +0. ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: round up the scales of
-    e4m3fn and e5m2.
+    Returns the scales (int32), the bits of their reciprocals, and a mask for the encoded values. The mask is 0 for a block with an
+    infinity or NaN, whose values are all encoded as +0. ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: round up the scales of e4m3fn and
+    e5m2.
     """
     # The exponent of the format's largest power of two.
     EMAX: tl.constexpr = 2 if FORMAT == "e2m1" else (15 if FORMAT == "e5m2" else 8)
-    # A float32's exponent field is floor(log2) + 127. It is 0 for subnormals, which get the smallest scale either way.
+    # A float32's exponent field is floor(log2) + 127. The field is 0 for subnormals, which get the smallest scale in any case.
     bits = amax.to(tl.int32, bitcast=True)
     field = bits >> 23
     finite = field != 255
@@ -65,7 +65,7 @@ def quantize_mx_kernel(
     NATIVE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantises ``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix. q and the scales are contiguous.
+    """Quantises ``BLOCKS`` blocks of one outer row; with ``TILES``, of one matrix. q and the scales are contiguous.
 
     ``UP``: round up the scales of e4m3.
     """

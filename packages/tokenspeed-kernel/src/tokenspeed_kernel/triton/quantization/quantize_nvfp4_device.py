@@ -40,15 +40,15 @@ def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.c
         sixth = tl.div_rn(amax, 6.0)
         wanted = tl.div_rn(sixth, global_scale)
     else:
-        # A sixth of a value with at most 11 significant bits is never close to the midpoint of two float32 values, so one
-        # correction gives the nearest.
+        # One correction gives the nearest quotient. A sixth of a value with at most 11 significant bits is never close to the
+        # midpoint of two float32 values.
         sixth = amax * _SIXTH
         sixth = tl.fma(tl.fma(sixth, 6.0, -amax), -_SIXTH, sixth)
         factor, divisor, reciprocal = prepare_divisor(global_scale, INTERPRETED)
         wanted = divide_any(sixth, factor, divisor, reciprocal, INTERPRETED, 2)
     # A block of zeros gives 0 / 0 if the global scale is 0.
     wanted = tl.where(sixth == 0.0, 0.0, wanted)
-    # The comparison is false for NaN as well as for infinity.
+    # The comparison is false for NaN and for infinity.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
     return scale, decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
 
@@ -85,11 +85,12 @@ def quantize_nvfp4_kernel(
     STEPS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantises ``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix. q and the scales are contiguous."""
+    """Quantises ``BLOCKS`` blocks of one outer row; with ``TILES``, of one matrix. q and the scales are contiguous."""
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
     )
-    # Load a block in two halves of one thread's load each, so that a whole block is in one thread and its scale is computed once.
+    # Load a block in two halves, each with one load of one thread. A whole block is then in one thread, and its scale is computed
+    # once.
     x_ptr += first_x
     at = tl.arange(0, _HALF)[None, :]
     low = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)

@@ -21,7 +21,7 @@ def swizzle_kernel(
     BYTES: tl.constexpr,
     TO_TILES: tl.constexpr,
 ):
-    """Moves ``BYTES`` bytes of one matrix's tiles, which take ``size`` bytes in all."""
+    """Moves ``BYTES`` bytes of one matrix's tiles, which have ``size`` bytes in total."""
     programs = tl.cdiv(size, BYTES)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BYTES + tl.arange(0, BYTES)

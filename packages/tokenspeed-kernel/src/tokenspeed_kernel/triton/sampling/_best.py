@@ -1,4 +1,4 @@
-"""Argmax of each row in two stages: the best token of each span of a row, then the best of a row's spans."""
+"""Argmax of each row in two stages: the best token of each span, then the best of these tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _BLOCK = 512
 
 
 def write_best(logits: Tensor, tokens: Tensor, values: Tensor | None = None, first_token: int = 0) -> None:
-    """Writes each row's best token, offset by first_token, and its logit. Rows of one span take one launch, longer rows two."""
+    """Writes the best token of each row, offset by first_token, and the token's logit. Rows of one span take one launch, longer
+    rows two launches.
+    """
     rows, vocab = logits.shape
     if rows == 0:
         return

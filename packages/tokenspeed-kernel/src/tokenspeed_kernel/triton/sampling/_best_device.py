@@ -32,9 +32,10 @@ def best_of_spans_kernel(
     BLOCK: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """Finds the largest logit of each span and its token.
+    """Finds the token with the largest logit in each span, and the logit.
 
-    best: int64 [rows, spans], receives them `packed`. With FINAL a row is one span, and its result goes to tokens and values.
+    best: int64 [rows, spans], receives them `packed`. With FINAL a row is one span, and the result goes to ``tokens`` and
+        ``values``.
     """
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
@@ -49,7 +50,7 @@ def best_of_spans_kernel(
         better = key > best_key
         best_key = tl.where(better, key, best_key)
         best_id = tl.where(better, ids, best_id)
-    # Positions beyond the end hold -inf with ids above all real ones, so they never win.
+    # Positions beyond the end hold -inf, with ids above all real ids, so they never win.
     found = tl.max(packed(best_key, best_id), axis=0)
     if FINAL:
         _store_best(found, row, first_token, tokens, tokens_stride, values, values_stride)

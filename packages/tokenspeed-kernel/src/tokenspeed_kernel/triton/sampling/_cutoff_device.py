@@ -1,8 +1,9 @@
 """The cutoff search: finds the last token that top-k and top-p keep, in order of descending logit (the cutoff token).
 
-It searches the tokens that were copied because the cutoff is expected among them, or a whole row. One program per row splits the
-range of sort keys that holds the cutoff into `_PARTS` parts per step, and keeps one part, until one key is left. Once few tokens
-are in the range, their keys are copied, so that later steps read a short list. The last few keys are compared pairwise.
+The search uses either the copied tokens, among which the cutoff is expected, or the whole row. One program per row narrows the
+range of sort keys that holds the cutoff. Each step splits the range into `_PARTS` parts and keeps one part, until one key is left.
+Once few tokens are in the range, their keys are copied. Later steps then read a short list. The last few keys are compared
+pairwise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PART_BITS = tl.constexpr(3)
 FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
-# The most tokens whose count and total weight fit into one int64; see `_state_device`.
+# The number of tokens whose count and total weight certainly fit into one int64; see `_state_device`.
 _CHUNK = tl.constexpr(1024)
 
 
@@ -62,7 +63,9 @@ def number_of(pair):
 
 @triton.jit
 def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: tl.constexpr):
-    """Returns int64 [_PARTS] counts and weights of the tokens whose keys lie between each element of ``ends`` and ``high``."""
+    """For each element of ``ends``, returns int64 [_PARTS] counts and weights of the tokens with keys between this element and
+    ``high``.
+    """
     counts = tl.zeros([_PARTS], tl.int64)
     weights = tl.zeros([_PARTS], tl.int64)
     for chunk in range(0, number, LANES * _CHUNK):
@@ -70,7 +73,7 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
         for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES):
             key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
             key = tl.where(key <= high, key, _NO_KEY)
-            # _NO_KEY decodes to NaN, but it is below every end, so its weight is never added.
+            # _NO_KEY decodes to NaN, but is below every end, so its weight is never added.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
         if number <= _CHUNK:
@@ -87,8 +90,8 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, largest, scale, floor):
     """Finds the cutoff key among at most FEW keys by comparing all pairs.
 
-    Returns the key, the number and the weight of the tokens above it, and the number of tokens that have this key. Comparing all
-    pairs takes one step, whereas narrowing a range takes several dependent steps.
+    Returns the cutoff's key, the number and the weight of the tokens above this key, and the number of tokens with this key.
+    Comparing all pairs takes one step, whereas narrowing a range takes several dependent steps.
     """
     own = tl.arange(0, FEW)
     live = own < number
@@ -112,7 +115,7 @@ def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, large
 
 @triton.jit
 def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
-    """Copies the keys in [low, high]. Returns their number, int32, and the smallest and the largest of them, int64."""
+    """Copies the keys in [low, high]. Returns the number of copied keys, int32, and the smallest and largest copied key, int64."""
     copied = tl.zeros([], tl.int32)
     least = tl.full([LANES], 0x7FFFFFFF, tl.int32)
     greatest = tl.full([LANES], _NO_KEY, tl.int32)
@@ -171,7 +174,8 @@ def _narrow(
     counts, weights, ends, last, row, vocab_stride, short, left, is_short, low, high, above_count, above_weight,
     stage, k, limit, largest, scale, floor, LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Narrows the range to its part ``last``, and copies its keys when they are few, or compares all pairs of the last few.
+    """Narrows the range to its part ``last``. Then copies the range's keys if they are few, or compares all pairs of the last few
+    keys.
 
     Args:
         counts, weights: of the tokens from each element of ``ends`` on.
@@ -187,7 +191,7 @@ def _narrow(
     inside = at_index(counts, last) - above_count
     low = at_index(ends, last)
     if (low < high) & (is_short == 0) & (inside <= SHORT):
-        # Tighten the range to existing keys. If all are equal, as is common for 16-bit logits, the search ends.
+        # Tighten the range to existing keys. If all keys are equal, as is common for 16-bit logits, the search ends.
         left, low, high = _copy(row, vocab_stride, left, low, high, short, 2 * LANES)
         is_short += 1
     if (low < high) & (is_short != 0) & (inside <= FEW):
@@ -206,8 +210,8 @@ def _search(
 ):  # fmt: skip
     """Searches for the cutoff of one stage, see `find_cutoff`. ``first``, ``reach``: the first logit, and the logits per part.
 
-    Returns whether it is in the range, whether the tokens above the range stay below the limit, the cutoff's key, the number and
-    the weight of the tokens above it, and the number of tokens that have this key.
+    Returns whether the cutoff is in the range, whether the tokens above the range stay below the limit, the cutoff's key, the
+    number and the weight of the tokens above this key, and the number of tokens with this key.
     """
     part = tl.arange(0, _PARTS)
     low = low_key
@@ -218,7 +222,7 @@ def _search(
     # The first step splits the range of logits into equal parts, later steps split the range of keys.
     ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
     ends = tl.minimum(tl.maximum(ends, low), high)
-    # If the range is a guess, the tokens above it may reach the limit on their own.
+    # If the range is a guess, the tokens above the range may reach the limit already.
     before = tl.where(stage == 0, above_count < k, above_weight.to(tl.float64) < limit)
     found = before.to(tl.int32)
     going = found
@@ -280,12 +284,12 @@ def find_cutoff(
         total: the weight of all of the row's tokens.
         restricted, k, p: whether top-k is in effect, top-k, and top-p.
         largest, scale, floor: of the row, see `token_weights`.
-        complete: whether tokens below low_key weigh nothing, so that it does not matter which of them are kept.
+        complete: whether tokens below low_key have weight 0. Then it does not matter which of them are kept.
 
     Returns:
-        The cutoff token's sort key, int32; the last id kept among the tokens with this key, int32; and whether both are valid. They
-        are invalid if the cutoff lies outside the range. If it lies below the range and ``complete`` holds, the result is valid and
-        keeps all tokens in the range.
+        The cutoff token's sort key, int32; the last id kept among the tokens with this key, int32; and whether both are valid. Both
+        are invalid if the cutoff lies outside the range. Exception: if the cutoff lies below the range and ``complete`` holds, the
+        result is valid and keeps all tokens in the range.
     """
     cutoff_key = low_key
     # Adding zeros makes this a tensor: Triton specialises an argument of 1 to a constant.

@@ -21,8 +21,8 @@ _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
     """Draws from a row's listed tokens.
 
-    The list decides the row if the cutoff token is the same for every possible weight of the unlisted tokens. All pairs of tokens
-    are compared, which gives each token's rank and the weight of those before it without sorting and in few dependent steps.
+    The list decides the row if every possible weight of the unlisted tokens gives the same cutoff token. Comparing all pairs of
+    tokens gives each token's rank and the weight of the tokens before it. This needs no sorting and few dependent steps.
 
     Args:
         listed: pointer to int64 ``packed`` tokens: all tokens with logits at or above some logit, in any order.
@@ -32,7 +32,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
         keeps: number of tokens that top-k keeps, at most the vocabulary; int64.
         p, u: top-p, and the random number; if u is None no token is drawn.
         largest, scale, floor: see `token_weights`.
-        PAIRED: tokens that all listed tokens are compared with in one step.
+        PAIRED: the number of tokens that one step compares with all listed tokens.
 
     Returns:
         The token, int64; whether the list decides the row; the cutoff token, `packed`; and the weight of all tokens kept, int64.

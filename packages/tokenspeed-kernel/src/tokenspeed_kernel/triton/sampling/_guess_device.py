@@ -1,9 +1,9 @@
-"""Estimates the distribution of a row's tokens, and from it the range of logits that holds the cutoff token.
+"""Estimates the distribution of a row's tokens. This gives the range of logits that holds the cutoff token.
 
 The histogram has bins of octaves: a token's octaves are the log2 of the largest weight over its own. The maximum of every group of
-a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, the range
-is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range is a guess at four standard
-errors. A wrong guess is detected and repaired: it costs time, but changes no result.
+a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, that range
+is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range is a guess with a margin of four
+standard errors. A wrong guess is detected and repaired: it costs time, but changes no result.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ BINS = tl.constexpr(256)
 # The last bin holds the tokens of weight 0.
 _LAST = tl.constexpr(255)
 _WIDTH = tl.constexpr(WEIGHTLESS.value / 255)
-# Bin n spans n - 1/2 to n + 1/2 widths, so that the largest token is in the middle of its bin. Range ends are moved down by a
-# thousandth of a width, so that rounding of octaves moves no token out of the range.
+# Bin n spans n - 1/2 to n + 1/2 widths, so the largest token is in the middle of its bin. Range ends are moved down by a thousandth
+# of a width, so that rounding of octaves moves no token out of the range.
 _HALF = tl.constexpr(0.5)
 _MARGIN = tl.constexpr(1e-3)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 # Half the width of a guessed range, in standard errors; and the multiplier of the error term for few large tokens.
 _ERRORS = tl.constexpr(4.0)
 _ERRORS_OF_FEW = tl.constexpr(2.0)
-# Weights are taken from the middle of a token's bin. _ERROR_OF_BIN is the relative standard error of a weight that results, and
-# _BIAS_OF_BINS its part that does not average out in sums on either side of the cutoff. _ROUNDED is the relative rounding error of
-# the float32 sums.
+# Weights are taken from the middle of a token's bin. _ERROR_OF_BIN is the relative standard error of such a weight. _BIAS_OF_BINS
+# is the part of the error that does not average out in sums on either side of the cutoff. _ROUNDED is the relative rounding error
+# of the float32 sums.
 _ERROR_OF_BIN = tl.constexpr(0.04)
 _BIAS_OF_BINS = tl.constexpr(4e-3)
 _ROUNDED = tl.constexpr(2e-5)
-# The largest 1/_FEW of the group maxima count as few: hardly any other token is among them.
+# The largest 1/_FEW of the group maxima count as "few": among them there is hardly any token that is no maximum.
 _FEW = tl.constexpr(16)
 # Among the largest groups / 16 tokens at random positions, groups / 512 are expected not to be their group's maximum. If the sample
-# has more than _OTHERS_AMONG_FEW of these, the positions are not random. The sample reads one of 25 tokens of a row of 200,000.
+# has more than _OTHERS_AMONG_FEW such tokens, the positions are not random. The sample reads one of 25 tokens of a row of 200,000.
 _OTHERS_AMONG_FEW = tl.constexpr(8.0)
-# Bounds the tokens above the cutoff that the sample has missed, in multiples of the tokens that one sampled token represents.
+# Bounds the number of tokens above the cutoff that the sample has missed, in multiples of the number of tokens that one sampled
+# token represents.
 _UNSEEN = tl.constexpr(2.0)
 
 
@@ -76,10 +77,10 @@ def group_counts(maxima, largest, scale):
 
 @triton.jit
 def bins_to_list(counts, vocab, most, negligible, floor):
-    """Returns how many bins, from the first on, to list so that their tokens are likely to decide the row.
+    """Returns a number of bins. The tokens of that many first bins, if listed, are likely to decide the row.
 
-    The listed bins outweigh an upper bound of all other tokens: the bound is at most ``negligible`` times their weight. Also
-    returns whether at most ``most`` groups have tokens in these bins.
+    The listed bins outweigh all other tokens: an upper bound of the other tokens' weight is at most ``negligible`` times the listed
+    weight. Also returns whether at most ``most`` groups have tokens in these bins.
     """
     weights = weights_of_bins(floor)
     sums = tl.cumsum(counts.to(tl.float32) * weights, axis=0)
@@ -94,7 +95,7 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Returns int32 token ids: the ``index``-th token when groups are concatenated. ``group``: the group that holds it."""
+    """Returns int32 token ids: the ``index``-th token when groups are concatenated. ``group``: the group of the token."""
     member = index % (BLOCKS * RUN)
     RUNS: tl.constexpr = BLOCK // RUN
     return (group // RUNS) * length + (member // RUN) * BLOCK + (group % RUNS) * RUN + member % RUN
@@ -141,9 +142,10 @@ def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total,
     """Returns `_ERRORS` standard errors of (weight down to the cutoff) - p * (total weight).
 
     Args:
-        weight, counts, others: float32 or int32 [BINS], the weight of a bin's tokens, its group maxima, its other sampled tokens.
+        weight, counts, others: float32 or int32 [BINS]. The weight of each bin's tokens, the number of its group maxima, and of its
+            other sampled tokens.
         reaching, few: `range_of_cutoff`'s count of group maxima down to a bin, and whether that count is small.
-        part, share, total: p, the tokens that one sampled token represents, and the total weight.
+        part, share, total: p, the number of tokens that one sampled token represents, and the total weight.
     """
     side = tl.where(tl.arange(0, BINS) <= cutoff, 1.0 - part, part)
     # Every sampled token adds its own variance.
@@ -152,13 +154,13 @@ def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total,
     deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
     variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
     error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
-    # The sample may miss tokens above the cutoff that are not their group's maximum. The expected number of these is `hidden`.
+    # The sample may miss tokens above the cutoff that are no group maxima. The expected number of these is `hidden`.
     above = at_index(reaching, cutoff).to(tl.float32)
     hidden = above * above / (2.0 * groups)
     hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
     error += hidden * at_index(weight, cutoff)
-    # The i-th largest token shares its group with a larger token with probability i / groups, and at most sum / w tokens weigh
-    # w or more. Together these bound the variance of the hidden weight among the few largest tokens.
+    # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens weigh w or
+    # more. Together these bound the variance of the hidden weight among the few largest tokens.
     few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
     error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
     return error
@@ -188,8 +190,8 @@ def range_of_cutoff(
 ):
     """Returns the smallest and the largest sort key, int64, of the range that should hold the cutoff token.
 
-    With both top-k and top-p the range extends up to the largest logit, because top-p needs the weight of all tokens that top-k
-    keeps.
+    With both top-k and top-p, the range extends up to the largest logit. The reason is that top-p needs the weight of all tokens
+    that top-k keeps.
 
     Args:
         maxima: int32 [groups], the sort keys of the group maxima.
@@ -216,9 +218,9 @@ def range_of_cutoff(
         others = _count_sample(
             logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
         ).to(tl.float32)  # fmt: skip
-        # Among the largest few group maxima there is hardly any other token, so a sampled one represents only itself.
+        # Among the largest few group maxima there is hardly any other token. So a sampled token represents only itself.
         among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # This does not hold for rows whose large logits are neighbours.
+        # That is false for rows whose large logits are neighbours.
         few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)

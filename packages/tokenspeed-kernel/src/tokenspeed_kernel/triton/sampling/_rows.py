@@ -14,7 +14,7 @@ from tokenspeed_kernel.triton.common import cdiv, multiprocessors, next_power_of
 # Programs per SM/CU: enough to overlap loads with computation and to keep the tail of the launch short.
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 _SHORTEST_SPAN, _LONGEST_SPAN = 2048, 16384
-# Spans start at multiples of this many tokens, so that loads are vectorised.
+# Spans start at multiples of this many tokens, so that loads can be vectorised.
 _SPAN_MULTIPLE = 512
 
 
@@ -45,11 +45,12 @@ def spans_of(logits: Tensor) -> Spans:
     return Spans(cdiv(vocab, length), length)
 
 
-# For the kernel that finds group maxima: bytes of a row per block, and programs per SM/CU below which spans get shorter.
+# For the kernel that finds group maxima: bytes of a row per block, and the number of programs per SM/CU below which spans become
+# shorter.
 _BLOCK_BYTES = 4096
 _PROGRAMS = 8
 _SPAN_OF_GROUPS = 8192
-# Tokens per group, as long as a row has at most _MOST_GROUPS groups.
+# Tokens per group, unless a row would have more than _MOST_GROUPS groups.
 _GROUP = 32
 _MOST_GROUPS = 8192
 
@@ -58,7 +59,7 @@ _MOST_GROUPS = 8192
 class Groups:
     """The split of a row into groups. The group maxima tell which groups must be read again.
 
-    A group consists of one run of neighbouring tokens in every block of its span.
+    A group consists of one run of neighbouring tokens in each block of its span.
 
     Attributes:
         spans: spans (programs) per row.

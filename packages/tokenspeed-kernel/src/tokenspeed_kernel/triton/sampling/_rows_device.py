@@ -15,7 +15,7 @@ _REMOVED = tl.constexpr(-(2**63))  # below any pair
 
 @triton.jit
 def sort_key(x):
-    """Maps float32 to int32 keys that sort in the same order: NaN is the largest, and both zeros are equal."""
+    """Maps float32 to int32 keys with the same order: NaN is the largest, and both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -59,7 +59,7 @@ def largest_pairs(pairs, K: tl.constexpr):
 
 @triton.jit
 def larger_pairs(one, other):
-    """Merges two results of `largest_pairs` of equal length into the largest pairs of both, of the same length and order."""
+    """Merges two results of `largest_pairs` of equal length. Returns the largest pairs of both, with the same length and order."""
     return largest_pairs(tl.reshape(tl.join(one, other), [2 * one.shape[0]]), one.shape[0])
 
 
@@ -85,7 +85,8 @@ def at_index(values, index):
 
 @triton.jit
 def part_that_holds(low, high, reaching, wanted):
-    """One step of a threshold search: selects the part of [low, high] that holds the largest threshold with ``wanted`` keys >= it.
+    """One step of a threshold search. The threshold is the largest value that at least ``wanted`` keys reach; the step selects the
+    part of [low, high] that contains it.
 
     Args:
         low, high: int64; at least ``wanted`` keys are >= low.
@@ -107,8 +108,8 @@ def part_that_holds(low, high, reaching, wanted):
 def threshold_of(keys, live, wanted, spare):
     """Finds a threshold that at least ``wanted`` and, if possible, at most ``wanted + spare`` live keys are >= to.
 
-    With fewer than ``wanted`` live keys it is the smallest live key. With ties it is the largest threshold that ``wanted`` keys
-    reach. Keys that are not live must be smaller than all live keys.
+    With fewer than ``wanted`` live keys, the threshold is the smallest live key. With ties, it is the largest threshold that
+    ``wanted`` keys reach. Keys that are not live must be smaller than all live keys.
 
     Returns:
         The threshold, int64, and the number of keys >= it, int32.

@@ -4,4 +4,4 @@ STATE = 8
 """int64 fields of a row's state; `_state_device` names them."""
 
 FEW = 128
-"""The most keys that the cutoff search compares pairwise in its last step."""
+"""The cutoff search compares at most this many keys pairwise in its last step."""

@@ -1,4 +1,4 @@
-"""A row's state, passed from one sampling kernel to the next: int64 ``[rows, STATE]`` with these fields."""
+"""A row's state, which one sampling kernel passes to the next: int64 ``[rows, STATE]`` with these fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenspeed_kernel.triton.sampling import _state
 LARGEST = tl.constexpr(0)  # sort key of the largest logit
 DECIDED = tl.constexpr(1)  # 1 if the row needs no further kernel
 LOW = tl.constexpr(2)  # the smallest sort key that the cutoff token is expected to have
-HIGH = tl.constexpr(3)  # the largest such key; less than LOW if there is no expectation
+HIGH = tl.constexpr(3)  # the largest such key; less than LOW if no range is expected
 COPIED = tl.constexpr(4)  # the number of tokens with keys in [LOW, HIGH]
 LAST = tl.constexpr(5)  # the cutoff token, `packed`; LAST and KEPT are written only if no token is drawn
 KEPT = tl.constexpr(6)  # the total weight of all tokens kept; 0 for a greedy row

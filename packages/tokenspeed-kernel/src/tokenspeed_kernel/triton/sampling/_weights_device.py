@@ -22,7 +22,7 @@ _BITS_OF_TWO = tl.constexpr(definition.BITS_OF_TWO)
 _FRACTION_BITS = tl.constexpr(definition.FRACTION_BITS)
 _WEIGHT_BITS = tl.constexpr(definition.WEIGHT_BITS)
 _WEIGHT_OF_LARGEST = tl.constexpr(2.0**definition.WEIGHT_BITS)
-# A token whose weight is below the largest by this power of 2 has weight 0, regardless of rounding.
+# A token has weight 0 if its weight is below the largest weight by this power of 2, regardless of rounding.
 WEIGHTLESS = tl.constexpr(2.0 - definition.LEAST_EXPONENT)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 _INFINITE_KEY = tl.constexpr(0x7F800000)
@@ -51,7 +51,7 @@ def token_weights(x, largest, scale, floor):
 
 @triton.jit
 def lowest_of(largest, scale):
-    """Returns a finite logit, float64, below which tokens have weight 0, so that it does not matter which of them are kept."""
+    """Returns a finite logit, float64, below which tokens have weight 0. So it does not matter which of those tokens are kept."""
     return tl.maximum(largest.to(tl.float64) - WEIGHTLESS / scale.to(tl.float64), _LEAST_LOGIT)
 
 
@@ -70,7 +70,9 @@ def most_below(key, largest, scale, floor):
 
 @triton.jit
 def floor_of(min_p, row):
-    """Returns the smallest int64 weight that min-p keeps, at most the largest logit's weight; None if the pointer min_p is None."""
+    """Returns the smallest int64 weight that min-p keeps; at most the weight of the largest logit. None if the pointer min_p is
+    None.
+    """
     floor = None
     if min_p is not None:
         p = tl.load(min_p + row).to(tl.float64)
@@ -112,12 +114,12 @@ def scale_of(temperature):
 
 @triton.jit
 def limit_of(top_p, weight):
-    """Returns the weight that top-p must reach, float64, at least 1, so that the first token is always kept."""
+    """Returns the weight that top-p must reach, float64. It is at least 1, so that the first token is always kept."""
     p = top_p.to(tl.float64)
     return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
 
 
 @triton.jit
 def target_of(number, weight):
-    """Returns the target of the draw: the drawn token is the first whose running sum of weights exceeds it."""
+    """Returns the target of the draw. The drawn token is the first whose running sum of weights exceeds the target."""
     return (number * weight.to(tl.float64)).to(tl.int64)

@@ -38,7 +38,7 @@ def adjust_logits(
     presence_penalty: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.adjust_logits`. One launch, preceded by a copy if ``out`` is not logits."""
+    """See `tokenspeed_kernel.adjust_logits`. Takes one launch, and a preceding copy if ``out`` is not logits."""
     rows, listed = tokens.shape
     vocab = logits.shape[1]
     if out is None:

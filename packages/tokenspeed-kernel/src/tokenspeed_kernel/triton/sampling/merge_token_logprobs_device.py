@@ -74,7 +74,7 @@ def merge_token_logprobs_kernel(
         x = tl.load(top_logits + of_part * top_logits_part_stride + of_position * top_logits_k_stride, mask=held, other=0.0)
         token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_position * top_tokens_k_stride, mask=held, other=0)
         pair = tl.where(held, packed(sort_key(x), token), _NO_PAIR)
-        # Select only the top entries instead of sorting all. Only padding pairs are equal to one another, and they come last.
+        # Select only the top entries instead of sorting all. Only padding pairs are equal to one another, and they are last.
         pair = largest_pairs(pair, TOP_K_PADDED)
         position = tl.arange(0, TOP_K_PADDED)
         wanted = position < top_k

@@ -1,21 +1,23 @@
 """Sampling without sorting rows. Mostly the largest logits decide a row; otherwise the logits around the cutoff token do.
 
-Top-k and top-p keep the tokens down to the cutoff token, in order of descending logit. One of the kept tokens is drawn by running
+Top-k and top-p keep the tokens down to the cutoff token, in order of descending logit. One of the kept tokens is drawn, by running
 sums of integer weights in the order of token ids. Integer sums are exact in any order of addition.
 
 1. `group_maxima_kernel` splits a row into groups and finds the largest logit of each.
 2. `decide_kernel` lists the tokens of the groups whose maxima reach a threshold, and compares them pairwise. The threshold selects
-   about k groups, or enough groups that all other tokens have negligible weight. The list decides greedy rows, rows with top-k up
-   to some hundred tokens, and rows whose other tokens weigh too little to matter, after the logits were read once. For the
-   remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain if the
-   group maxima show that enough tokens are above it. Otherwise a sample of whole groups gives it to within four standard errors.
-3. `weigh_kernel` reads the undecided rows. It sums the weights of each chunk of `Tiles.chunk` tokens, and copies the tokens in the
-   range.
-4. `finish_kernel` finds the cutoff token among the copied tokens, or, rarely, in the whole row. It sums the kept weight of each
-   chunk, finds the chunk that holds the token to be drawn, and then the token.
+   about k groups; or so many groups that all other tokens have negligible weight. The list decides greedy rows, rows with top-k up
+   to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
+   For the remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain
+   if the group maxima show that enough tokens are in it or above it. Otherwise a sample of whole groups estimates the range, with a
+   margin of four standard errors.
+3. `weigh_kernel` reads the undecided rows. The kernel sums the weights of each chunk of `Tiles.chunk` tokens, and copies the tokens
+   in the range.
+4. `finish_kernel` finds the cutoff token among the copied tokens, or, rarely, in the whole row. The kernel then sums the kept
+   weight of each chunk, finds the chunk that contains the token to draw, and then the token.
 
 64 rows of 201088 float32 on an H200 with a cold L2: top-k 40 with top-p 0.95 takes 39 us, and rows without limits take 40 us. Top-p
-0.9 takes 109 us at temperature 1 and 143 us at temperature 2. With twice as many sampled tokens these two took 121 and 149 us.
+0.9 takes 109 us at temperature 1 and 143 us at temperature 2. With twice as many sampled tokens, these two cases took 121 and 149
+us.
 """
 
 from __future__ import annotations
@@ -55,14 +57,14 @@ class Tiles(NamedTuple):
         decide_warps: warps of `decide_kernel`.
         few, tokens: powers of two: the list lengths of the faster comparison and of the longest list in `decide_kernel`.
         pairs: pairs of tokens that `decide_kernel` compares per step.
-        rank: group maxima that bound a certain range for top-p, if the cutoff token is likely among them.
+        rank: the number of group maxima that bound a certain range for top-p, if the cutoff token is likely among them.
         sample, read: tokens that `decide_kernel` samples to guess the range of the cutoff token, and tokens per step.
         chunk: tokens per chunk, for which `weigh_kernel` sums weights.
-        weigh_warps, weigh_programs: warps of `weigh_kernel`, and its programs per SM/CU.
+        weigh_warps, weigh_programs: warps of a program of `weigh_kernel`, and programs per SM/CU.
         finish_warps: warps of `finish_kernel`.
         cutoff_lanes: tokens per step of the cutoff search in `finish_kernel`.
         short: the most keys that the cutoff search copies to a short list.
-        some, slots: chunks, and copied tokens of each chunk, that `finish_kernel` sums per step.
+        some, slots: how many chunks, and how many copied tokens of each chunk, `finish_kernel` sums per step.
     """
 
     group_warps: int = 8
@@ -85,7 +87,7 @@ class Tiles(NamedTuple):
 
 
 _TILES = {
-    # For the interpreter: few large operations. Lists are short, so that small test cases also have rows that no list decides.
+    # For the interpreter: few large operations. Lists are short, so that small test cases include rows that no list decides.
     "cpu": Tiles(few=32, tokens=64, rank=96, sample=512, read=512, short=256),
     # A program has at most 1024 threads, and a wave has 64.
     "amd": Tiles(decide_warps=8),
@@ -115,7 +117,7 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.sample_top_k_top_p`. Four launches; the last two skip rows that are decided, which most rows are."""
+    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two skip decided rows, which most rows are."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):
@@ -134,7 +136,7 @@ class Drawing(NamedTuple):
 def decide_rows(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, drawing: Drawing | None = None
 ) -> Tensor:
-    """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens.
+    """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens instead.
 
     Args:
         logits: at least one row.
@@ -199,8 +201,8 @@ def decide_rows(
         **grouping,
         **exact,
     )
-    # Launch about one wave of programs, because each program first loads its row's state. With many rows launch more, with at most
-    # _MOST_TOGETHER chunks each, to keep the tail short.
+    # Launch about one wave of programs, because each program first loads its row's state. With many rows, launch more programs with
+    # at most _MOST_TOGETHER chunks each, to keep the tail short.
     together = min(cdiv(chunks, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
     programs = cdiv(chunks, together)
     device_code.weigh_kernel[(rows * programs,)](

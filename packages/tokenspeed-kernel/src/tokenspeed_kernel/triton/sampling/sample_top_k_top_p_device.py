@@ -23,11 +23,11 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 
 # The threshold search stops once at most k / 2^_SLACK surplus maxima reach the threshold.
 _SLACK = tl.constexpr(3)
-# Tokens are listed until an upper bound of all other tokens' weight is this fraction of theirs; see `bins_to_list`.
+# Tokens are listed until an upper bound of the unlisted tokens' weight is this fraction of the listed weight; see `bins_to_list`.
 _NEGLIGIBLE = tl.constexpr(2e-3)
-# The smallest fraction of the total weight that such a list has, with a margin for the rounding to bins.
+# The smallest fraction of the total weight that such a list contains, with a margin for the rounding to bins.
 _OUTWEIGHING = tl.constexpr(0.99)
-# Two counts are summed in one int32; one of them is above this many bits.
+# Two counts are summed in one int32. One count occupies the bits from this bit on.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
 _NO_KEY = tl.constexpr(-0x80000000)
@@ -74,7 +74,8 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
     Args:
         maxima: sort keys of all group maxima; ``keys``: fewer keys, each the largest of several groups.
         lists: whether the row's tokens are listed at all.
-        small: whether k is so small that the group maxima alone give a threshold. Else ``counts`` is their histogram.
+        small: whether k is so small that the group maxima alone give a threshold. Otherwise ``counts`` is the histogram of the
+            group maxima.
     """
     threshold = largest_key.to(tl.int64)  # of a greedy row
     counts = tl.zeros([BINS], tl.int32)
@@ -105,9 +106,10 @@ def _list_tokens(
     logits, vocab_stride, vocab, threshold, listed, reaching, length, draws, scratch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens of the listed groups that reach the threshold, the first TOKENS of them, in ``scratch``.
+    """Lists, in ``scratch``, the first TOKENS tokens of the listed groups that reach the threshold.
 
-    Returns their number, which may be larger. For a greedy row it lists nothing, and also returns the smallest id.
+    Returns the number of tokens that reach the threshold, which may exceed TOKENS. For a greedy row the function lists nothing, and
+    also returns the smallest id.
     """
     SIZE: tl.constexpr = BLOCKS * RUN
     lane = tl.arange(0, LANES)
@@ -134,7 +136,9 @@ def _list_tokens(
 def _draw_from_list(
     scratch, count, least, keeps, p, u, largest, scale, floor, FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """`draw_listed` with the smaller of two tile sizes that holds ``count`` tokens. They precede the drawable tokens."""
+    """`draw_listed` with the smaller of two tile sizes that holds ``count`` tokens. In ``scratch``, the listed tokens precede the
+    drawable tokens.
+    """
     drawable = scratch + TOKENS
     if count <= FEW:
         token, decides, last, kept = draw_listed(
@@ -154,7 +158,7 @@ def _decide(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens that reach the threshold, and decides the row by them if possible.
+    """Lists the tokens that reach the threshold. Decides the row by them if possible.
 
     Returns the token, whether the row is decided, and the results ``last`` and ``kept`` of its state.
     """
@@ -187,7 +191,7 @@ def _decide(
 
 @triton.jit
 def _store_state(state, largest_key, decided, low, high, last, kept, RESULT: tl.constexpr):
-    """Stores the state of a row, with the result ``last``, ``kept`` if it has no other place."""
+    """Stores the state of a row, including the result ``last``, ``kept`` unless it is stored elsewhere."""
     field = tl.arange(0, STATE)
     initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
     initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
@@ -217,11 +221,11 @@ def decide_kernel(
     SAMPLE: tl.constexpr, READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Initialises a row's state and decides rows that are greedy or that their largest logits decide.
+    """Initialises a row's state. Decides greedy rows and rows that their largest logits decide.
 
-    For a decided row it writes the token, or without ``out`` the cutoff token and the kept weight. It reads only the groups whose
-    maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of the cutoff
-    token.
+    For a decided row the kernel writes the token; without ``out``, the cutoff token and the kept weight. The kernel reads only
+    groups whose maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of
+    the cutoff token.
 
     scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: listed tokens, then the groups or the drawable tokens. PAIRS: pairs of
     tokens compared per step.
@@ -261,7 +265,7 @@ def decide_kernel(
             row, seed, offset, scratch, out, BLOCK, BLOCKS, RUN, GROUPS, LANES, FEW, TOKENS, PAIRS,
         )  # fmt: skip
     if (decided == 0) & limited:
-        # The listed tokens outweigh the others so far that they contain top-p's cutoff token, whatever the others weigh.
+        # The listed tokens outweigh all others so far that top-p's cutoff token is listed, whatever the others weigh.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
             # Exclude tokens of weight 0: many may be -inf, and reads beyond the end of a row yield -inf as well.
             low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
@@ -277,8 +281,8 @@ def decide_kernel(
     _store_state(state + row * STATE, largest_key, decided, low, high, last, kept, out is None)
 
 
-# Not specialised: for a constant vocabulary of 1, Triton 3.9 generates code that overwrites registers before an atomic's result has
-# arrived in them. The gfx950 emulator rejects this code.
+# ``vocab`` is not specialised: for a constant vocabulary of 1, Triton 3.9 generates wrong code. That code overwrites registers
+# before an atomic's result has arrived in them. The gfx950 emulator rejects this code.
 @triton.jit(do_not_specialize=["vocab", "together"])
 def weigh_kernel(
     logits,
@@ -320,18 +324,19 @@ def weigh_kernel(
         floor = floor_of(min_p, row)
         logits += row * row_stride
         if ALIGNED:
-            # This changes nothing, but tells the compiler that masks are uniform across neighbours, so that it vectorises loads.
+            # This changes no value, but tells the compiler that masks are uniform across neighbours. So the compiler vectorises
+            # loads.
             vocab = vocab // 16 * 16
-        # Each row of the tile is one thread's WIDE neighbouring tokens, so that counting within a row needs no other thread.
+        # Each row of the tile holds WIDE neighbouring tokens of one thread. So counting within a row needs no other thread.
         WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
         lane = tl.arange(0, CHUNK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        # Positions beyond the end hold -inf, whose weight is 0.
+        # Positions beyond the end hold -inf and so have weight 0.
         ids = begin * CHUNK + lane
         following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
         for chunk in range(begin, tl.minimum(begin + together, chunks)):
             x = following.to(tl.float32)
             ids = chunk * CHUNK + lane
-            # Prefetch the next chunk while this one is weighed.
+            # Prefetch the next chunk while this chunk is weighed.
             after = ids + CHUNK
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)
@@ -359,7 +364,7 @@ def weigh_kernel(
 def _sum_kept_copies(
     pairs, segments, above, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Stores the kept weight of each chunk: of its tokens above the range, and of its copied tokens that are kept."""
+    """Stores the kept weight of each chunk: the weight of its tokens above the range and of its kept copied tokens."""
     for begin in range(0, chunks, SOME):
         some = begin + tl.arange(0, SOME)
         inside = some < chunks
@@ -393,7 +398,7 @@ def _cutoff_of(
     largest_key, scale, floor,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Finds a row's cutoff token, and replaces the weight of each chunk by its kept weight. Returns the token's key and id."""
+    """Finds a row's cutoff token, and replaces each chunk's weight by the chunk's kept weight. Returns the token's key and id."""
     largest = from_sort_key(largest_key)
     cutoff_key = tl.full([], _NO_KEY, tl.int32)
     cutoff_token = tl.zeros([], tl.int32)
@@ -426,7 +431,7 @@ def _cutoff_of(
     return cutoff_key, cutoff_token
 
 
-# Values that depend on the row length are not specialised, so that fewer variants are compiled.
+# Values that depend on the row length are not specialised. So fewer variants are compiled.
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def finish_kernel(
     logits,
@@ -458,11 +463,12 @@ def finish_kernel(
 ):
     """Finishes undecided rows: writes the drawn token, or without ``out`` the cutoff token and the kept weight.
 
-    With top-k or top-p, the cutoff token is searched among the copied tokens. If it is not there, because the guess was wrong, the
-    whole row is searched. Then the kept weight of each chunk of CHUNK tokens is summed, and the token is drawn.
+    With top-k or top-p, the cutoff token is searched for among the copied tokens. If the guess was wrong, no copied token is the
+    cutoff token, and the whole row is searched. Then the kept weight of each chunk of CHUNK tokens is summed, and the token is
+    drawn.
 
-    short: int32 [rows, SHORT + FEW], scratch of `find_cutoff`. SOME, SLOTS: chunks whose copied tokens are summed together, and
-    copied tokens of each chunk per step.
+    short: int32 [rows, SHORT + FEW], scratch of `find_cutoff`. SOME, SLOTS: how many chunks' copied tokens are summed together, and
+    how many copied tokens of each chunk per step.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)

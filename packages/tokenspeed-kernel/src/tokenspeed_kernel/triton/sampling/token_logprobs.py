@@ -1,7 +1,7 @@
 """Log-probabilities in one pass over the logits.
 
-The first kernel computes the sum of exponentials of each span and the largest logit of each group. In the second, one program per
-row adds up the spans, and searches for the most probable tokens in the few groups that can hold them.
+The first kernel computes the sum of exponentials of each span and the largest logit of each group. In the second kernel, one
+program per row adds up the spans. It searches for the most probable tokens in the few groups that can hold them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 # Keys that the group maxima are folded into before the threshold search; at least four times top_k. Fewer than top_k of these keys
-# exceed the threshold, which bounds the number of groups that a row lists.
+# exceed the threshold. This bounds the number of groups that a row lists.
 _LANES = 256
 # Groups per loop step; at least four times the largest top_k.
 _CHUNK = 2048
-# Warps per program of the first and the second kernel. On an H200, 1024 rows of 128256 bfloat16 logits with 5 top tokens take
-# 113.3 us with 4 and 4 warps, 122.9 us with 8 and 4, and 130.4 us with 8 and 8.
+# Warps per program of the first and the second kernel. On an H200, 1024 rows of 128256 bfloat16 logits with 5 top tokens take 113.3
+# us with 4 and 4 warps, 122.9 us with 8 and 4, and 130.4 us with 8 and 8.
 _SPAN_WARPS, _ROW_WARPS = 4, 4
 # Tokens of the listed groups that are sorted per step.
 _TILE = 1024
 # Tokens per span, and programs per SM/CU below which spans get shorter.
 _LONGEST_SPAN, _SHORTEST_SPAN = 8192, 2048
 _PROGRAMS = 8
-# Tokens per group, as long as a row has at most _MOST_GROUPS groups.
+# Tokens per group, unless a row would have more than _MOST_GROUPS groups.
 _GROUP, _MOST_GROUPS = 32, 8192
 
 
@@ -52,7 +52,7 @@ class Split:
 
     Attributes:
         span: tokens per program; a row's last span may be shorter.
-        group: neighbouring tokens of a span, whose maximum tells whether they are read again.
+        group: size of a group of neighbouring tokens of a span. A group's maximum decides whether its tokens are read again.
     """
 
     span: int

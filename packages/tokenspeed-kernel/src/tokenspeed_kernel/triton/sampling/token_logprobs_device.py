@@ -25,7 +25,7 @@ _LARGEST_SCALE = tl.constexpr(3.0e38)
 
 @triton.jit
 def _inverse_of(temperature, row):
-    """Returns 1 / temperature; 1 if there is no temperature, or if it is not positive and finite."""
+    """Returns 1 / temperature; 1 without a temperature, or if the temperature is not positive and finite."""
     inverse = tl.full([], 1.0, tl.float32)
     if temperature is not None:
         warmth = tl.load(temperature + row)
@@ -36,7 +36,9 @@ def _inverse_of(temperature, row):
 
 @triton.jit
 def _scale_of(inverse):
-    """Returns the factor that turns a difference of logits into a base-2 exponent; finite, so that a difference of 0 stays 0."""
+    """Returns the factor that converts a difference of logits to a base-2 exponent. The factor is finite, so that a difference of 0
+    stays 0.
+    """
     return tl.minimum(inverse * LOG2_E, _LARGEST_SCALE)
 
 
@@ -55,7 +57,7 @@ def logit_parts_kernel(
     TOP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes a span's largest logit, its sum of exponentials relative to that logit, and the maxima of its groups.
+    """Computes a span's largest logit, the span's sum of exponentials relative to that logit, and the maxima of the span's groups.
 
     parts: float32 [rows, spans, 2]: largest logit and sum. maxima: int32 [rows, spans, SPAN // GROUP], as `sort_key`; a group is
     GROUP neighbouring tokens.
@@ -88,7 +90,9 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
-    """Merges the spans of a row. Returns its largest logit, the log of the sum of exponentials relative to it, and the LSE."""
+    """Merges the spans of a row. Returns the row's largest logit, the log of the sum of exponentials relative to this logit, and
+    the LSE.
+    """
     span = tl.arange(0, SPANS)
     own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
     totals = tl.load(parts + (row * spans + span) * 2 + 1, mask=span < spans, other=0.0)
@@ -107,7 +111,7 @@ def _threshold_of_groups(maxima, count, top_k, LANES: tl.constexpr, CHUNK: tl.co
     """Returns a key that at least top_k group maxima reach.
 
     The group maxima are folded into LANES keys, to shorten the search. At least top_k keys reach the threshold, so at least top_k
-    groups do.
+    groups also do.
     """
     fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     keys = tl.full([LANES], _NO_KEY, tl.int32)
@@ -126,7 +130,7 @@ def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.co
         group = begin + tl.arange(0, CHUNK)
         key = tl.load(maxima + group, mask=group < count, other=_NO_KEY)
         is_above, is_tied = key > threshold, (key == threshold) & (group < count)
-        # Count both in one int32: each count is at most CHUNK.
+        # Both counts are packed into one int32, because each is at most CHUNK.
         ones = is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16)
         ends = tl.cumsum(ones, axis=0) - ones
         tl.store(listed + above + (ends & 0xFFFF), group, mask=is_above)
@@ -211,7 +215,8 @@ def token_logprobs_kernel(
         ties = listed + most_groups
         threshold = _threshold_of_groups(maxima, count, top_k, LANES, CHUNK)
         above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
-        # Each group equal to the threshold holds a token with exactly this logit. The first such groups hold the first such tokens.
+        # Each group whose maximum equals the threshold contains a token with exactly this logit. The first such tokens are in the
+        # first such groups.
         reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))
         tl.debug_barrier()  # the stores must be visible to the program's other threads
 

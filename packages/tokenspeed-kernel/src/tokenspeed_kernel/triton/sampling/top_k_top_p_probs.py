@@ -1,4 +1,4 @@
-"""The distribution that sampling draws from: the sampling kernels find the kept tokens, and one more launch writes
+"""The distribution that sampling draws from. The sampling kernels find the kept tokens, and one more launch writes
 probabilities."""
 
 from __future__ import annotations

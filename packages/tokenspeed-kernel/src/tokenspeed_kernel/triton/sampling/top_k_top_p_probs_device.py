@@ -44,7 +44,7 @@ def write_probs_kernel(
         ids = begin + tl.arange(0, BLOCK)
         position = ids.to(tl.int64)
         x = tl.load(logits + row * row_stride + position * vocab_stride, mask=ids < end, other=float("-inf")).to(tl.float32)
-        # A greedy row keeps one token, with probability 1 and without a weight, because its logit may be NaN or infinite.
+        # A greedy row keeps one token, with probability 1. Its weight is not computed, because its logit may be NaN or infinite.
         p = tl.where(kept > 0, token_weights(x, largest, scale, floor).to(tl.float64) * inverse, 1.0)
         p = tl.where(packed(sort_key(x), ids) >= last, p, 0.0)
         tl.store(out + row * out_row_stride + position * out_vocab_stride, p.to(tl.float32), mask=ids < end)

@@ -8,7 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def load_parents(parents, sequence, stride_b, stride_n, nodes, NODES: tl.constexpr):
-    """Returns int32 [NODES]: each node's parent, which has a smaller index; -1 for the root, invalid parents and padding.
+    """Returns int32 [NODES]: each node's parent, which has a smaller index than the node; -1 for the root, invalid parents and
+    padding.
 
     parents: a pointer, or None for a chain.
     """

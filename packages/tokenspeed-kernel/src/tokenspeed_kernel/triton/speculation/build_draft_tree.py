@@ -1,4 +1,4 @@
-"""Builds draft trees: one program per sequence selects the best candidates, and links each to its parent's node."""
+"""Builds draft trees. One program per sequence selects the best candidates, and links each candidate to its parent's node."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def build_draft_tree_kernel(
     tree,
     masks,
     depths,
-    scratch,  # int32 [batch, CANDIDATES + nodes]: the node of each candidate, -1 if it is dropped; then the tree's parents
+    scratch,  # int32 [batch, CANDIDATES + nodes]: the node of each candidate, -1 for dropped candidates; then the tree's parents
     tokens_stride_b,
     tokens_stride_c,
     scores_stride_b,
@@ -58,7 +58,7 @@ def build_draft_tree_kernel(
     at = tl.arange(0, CANDIDATES)
     score = tl.load(scores + at * scores_stride_c, mask=at < candidates, other=float("-inf"))
     key = tl.where(score == score, sort_key(score), _NO_KEY)
-    # With the index packed in, all pairs differ, and the earlier of two equal scores wins.
+    # Each pair contains the candidate's index. So all pairs differ, and the earlier of two equal scores wins.
     pair = packed(key, at)
     kept = key > _NO_KEY
     if NODES == 1:
@@ -83,7 +83,7 @@ def build_draft_tree_kernel(
     tl.store(scratch + CANDIDATES + node, tl.where(parent < 0, 0, origin), mask=kept)
     tl.debug_barrier()
 
-    # Pointer jumping: each round doubles the part of the path to the root that is known. 6 rounds suffice for 64 nodes.
+    # Pointer jumping: each round doubles the known part of the path to the root. 6 rounds suffice for 64 nodes.
     above = tl.load(scratch + CANDIDATES + step, mask=inside, other=-1)
     tl.store(tree + sequence * tree_stride_b + step * tree_stride_n, above, mask=inside)
     path = tl.full([NODES], 1, tl.int64) << step.to(tl.int64)

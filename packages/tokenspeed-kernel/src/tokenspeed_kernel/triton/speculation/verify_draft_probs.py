@@ -1,8 +1,8 @@
 """Speculative sampling in three launches: accept or reject draft tokens, sum the last node's residual, and draw the last token.
 
-The first kernel walks down the tree. It looks up two probabilities per child, and reads whole rows only where a rejected child has
-siblings, so one program per sequence is enough. Every sequence reads the row of its last node; this row is split into spans, which
-many programs sum.
+The first kernel walks down the tree. A program looks up two probabilities per child, and reads whole rows only where a rejected
+child has siblings. So one program per sequence is enough. For every sequence, the row of its last node is read whole. This row is
+split into spans, which many programs sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 # Tokens per loop step. The interpreter takes about as long for few tokens as for many.
 _BLOCKS = {"cpu": 4096, "any": 1024}
-# Tokens per loop step and warps of the walk, whose programs have an SM/CU to themselves.
+# Tokens per loop step and warps of the walk. A program of the walk has an SM/CU to itself.
 _WALK_BLOCK, _WALK_WARPS = 4096, 16
 
 

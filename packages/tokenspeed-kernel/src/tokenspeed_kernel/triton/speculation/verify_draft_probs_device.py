@@ -1,7 +1,7 @@
 """Device code of `verify_draft_probs`.
 
-The *residual* of a node is ``max(a * p - b * q, 0)`` per token, with the probabilities p of the target and q of the draft model. It
-is summed as integer multiples of 2^-40, so that the sum does not depend on the order of addition.
+The *residual* of a node is ``max(a * p - b * q, 0)`` per token. p are the target's and q the draft model's probabilities. Residuals
+are summed as integer multiples of 2^-40, so the order of addition does not change the sum.
 
 Kernels are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
 """
@@ -42,7 +42,7 @@ def _uniform(seed, offset, draw):
 
 @triton.jit
 def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node):
-    """Returns the rows of a node. A node without a row of the draft model gets another node's, which is then not read."""
+    """Returns the rows of a node. For a node without a row of the draft model, the second is another node's, and is not read."""
     target = target_probs + sequence * target_stride_b + node.to(tl.int64) * target_stride_n
     draft = draft_probs + sequence * draft_stride_b + tl.minimum(node, tl.maximum(inner - 1, 0)).to(tl.int64) * draft_stride_n
     return Rows(target, draft)
@@ -231,7 +231,7 @@ def draw_kernel(
     parts = tl.load(sums + sequence * spans + step, mask=step < spans, other=0)
     ends = tl.cumsum(parts, 0)
     total = tl.sum(parts, axis=0)
-    if total == 0:  # the residual is empty: draw from the target's row instead, which this program sums alone
+    if total == 0:  # the residual is empty: draw from the target's row instead, which this program sums by itself
         a = a * 0.0 + 1.0
         b = b * 0.0
         total = _sum_residual(rows, 0, vocab, a, b, BLOCK)

@@ -50,7 +50,7 @@ def causal_conv1d_decode_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes some channels of a few requests. No other program reads or writes these channels of their states."""
+    """Computes some channels of a few requests. No other program accesses these channels of these requests' states."""
     start(EARLY)
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -69,7 +69,7 @@ def causal_conv1d_decode_kernel(
         second = tl.load(read + (SHAPE.width - 3) * row_stride, mask=there, other=0.0).to(tl.float32)
     if SHAPE.width > 3:
         third = tl.load(read, mask=there, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # other threads may write the state than have read it
+    tl.debug_barrier()  # orders the reads of all threads before the state is written
     own = tap(weight, channel, width_inside, SHAPE.width - 1, SHAPE)
     before = tap(weight, channel, width_inside, SHAPE.width - 2, SHAPE)
     if SHAPE.width > 2:

@@ -49,7 +49,7 @@ def causal_conv1d_prefill(
         return out
     block = min(_CHANNELS, next_power_of_2(channels))
     # The programs of sequence b are numbered from cu_seqlens[b] // _TOKENS + b on. So each sequence has as many programs as blocks,
-    # or one more, and the host needs to know no length.
+    # or one more. The host needs no lengths.
     device_code.causal_conv1d_prefill_kernel[(cdiv(channels, block) * (tokens // _TOKENS + batch),)](
         x,
         dense(weight),

@@ -61,7 +61,7 @@ def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr)
 
 @triton.jit
 def _write(out, token, new, first, second, third, taps, channel, SHAPE: tl.constexpr):
-    """Computes and stores a token's result from its input and the inputs before it, the most recent first."""
+    """Computes and stores a token's result from the token's input and the inputs before it, the most recent first."""
     total = taps.bias
     if SHAPE.width > 3:
         total += third * taps.third
@@ -95,7 +95,7 @@ def causal_conv1d_prefill_kernel(
 ):  # fmt: skip
     """Computes a block of tokens of one sequence for some channels, token after token.
 
-    Each input is loaded once, and stays in registers while the next tokens need it. The program of a sequence's first block also
+    Each input is loaded once. It stays in registers while the next tokens need it. The program of a sequence's first block also
     writes the state, because it alone reads the initial state.
     """
     row_stride = tl.cast(row_stride, tl.int64)
@@ -129,7 +129,8 @@ def causal_conv1d_prefill_kernel(
             third = _earlier(source, block - 3, state, row_stride, started, channel, SHAPE)
         taps = Taps(own, nearest, of_second, of_third, bias_of(bias, channel, inside))
         for token in range(block, end, 4):
-            # Issue four loads before the stores: the compiler cannot prove that they do not alias, and would serialise them.
+            # Issue four loads before the stores. The compiler cannot prove that loads and stores do not alias, and would serialise
+            # them.
             a = _input(source, token, channel, SHAPE)
             b = _input(source, token + 1, channel, SHAPE)
             c = _input(source, token + 2, channel, SHAPE)
@@ -143,8 +144,9 @@ def causal_conv1d_prefill_kernel(
             first = d
 
         if (block == 0) & (slot >= 0):
-            tl.debug_barrier()  # other threads may write the state than have read it
-            # Row i becomes row i + length of the old state, or an input. In ascending order no row is read after it was written.
+            tl.debug_barrier()  # orders the reads of all threads before the state is written
+            # Row i becomes row i + length of the old state, or an input. In ascending order, every row is read before it is
+            # overwritten.
             for i in tl.static_range(SHAPE.width - 1):
                 token = length - (SHAPE.width - 1) + i
                 last = tl.zeros(channel.shape, tl.float32)

@@ -39,7 +39,7 @@ def ssd_decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Updates some rows of one head's state of one request. No other program reads or writes these rows."""
+    """Updates some rows of one head's state of one request. No other program accesses these rows."""
     request = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) % SHAPE.heads).to(tl.int64)
     group = head // SHAPE.group
@@ -52,7 +52,7 @@ def ssd_decode_kernel(
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
     if slot >= 0:
         state += tl.load(at + slot * slot_stride, mask=there, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # other threads may write the state than have read it
+    tl.debug_barrier()  # orders the reads of all threads before the state is written
     steps = steps_of(A, dt_bias, head, dt_min, dt_max)
     x_at = x + request * x_batch + head * x_head + row * x_dim
     dt_at = dt + request * dt_batch + head * dt_head

@@ -1,9 +1,9 @@
 """The chunked state-space recurrence (SSD) for prefill.
 
 A program processes one head of a segment of a sequence, chunk after chunk, with the state in registers. So inputs are read once,
-results are written once, and there is no other memory traffic. With few heads and few sequences there would be too few programs.
-Then sequences are split into several segments. A first launch computes what each segment but the last adds to the state, from x, dt
-and B alone. A program of the second launch first adds up the contributions of the preceding segments.
+results are written once, and no other memory is accessed. With few heads and few sequences, one program per head and sequence would
+be too few. Then sequences are split into several segments. A first launch computes, from x, dt and B alone, the contribution to the
+state of each segment except the last. A program of the second launch first adds up the contributions of the preceding segments.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Tile(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What fits in registers: tokens per chunk, and elements of a state."""
+    """The number of tokens per chunk and of elements of a state that fit in registers."""
 
     chunk: int
     elements: int
 
 
 # A Hopper warpgroup MMA has at least 64 rows, and the work within a chunk grows with the chunk. A state of 8192 elements takes 64
-# registers per thread, and leaves room for 64 x 64 scores and for the results, at 32 registers each. With 8 warps an MMA of 64 rows
-# would be computed twice. Less fits on GPUs whose MMA reads its operands from registers.
+# registers per thread. This leaves room for 64 x 64 scores and for the results, at 32 registers each. With 8 warps an MMA of 64
+# rows would be computed twice. The limits are lower on GPUs whose MMA reads its operands from registers.
 _LIMITS = {"sm_90": Limits(64, 8192), "sm_100": Limits(64, 4096), "amd": Limits(64, 8192), "any": Limits(32, 4096)}
 _ROWS, _WARPS = 64, 4
 # Pipeline stages of the loop over chunks. In a pipelined loop, the AMD compiler predicates the last MMAs with a lane mask. An MFMA
@@ -47,7 +47,7 @@ _ROWS, _WARPS = 64, 4
 _STAGES = {"amd": 1, "any": 2}
 # float32 dot products run on FMA units, with operands in registers.
 _FLOAT32_CHUNK = 16
-# Sequences have one segment if that makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
+# Sequences have one segment if this makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
 # SM/CU, but at most 16, because every segment adds a state that later segments read. A segment has at least 4 chunks, because the
 # first launch does a quarter of the second's work. On an H200, 8192 tokens of nemotron-h with 128 programs per segment take 728 us
 # with one segment, 557 us with two, 511 us with four, and 561 us with eight.
@@ -66,7 +66,7 @@ def tile_for(dtype: torch.dtype, head_dim: int, state_dim: int, limits: Limits) 
 def segment_for(tokens: int, batch: int, programs: int, chunk: int, sm_count: int) -> int:
     """Returns the tokens per segment, a multiple of a chunk. ``programs``: programs per segment.
 
-    With a result of at least ``tokens``, every sequence has one segment.
+    If the result is at least ``tokens``, every sequence has one segment.
     """
     whole = cdiv(tokens, chunk) * chunk
     if programs * batch >= _ENOUGH * sm_count:
@@ -114,7 +114,7 @@ def ssd_prefill(
     blocks = heads * cdiv(head_dim, tile.rows)
     segment = segment_for(tokens, batch, blocks, tile.chunk, multiprocessors(x.device))
     # The segments of sequence b are numbered from cu_seqlens[b] // segment + b on. So each sequence has as many segments as its
-    # tokens need, or one more, and the host needs to know no length.
+    # tokens need, or one more. The host needs no lengths.
     segments = tokens // segment + batch if segment else batch
     left = decays = None
     if segment < tokens:

@@ -86,7 +86,7 @@ def _left_by(left, number, part, SHAPE: tl.constexpr):
 
 @triton.jit
 def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state, initial_stride, part):
-    """Loads a program's tile of a sequence's initial state; ``at`` points into the slot. Zeros if there is none."""
+    """Loads a program's tile of a sequence's initial state; ``at`` points into the slot. Zeros if there is no initial state."""
     state = tl.zeros(at.shape, tl.float32)
     if has_initial_state is not None:
         started = tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0
@@ -130,8 +130,8 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
     Logs are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the sums of integer parts are
     exact, and the sums of fractional parts stay below the number of tokens.
 
-    Steps themselves are not returned. In an MMA's layout, the compiler would load and compute them again for each column, and would
-    use registers that are needed elsewhere.
+    Steps themselves are not returned. In an MMA's layout, the compiler would load and compute steps again for each column. That
+    would take registers that are needed elsewhere.
     """
     at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
@@ -276,7 +276,7 @@ def ssd_prefill_kernel(
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Computes the results of one head, or of some of its channels, for one segment; the last segment also stores the state."""
+    """Computes the results of one head, or of some of its channels, for one segment. The last segment also stores the state."""
     BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
     number = tl.program_id(0) // BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
@@ -297,8 +297,8 @@ def ssd_prefill_kernel(
     z_rows = Rows(z, z_token, z_head, z_dim)
     in_chunk = tl.arange(0, TILE.chunk)
     group = part.head // SHAPE.group
-    # Loop-invariant code motion is off: the invariants are mostly addresses and masks. There are too few registers to keep them,
-    # and recomputing them is cheap.
+    # Loop-invariant code motion is off: the invariants are mostly addresses and masks. They do not fit in the registers, and
+    # recomputing them is cheap.
     for begin in tl.range(segment.begin, segment.end, TILE.chunk, disable_licm=True):
         wait_for_products()
         inside, token = begin + in_chunk < segment.end, segment.token + begin
@@ -315,10 +315,10 @@ def ssd_prefill_kernel(
         out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :].to(tl.int64) * out_dim
         tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
         state = _advanced(state, values, b, of_chunk, DTYPE)
-    # Reload the slot and recompute the pointers: kept from before the loop, they would occupy 32 registers of each thread
-    # throughout.
+    # Reload the slot and recompute the pointers here. If kept from before the loop, they would occupy 32 registers of each thread
+    # throughout the loop.
     slot = tl.load(state_slots + segment.sequence * slots_stride)
     at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
     if segment.last & (slot >= 0):
-        tl.debug_barrier()  # other threads may write the state than have read it
+        tl.debug_barrier()  # orders the reads of all threads before the state is written
         tl.store(at, state.to(states.dtype.element_ty), mask=there)

@@ -1,4 +1,4 @@
-"""Benchmarks: timing, comparisons with baselines and earlier reports, and reports that record what was measured on what."""
+"""Benchmarks: timing, comparisons with baselines and earlier reports, and reports that also record the hardware and software."""
 
 from tokenspeed_kernel.workbench.benchmark.baselines import Baseline, Unsupported, baseline, failure_of, load_baselines
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By shape and implementation: microseconds, or another quantity of a bar.
+# By shape and implementation: microseconds, or the quantity that a bar compares.
 Times = Mapping[str, Mapping[str, float]]
 Measure = Callable[[Times], float]
 
@@ -17,12 +17,13 @@ class Bar:
     """An acceptance bar.
 
     Attributes:
-        name: of the bar.
+        name: name of the bar.
         bound: the bound.
         most: whether the bound is an upper one.
         shapes: names of the shapes that must have been measured.
         measure: from times to the bar's value.
-        baselines: those installed must have been measured for each shape, and at least one must be installed.
+        baselines: the baselines to compare with. Installed ones must have been measured for each shape, and at least one must be
+            installed.
     """
 
     name: str
@@ -62,6 +63,6 @@ def against(name: str, bound: float, shapes: Sequence[str], baselines: Sequence[
 
 
 def no_less_accurate(errors: Times) -> list[dict[str, Any]]:
-    """The outcome of the bar on our relative error over the portable kernel's; none if neither was measured with the other."""
+    """The outcome of the bar that compares our relative error with the portable kernel's. Empty if no shape has both errors."""
     ratios = [of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys()]
     return [outcome("relative error over the portable kernel's, worst shape", 1.2, max(ratios))] if ratios else []

@@ -13,10 +13,10 @@
         longest = max_seqlen or q.shape[0]
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, ...)
 
-The function of a baseline names the operator's parameters that it supports. A case is skipped if it gives any other
-parameter a value that is not its default. A function with ``**rest`` gets all other parameters, and must check them itself.
+The function of a baseline names the operator's parameters that it supports. A case is skipped if it sets any other parameter to a
+value other than the default. A function with ``**rest`` receives all other parameters, and must check them itself.
 
-With ``setup=True`` the function is called once before timing, and returns the function to time, which has no parameters. Planning
+With ``setup=True`` the function is called once before timing. It returns the function to time, which has no parameters. Planning
 and weight preparation belong there.
 
     @baseline("gemm.mm", name="mine", setup=True)
@@ -24,7 +24,7 @@ and weight preparation belong there.
         packed = pack(b)
         return lambda: multiply(a, packed)
 
-The results of a baseline are verified against the operator's reference before it is timed, like those of any kernel.
+Like those of any kernel, a baseline's results are verified against the operator's reference before timing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Unsupported(Exception):
 
 
 def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = MappingProxyType({})) -> tuple[str, str] | None:
-    """Runs a step of a measurement without gradients, and returns why it failed, so that other measurements can go on.
+    """Runs a step of a measurement without gradients. Returns why the step failed, so that other measurements can continue.
 
     Args:
         step: the step to run.
@@ -85,11 +85,11 @@ class Baseline:
     Attributes:
         name: its name in tables.
         operator: ``"family.mode"``.
-        function: takes the operator's parameters that it names.
+        function: the baseline's function, which takes the operator's parameters that it names.
         wanted: the names of these parameters.
-        takes_rest: whether the function has ``**rest``, and so gets all parameters.
+        takes_rest: whether the function has ``**rest``, and so receives all parameters.
         setup: whether ``function`` returns the function to time.
-        package: the distribution whose version is reported; empty for none.
+        package: the distribution whose version is reported; empty for no distribution.
     """
 
     name: str
@@ -107,14 +107,14 @@ class Baseline:
 
     @property
     def solution(self) -> str:
-        """The baseline's name: tables show each baseline as its own backend."""
+        """The baseline's name, because tables show each baseline as a separate backend."""
         return self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def refusal(self, op: Operator[Any, Any], arguments: Mapping[str, Any]) -> str | None:
-        """Returns why the baseline does not support a case, given its complete arguments; None if it supports all of them."""
+        """Returns why the baseline does not support a case with these complete arguments; None if it does."""
         if self.takes_rest:
             return None
         others = [p for p in op.parameters if p.name not in self.wanted and p.kind is not Kind.HINT]
@@ -145,7 +145,7 @@ def baseline(operator: str, *, name: str = "", setup: bool = False, package: str
         package: the distribution whose version reports record.
 
     Raises:
-        KeyError: there is no such operator.
+        KeyError: no such operator exists.
         TypeError: the function has parameters that the operator does not have.
     """
 
@@ -190,7 +190,9 @@ def load_baselines(file: Path | str) -> list[Baseline]:
 
 
 def verify_baseline(foreign: Baseline, case: Case, device: torch.device, *, seed: int = 0) -> CaseResult:
-    """Verifies a baseline against its operator's reference on one case: its outputs, and that read-only arguments are unchanged."""
+    """Verifies a baseline against its operator's reference on one case. Checks its outputs, and that read-only arguments are
+    unchanged.
+    """
     op = get_operator(foreign.operator)
     result = functools.partial(CaseResult, foreign.name, foreign.operator, case.name)
     try:

@@ -1,26 +1,27 @@
-"""Compares two reports: pairs their rows, and gives each pair a confidence interval and a verdict.
+"""Compares two reports. Pairs their rows, and gives each pair a confidence interval and a verdict.
 
-The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load), so a thousand of them
-hold far fewer than a thousand observations. An interval that assumed independence would call every drift a difference. A round's
-median is one observation. The rounds of one row are as far apart as the whole run allows, so that drift shows up as their spread.
+The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load). So a thousand times hold
+far fewer than a thousand independent observations. An interval that assumed independence would call every drift a difference. A
+round's median is one observation. The rounds of one row are spread over the whole run, so that drift increases their spread.
 
 The interval is that of Hodges and Lehmann (1963). The estimate is the median of all ratios between a round of A and a round of B.
 The number of ratios to trim at either end follows exactly from the distribution of the Mann-Whitney U (1947). The interval assumes
-nothing about the distribution of the noise. With seven rounds per side and 95% confidence it remains valid if other load spoils one
-of the rounds; a t interval does not. It needs four rounds per side, or three and five. Bootstrapping seven rounds would claim more
-precision than they have.
+nothing about the distribution of the noise. With seven rounds per side and 95% confidence, the interval remains valid if other load
+spoils one round. A t interval does not. The interval needs four rounds per side, or three and five. Bootstrapping seven rounds
+would claim more precision than they have.
 
-With many rows, some intervals exclude 1 by chance: at 95% about 3 of 58, even if nothing changed. So verdicts account for the
-number of rows. Holm's procedure (1979) limits the probability that any row of an unchanged program is called slower or faster to
-5%, for any number of rows and any dependence between them. It needs a p-value per row. The p-value of U is exact, but with seven
-rounds per side it cannot be below 1 in 1716, which is too large for a hundred rows. If every round of one side is slower than every
-round of the other, Student's t-test of the logarithms may lower the p-value. Only this step assumes normal noise; with heavier
-tails it misses differences rather than inventing them.
+With many rows, some intervals exclude 1 by chance. At 95%, these are about 3 of 58 rows even if nothing changed. So verdicts
+account for the number of rows. Holm's procedure (1979) bounds, at 5%, the probability that any row of an unchanged program is
+called slower or faster. The bound holds for any number of rows and any dependence between them. Holm's procedure needs a p-value
+per row. The p-value of U is exact. With seven rounds per side it cannot be below 1 in 1716, which is too large for a hundred rows.
+If every round of one side is slower than every round of the other, Student's t-test of the logarithms may lower the p-value. Only
+this t-test assumes normal noise. With heavier tails it misses differences rather than inventing them.
 
-Rounds cannot show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
-addition, a reference workload is timed before every round. If it also changed, and by so much that the remaining difference is
-below the threshold, the machine may be the cause, and the verdict is left open. The best method is to run both sides alternately,
-several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart as the two sides.
+Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
+addition, a reference workload is timed before every round. The verdict is left open if the reference workload changed too, and the
+remaining difference is below the threshold. The machine may then be the cause. The best method is to run both sides alternately,
+several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart in time as the rounds
+of different sides.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 from tokenspeed_kernel.workbench.benchmark.results import WRONG, Report, Row
 
 THRESHOLD, CONFIDENCE = 0.03, 0.95
-# The relative difference of the reference workload between two runs beyond which the comparison notes that the machine changed.
+# If the reference workload differs by more than this between two runs, the comparison notes that the machine changed. Relative.
 _MACHINE = 0.02
 
 
@@ -51,7 +52,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Ratio:
-    """B's time over A's: the estimate and its confidence interval, which is None with too few rounds."""
+    """B's time divided by A's: the estimate and its confidence interval. The interval is None with too few rounds."""
 
     value: float
     low: float | None = None
@@ -69,7 +70,7 @@ class Ratio:
         return Verdict.SAME
 
     def hidden(self, threshold: float) -> float | None:
-        """Returns the largest difference that the interval does not exclude, if it is beyond the threshold; else None."""
+        """Returns the largest difference that the interval does not exclude; None unless it is beyond the threshold."""
         if self.low is None or self.high is None:
             return None
         most = max(self.high, 1 / self.low) - 1
@@ -78,7 +79,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """One row that is in both reports.
+    """One row that both reports have.
 
     ``chance``: the probability that any row shows a difference this clear if nothing changed; None without rounds.
     """
@@ -101,8 +102,8 @@ class Comparison:
     Attributes:
         differences: the rows that were measured in both, in A's order.
         broken: rows of B that failed, but were measured in A.
-        only_a, only_b: operator, case and kernel of rows that were measured in only one report.
-        mean: the geometric mean of the ratios; None if no row is in both.
+        only_a, only_b: operator, case and kernel of the rows that only one report has.
+        mean: the geometric mean of the ratios; None if no row is in both reports.
         threshold, confidence: the parameters of the verdicts.
         notes: other differences between the reports.
     """
@@ -135,8 +136,8 @@ def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: f
     Args:
         a, b: the reports before and after.
         threshold: smaller differences are ignored: 0.03 is 3%.
-        confidence: of each interval, and the probability that no row of an unchanged program is called slower or faster: 0.95 is
-            95%.
+        confidence: the confidence of each interval; also the probability that no row of an unchanged program is called slower or
+            faster. 0.95 is 95%.
 
     Raises:
         ValueError: the threshold is negative, or the confidence is not between 0 and 1.
@@ -180,8 +181,8 @@ def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDE
 
 @functools.cache
 def _cut(n: int, m: int, confidence: float) -> int | None:
-    """Returns how many of the n * m ratios to trim at each end of the interval; None if even all ratios do not reach the
-    confidence."""
+    """Returns how many of the n * m ratios to trim at each end of the interval. None if even the untrimmed interval does not reach
+    the confidence."""
     arrangements = _arrangements(n, m)
     outside, cut = 0, None
     for beyond, count in enumerate(arrangements):
@@ -204,7 +205,7 @@ def _arrangements(n: int, m: int) -> list[int]:
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Returns the two-sided probability that rounds of equal kernels differ as much as these; None without rounds.
+    """Returns the two-sided probability that rounds of equally fast kernels differ at least this much; None without rounds.
 
     Example:
         >>> round(p_value([10.0, 10.1, 9.9, 10.0], [10.0, 11.1, 10.9, 11.0]), 3)
@@ -296,7 +297,9 @@ def _percent(ratio: Ratio) -> str:
 
 
 def _mean(pairs: Sequence[tuple[Row, Row]], confidence: float) -> Ratio | None:
-    """Returns the geometric mean over rows. One round of the mean combines a round of all rows, so common drift does not cancel."""
+    """Returns the geometric mean over rows. One round of the mean combines a round of all rows. So drift that all rows share does
+    not cancel.
+    """
     if not pairs:
         return None
     rounds = [(_rounds(a), _rounds(b)) for a, b in pairs]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _INK, _FAINT, _GRID = "#1d2229", "#5b6470", "#d9dde3"
-# This project's kernels have the only strong colour; the portable ones are grey.
+# This project's kernels have the only strong colour. Portable kernels are grey.
 _OURS, _PORTABLE = "#0b62c4", "#b8bec7"
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -50,7 +50,7 @@ class Marks:
     end: str
 
     def inside(self, text: str) -> str:
-        """The section between the marks; empty if there is none."""
+        """The section between the marks; empty if there is no such section."""
         begin, end = text.find(self.begin), text.find(self.end)
         return text[begin + len(self.begin) : end].strip() if 0 <= begin < end else ""
 
@@ -80,8 +80,8 @@ def three_digits(value: float) -> str:
 
 
 def note(report: Report, how: str = "") -> str:
-    """How the times were taken, in sentences. ``how``: for a kernel between calls that is not the small one; it has the place
-    ``{took}``."""
+    """Describes in sentences how the times were taken. ``how``: the description for a kernel between calls other than the small
+    one; contains the placeholder ``{took}``."""
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]
     said = how or "Medians of one call in a CUDA graph of several, which rotate over copies of the inputs, more than caches hold."
@@ -104,7 +104,7 @@ class Figure:
 
     Attributes:
         title: precedes the device's name above the panels.
-        heading: of the section in the README.
+        heading: heading of the section in the README.
         alt: the plot's text for screen readers.
         baselines: labels and colours, in the order of a shape's bars; this project's kernels are added.
         shapes: their names, in the table's order.
@@ -131,7 +131,7 @@ class Figure:
         return {"ours": ("this package", _OURS), **self.baselines, "triton": ("portable (Triton)", _PORTABLE)}
 
     def draw(self, report: Report, file: Path) -> None:
-        """Draws the panels into a file, whose suffix selects the format."""
+        """Draws the panels into a file. The file's suffix selects the format."""
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):
@@ -188,7 +188,7 @@ class Figure:
             axes.axhline(1, color=_FAINT, linewidth=0.8)
 
     def table(self, report: Report) -> str:
-        """Markdown: what was measured on and how, one row a shape in microseconds, and the bars with their measurements."""
+        """Markdown: hardware, software and method, one row per shape in microseconds, and the bars with their measurements."""
         metadata, more = report["metadata"], self.columns(report)
         names = [name for name in self.legend if any(row["kernel"] == name and row["timing"] is not None for row in report["rows"])]
         columns = ["microseconds", *more, *(self.legend[name][0] for name in names), "best baseline / ours"]

@@ -28,7 +28,7 @@ _GPU_MATRIX, _CPU_MATRIX = 2048, 192
 
 @dataclass(frozen=True)
 class GpuState:
-    """A GPU's state at one moment. ``held_back``: the reasons that throttle its clock; empty if it is not throttled."""
+    """A GPU's state at one moment. ``held_back``: the reasons for throttling its clock; empty without throttling."""
 
     sm_clock_mhz: int
     max_sm_clock_mhz: int
@@ -42,7 +42,7 @@ Monitor = Callable[[], GpuState | None]
 
 
 def gpu_monitor(device: torch.device) -> Monitor | None:
-    """Returns a function that reads a GPU's state; None on a CPU, on a GPU that NVML does not know, or without ``nvidia-ml-py``."""
+    """Returns a function that reads a GPU's state. None on a CPU, on a GPU that NVML does not know, or without ``nvidia-ml-py``."""
     if device.type != "cuda" or torch.version.hip:
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.5 or so
@@ -76,7 +76,7 @@ def _reasons(bits: int) -> tuple[str, ...]:
 
 
 def reference_time(device: torch.device) -> float:
-    """Returns the time of a small GEMM in microseconds. The work is always the same, so any change comes from the machine."""
+    """Returns the time of a small GEMM in microseconds. The work is always the same, so the time changes only with the machine."""
     return statistics.median(sample(_reference_workload(device), device, budget_s=0.002, fewest=5, most=20))
 
 

@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.storage import replace_file
 
 
 def collect_metadata(command: str = "", device: torch.device | str | None = None) -> Metadata:
-    """Returns the hardware and software that this process measures with.
+    """Describes the hardware and software of this process.
 
     Args:
         command: the command line that repeats the measurement.
@@ -44,12 +44,12 @@ def collect_metadata(command: str = "", device: torch.device | str | None = None
 
 
 def write_result(file: Path | None, device: torch.device | str | None = None, *, command: str = "", **values: Any) -> None:
-    """Writes the values that a program measured, with the hardware and software; nothing if no file is given.
+    """Writes a program's measured values with the hardware and software; does nothing without a file.
 
     Args:
         file: the JSON file.
         device: see `collect_metadata`.
-        command: the command line that repeats the measurement; this process's if not given.
+        command: the command line that repeats the measurement; this process's command line if omitted.
         values: by name.
     """
     if file is not None:
@@ -66,7 +66,7 @@ def package_version(package: str) -> str:
 
 
 def _git_commit() -> str:
-    """Returns the commit of this code, with ``+`` for local changes; empty if it is not in a checkout."""
+    """Returns the commit of this code, with ``+`` for local changes; empty if the code is not in a checkout."""
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str:
@@ -74,7 +74,7 @@ def _git_commit() -> str:
         return done.stdout.strip()
 
     try:
-        # A virtual environment may lie inside another project's checkout, whose commit is irrelevant for this package.
+        # A virtual environment may lie inside another project's checkout, whose commit does not describe this package.
         git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):

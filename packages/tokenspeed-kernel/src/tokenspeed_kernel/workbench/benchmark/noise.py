@@ -15,24 +15,24 @@ _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05
 _MACHINE = 0.03
 # Times are bimodal if each of two groups holds a tenth of all times, and their means are at least _SEPARATION standard deviations
-# apart. Ashman, Bird and Zepf (1994) call this distance D, with 2 as the limit. The two halves of a normal distribution have 2.65,
-# those of a uniform one 3.46.
+# apart. Ashman, Bird and Zepf (1994) call this distance D, with 2 as the limit. By this measure, the two halves of a normal
+# distribution have 2.65, those of a uniform distribution 3.46.
 _SEPARATION = 4.0
 _MINORITY = 0.10
 _APART = 0.05
-# With fewer samples no pattern is reported.
+# With fewer samples, no pattern is reported.
 _FEWEST = 12
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How times vary; each value is relative to the median.
+    """The variation of times; each value is relative to the median.
 
     Attributes:
         spread: from the 10th to the 90th percentile within a round; the median over rounds.
         drift: from the first to the last third of a round, signed; the median over rounds.
         between_rounds: from the fastest to the slowest round.
-        modes_apart: the distance between two groups of times that occur in most rounds; 0 if there is one group.
+        modes_apart: the distance between two groups of times that both occur in most rounds; 0 if there is only one group.
     """
 
     spread: float
@@ -64,7 +64,7 @@ def warnings_of(
         timing: the measurement.
         states: states of the GPU during the measurement.
         reference_us: the time of the reference workload just before each round, in microseconds.
-        usual_us: its usual time on this machine, in microseconds; None if unknown.
+        usual_us: the reference workload's usual time on this machine, in microseconds; None if unknown.
     """
     found = []
     noise = noise_of(timing)
@@ -104,7 +104,7 @@ def _drift(samples: Sequence[float]) -> float:
 def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
     """Splits all samples in two groups of least variance (Otsu, 1979), and returns the distance of the means; 0 if it is small.
 
-    If whole rounds fall into one group, the rounds differ and the times are not bimodal, so the result is 0.
+    If each round falls into one group, the rounds differ but the times are not bimodal. The result is then 0.
     """
     ordered = sorted(sample for of_one in rounds for sample in of_one)
     n = len(ordered)

@@ -1,6 +1,6 @@
 """Benchmark reports, and their JSON files.
 
-The current format is 2. Files of format 1, which carry no format number, lack rounds and all later fields; they can still be read.
+The current format is 2. Files of format 1, which carry no format number, lack rounds and all later fields. They can still be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenspeed_kernel.workbench.plain import from_plain
 from tokenspeed_kernel_base.storage import replace_file
 
 FORMAT = 2
-# The statuses of rows that were not timed because they failed.
+# The statuses of rows that failed and so were not timed.
 WRONG = ("failed", "error")
 
 
@@ -30,10 +30,10 @@ class Method:
     Attributes:
         cache: see `measure`.
         graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
-        copies: copies of the arguments that calls cycle through, as far as they fit in a few GB.
+        copies: how many copies of the arguments calls cycle through, as far as they fit in a few GB.
         budget_s: seconds of timing per row, over all rounds.
-        rounds: rounds per row; all other rows are measured between two rounds of one row. Each round builds the arguments again.
-            Seven is the smallest number with which `compare` can still decide if one round is spoilt.
+        rounds: rounds per row. Between two rounds of one row, all other rows are measured. Each round builds the arguments again.
+            Seven is the smallest number of rounds with which `compare` can still decide if one round is spoilt.
     """
 
     cache: Cache = "cold"
@@ -50,7 +50,8 @@ class Launch:
     Attributes:
         host_us: the time until the call returns to its caller.
         event_us: the time between events around a single call.
-        graph_us: the time within a CUDA graph; None if not measured. The excess of ``event_us`` over this is launch overhead.
+        graph_us: the time of a call within a CUDA graph; None if not measured. The excess of ``event_us`` over this is launch
+            overhead.
     """
 
     host_us: float
@@ -60,21 +61,22 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel on one case.
+    """The result of one kernel on one case.
 
     Attributes:
         kernel, operator, case: names.
         status: ``"measured"``, or the status of the verification if the case was not timed.
         reason: why it was not timed.
-        timing: None if it was not timed.
+        timing: None if the kernel was not timed.
         tflops, gb_per_s: from the operator's cost; None without one.
         solution: the backend.
-        share: the fraction of the roofline that it reaches; None without a cost or a roofline.
+        share: the fraction of the roofline that the kernel reaches; None without a cost or a roofline.
         launch: launch overhead; None on a CPU.
         warnings: why the measurement may be unreliable.
         reference_us: the time of the reference workload before each round, in microseconds; changes come from the machine.
         state: the GPU's state at its slowest clock; None if unknown.
-        version: the version of a baseline's package; empty for kernels of this project, whose version is in the metadata.
+        version: the version of a baseline's package. Empty for this project's kernels, because the metadata hold this project's
+            version.
     """
 
     kernel: str
@@ -133,7 +135,7 @@ class Report:
 
 
 def as_text(report: Any) -> str:
-    """Returns JSON text for a file under version control: one line a row, so that a changed row is a changed line."""
+    """Returns JSON text for a file under version control: one line per row, so that a changed row is a changed line."""
     return _lines(report) + "\n"
 
 
@@ -147,7 +149,7 @@ def _lines(value: Any, indent: str = "\n") -> str:
 
 
 def appended(before: Report, now: Report) -> Report:
-    """Merges two runs of the same measurement into one report, which has the rows and the rounds of both.
+    """Merges two runs of the same measurement into one report with the rows and the rounds of both runs.
 
     A row that failed in either run is failed. The metadata are those of ``now``.
 

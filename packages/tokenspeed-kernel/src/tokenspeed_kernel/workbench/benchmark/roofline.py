@@ -21,7 +21,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 @dataclass(frozen=True)
 class Roofline:
-    """Peak rates of plain PyTorch on a device, which approximate the best that a kernel can reach.
+    """Peak rates of plain PyTorch on a device, which approximate a kernel's best possible rates.
 
     Attributes:
         copy_gb_per_s: rate of a copy, bytes read plus bytes written.
@@ -58,7 +58,7 @@ def share_of(cost: Cost, time_us: float, operands: Iterable[torch.dtype], roofli
         cost: the call's cost.
         time_us: the call's time in microseconds.
         operands: dtypes of the operands. The widest dtype with a known peak decides, because narrower operands are converted to it.
-            Packed formats are ignored; their other operand decides.
+            Packed formats are ignored, so the other operand decides.
         roofline: the device's roofline.
     """
     memory = Share(cost.bytes / time_us / 1e3 / roofline.memory_gb_per_s, "memory")
@@ -73,7 +73,7 @@ def measure_roofline(device: torch.device | str) -> Roofline:
     """Measures the roofline of a GPU in about two seconds, with 4 GiB of memory. `roofline_cache` keeps the result.
 
     Raises:
-        ValueError: the device is a CPU, for which these rates would be meaningless.
+        ValueError: the device is a CPU, for which such rates are meaningless.
     """
     where = torch.device(device)
     if where.type != "cuda":
@@ -113,7 +113,7 @@ def _matmuls(device: torch.device) -> Iterator[tuple[str, float]]:
             # The second operand must be column-major.
             product = functools.partial(torch._scaled_mm, a.to(dtype), b.to(dtype).t(), one, one, out_dtype=torch.bfloat16)
             product()
-        except (RuntimeError, ValueError):  # PyTorch or this device does not support this format
+        except (RuntimeError, ValueError):  # PyTorch or this device lacks this format
             continue
         yield dtype_name(dtype), rate(product)
 

@@ -1,7 +1,7 @@
-"""Caches a device's roofline in the user's cache directory, so that it is measured once.
+"""Caches a device's roofline in the user's cache directory. So it is measured only once.
 
 There is one small file per device, driver and PyTorch version. Two processes never measure at the same time, because each would see
-half a device: the second waits, and reads what the first wrote.
+half a device. The second waits, and reads the first one's result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cached_roofline(
     directory: Path | None = None,
     measured: Callable[[torch.device], Roofline] = measure_roofline,
 ) -> Roofline:
-    """Returns the result of `measure_roofline`, from the cache if possible. Without a cache directory it measures every time.
+    """Returns the result of `measure_roofline`, from the cache if possible. Without a cache directory, every call measures.
 
     Args:
         device: a GPU.
@@ -43,7 +43,7 @@ def cached_roofline(
         measured: the function that measures.
 
     Warns:
-        StorageWarning: the file is damaged. It is set aside and replaced.
+        StorageWarning: the file is damaged. The damaged file is set aside and replaced.
     """
     key = _key(platform_of(device))
     file = _file(key, directory)
@@ -88,7 +88,7 @@ def _key(platform: PlatformInfo) -> dict[str, str]:
 
 
 def _read(file: Path, key: dict[str, str]) -> Roofline | None:
-    """Reads a file; None if it does not exist, cannot be read, or is damaged."""
+    """Reads a file; None for a file that is absent, unreadable or damaged."""
     try:
         table = json.loads(file.read_bytes())
         if (table["format"], table["key"]) != (_FORMAT, key):

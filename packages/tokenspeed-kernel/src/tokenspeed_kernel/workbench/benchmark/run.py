@@ -32,7 +32,7 @@ _COPIED_BYTES = 8 << 30
 _FEWEST, _MOST = 10, 1000
 # Enough to measure launch overhead.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
-# In a graph of this length the launch of the graph is negligible; more calls would only take time.
+# In a graph of this length, launching the graph takes a negligible part of the time. More calls would only take longer.
 _GRAPH_US = 5000.0
 
 Competitor = KernelSpec | Baseline
@@ -66,9 +66,9 @@ def bench_case(spec: Competitor, case: Case, device: torch.device | str | None =
 
 
 def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
-    """Times kernels on cases on which their results are correct: one row each, in order.
+    """Times kernels on cases for which their results are correct. Returns one row each, in order.
 
-    The timed function is the kernel that `Operator.bind` returns: it includes the allocation of outputs, but not dispatch.
+    The timed function is the kernel that `Operator.bind` returns. It includes the allocation of outputs, but not dispatch.
 
     Args:
         runs: pairs of a kernel or baseline and a case.
@@ -85,8 +85,8 @@ def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | 
 def method_for(device: torch.device, **options: Any) -> Method:
     """Returns a `Method` with defaults for the device.
 
-    The default is cold caches on a GPU. With cold caches, each call in a CUDA graph has its own copy of the inputs, so that each
-    call finds cold caches.
+    The default is cold caches on a GPU. With cold caches, each call in a CUDA graph has its own copy of the inputs. So each call
+    finds cold caches.
     """
     cache = options.pop("cache", None) or default_cache(device)
     copies = options.pop("copies", None) or (max(options.get("graph_calls", 0), 1) if cache == "cold" else 1)
@@ -100,7 +100,7 @@ def run_rounds(
 
     Args:
         measurements: the rows; all with one `Method`. `rows_of` converts them to rows, also between two steps.
-        begin: called before each step with its name; there are rows x rounds steps.
+        begin: called before each step with the step's name. There are rows x rounds steps.
         after: called after each step.
     """
     monitors = {device: gpu_monitor(device) for device in {measurement.device for measurement in measurements}}
@@ -114,7 +114,7 @@ def run_rounds(
 
 
 def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = None) -> list[Row]:
-    """Returns a row for each measurement that has begun. ``roofline``: for the rows' fractions of peak."""
+    """Returns a row for each measurement that has started. ``roofline``: for the rows' fractions of peak."""
     measurements = [measurement for measurement in measurements if measurement.status]
     times = [time_us for measurement in measurements for time_us in measurement.reference_us]
     usual_us = statistics.median(times) if times else None
@@ -161,7 +161,7 @@ class Measurement:
                 self._time(self._calls(), monitor)
         except Unsupported as reason:
             self.status, self.reason = Status.SKIPPED.value, str(reason)
-        except Exception as error:  # for example out of memory; the other rows must not be lost
+        except Exception as error:  # for example out of memory; further rows must still be measured
             self.status, self.reason = Status.ERROR.value, f"while timing: {type(error).__name__}: {error}"
 
     def _measure_in_world(self) -> None:
@@ -180,7 +180,7 @@ class Measurement:
             setattr(self, name, value)
 
     def _calls(self) -> list[Call]:
-        """Returns calls on the case's arguments and on copies of them: `Method.copies` in all, or as many as fit."""
+        """Returns calls on the case's arguments and on copies of them: `Method.copies` calls, or as many as fit."""
         op = get_operator(self.competitor.operator)
         arguments = op.complete(self.case.build(self.device))
         if isinstance(self.competitor, KernelSpec):
@@ -227,8 +227,8 @@ class Measurement:
             self.rounds.append(sample(calls, self.device, **options))
 
     def _expected_us(self, calls: list[Call]) -> float | None:
-        """Estimates a call's time in a world, whose ranks must all make the same number of calls; None lets `sample` estimate
-        it."""
+        """Estimates a call's time in a world, whose ranks must all make the same number of calls. Outside a world None, which lets
+        `sample` estimate the time."""
         if worlds.current_size() == 1:
             return None
         few = sample(calls, self.device, budget_s=0.0, cache=self.method.cache, fewest=3, most=3, expected_us=1.0)
@@ -270,7 +270,7 @@ def _measure_as_rank(kernel: str, case_name: str, device: str, method: Method) -
     measurement = Measurement(spec, case, default_device() if device == "cuda" else torch.device(device), method, "measured")
     for _ in range(method.rounds):
         measurement.add_round(None)
-        if measurement.status != "measured":  # otherwise the other ranks would wait for this rank
+        if measurement.status != "measured":  # without this, other ranks would wait for this rank
             raise RuntimeError(measurement.reason)
     kept = ("rounds", "reference_us", "cost", "operands", "launch")
     return {name: getattr(measurement, name) for name in kept}

@@ -1,13 +1,13 @@
-"""Runs a benchmark program: this project's kernels and baselines at the shapes of real models, on one GPU.
+"""Runs a benchmark program: measures this project's kernels and baselines at the shapes of real models, on one GPU.
 
 A program declares a `Benchmark`: its shapes, its implementations, what to measure at a shape (a `Task`), its bars, and its figure.
 The runner checks each output first, times all implementations in alternating rounds, and writes the report after each shape.
 
-A time is the median of 51 or more measurements: one call in a CUDA graph of several, which rotate over copies of the inputs, more
-than caches hold. In the graph a small PyTorch kernel follows each call. Without it, implementations that use PDL would overlap with
-a preceding call of their own, which does not happen in a model. That kernel's time, measured at each shape in a graph of such
-kernels alone (``between_us``), is subtracted from all times there. With ``--back-to-back`` there is no such kernel, as in most
-published figures.
+A time is the median of 51 or more measurements. Each measures one call in a CUDA graph of several calls. The calls rotate over
+copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this kernel,
+implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small kernel's time
+(``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there. With
+``--back-to-back`` no kernel follows the calls, as in most published figures.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ Call = Callable[[], Any]
 Errors = Callable[[Any], tuple[float, float]]
 JsonRow = Mapping[str, Any]
 
-# The launch of a graph, about ten microseconds, is part of the measurement. A graph therefore has as many calls as take GRAPH_US at
-# a rate that no kernel reaches, but at most IN_GRAPH: then the launch costs less than a tenth of a microsecond a call.
+# The launch of a graph, about ten microseconds, is part of the measurement. A graph therefore has so many calls that they would
+# take GRAPH_US at a rate that no kernel reaches, but at most IN_GRAPH. The launch then costs less than a tenth of a microsecond per
+# call.
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
-# Number of kernels in the graph that measures the kernel between calls, which makes the graph's launch negligible.
+# Number of kernels in the graph that measures the kernel between calls. With so many, the graph's launch is negligible.
 BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
 _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
 
 
 class Shape(Protocol):
-    """One call of an operator. Its name is unique; its group is where it belongs in tables and plots."""
+    """One call of an operator, described. Its name is unique; its group is its place in tables and plots."""
 
     @property
     def name(self) -> str: ...
@@ -71,16 +72,17 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Implementation:
-    """This project's kernels or a baseline, as a program measures them.
+    """One of this project's kernels, or a baseline, as measured by a program.
 
     Attributes:
         name: in tables.
         setup: does the work that an engine does once, and returns the call to time. The program defines the arguments of ``setup``.
         package: the distribution whose version is reported.
-        ours: whether it is this project's, not a baseline.
-        portable: whether it is this project's portable kernel, for comparison; long calls are measured only a few times.
-        on_demand: whether it is measured only if it is named, because its preparation takes long.
-        sinks: whether its softmax supports sinks; one without is checked against a softmax without sinks.
+        ours: whether the implementation belongs to this project and is no baseline.
+        portable: whether it is this project's portable kernel, included for comparison. Its long calls are measured only a few
+            times.
+        on_demand: whether it is measured only if named, because its preparation takes long.
+        sinks: whether its softmax supports sinks. An implementation without sinks is checked against a softmax without sinks.
     """
 
     name: str
@@ -106,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds (0: only check outputs), minimum graphs in each, and seconds of each."""
+    """How long to measure: number of rounds (0: only check outputs), minimum number of graphs per round, and seconds per round."""
 
     rounds: int
     fewest: int
@@ -115,10 +117,10 @@ class Effort:
 
 
 class Between:
-    """The kernel after each call in a graph: an ordinary one, on 32 values of its own.
+    """The kernel that follows each call in a graph: an ordinary kernel, on 32 values of its own.
 
     Attributes:
-        us: its microseconds, with the gap between kernels; None if there is none.
+        us: the kernel's microseconds, including the gap between kernels; None if no kernel follows.
     """
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
@@ -161,7 +163,7 @@ class Measurement:
     calls: list[Call] = field(default_factory=list)
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs one of its steps, if none has failed so far."""
+        """Runs a step of the measurement, unless an earlier step has failed."""
         if self.status == "measured":
             failure = failure_of(step)
             self.status, self.reason = failure or (self.status, self.reason)
@@ -208,7 +210,7 @@ class Measurement:
     def row(self, cost: Cost) -> dict[str, Any]:
         """A `Row` of the workbench's reports, with additional values.
 
-        ``first_ms`` is the time of the first call, which may have compiled a kernel or loaded it from a cache.
+        ``first_ms`` is the time of the first call, which may include compiling a kernel or loading it from a cache.
         """
         who = self.implementation
         known = Row(
@@ -226,7 +228,7 @@ class Measurement:
 
 
 def with_times(row: Row, rounds: Sequence[Sequence[float]], cost: Cost) -> Row:
-    """The row with the median and spread of its rounds, and the rates of this cost."""
+    """The row, completed with the median and spread of its rounds, and with the rates for this cost."""
     timing = Timing.of(rounds).without_samples()
     tflops, gb_per_s = cost.flops / timing.median_us / 1e6, cost.bytes / timing.median_us / 1e3
     return dataclasses.replace(row, timing=timing, tflops=tflops, gb_per_s=gb_per_s)
@@ -239,25 +241,25 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def worst_row_error(got: Tensor, expected: Tensor) -> float:
-    """The largest `relative_error` of any row, along the last axis: one wrong row is invisible among many right ones."""
+    """The largest `relative_error` of any row along the last axis. An average would hide one wrong row among many correct rows."""
     errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
 
 
 def errors_against(expected: Tensor) -> Errors:
-    """Both errors of a result."""
+    """Both errors of a result: relative_error over all elements, and the worst row's."""
     return lambda got: (relative_error(got, expected), worst_row_error(got, expected))
 
 
 @dataclass
 class Task:
-    """What to measure at one shape.
+    """Describes the measurements at one shape.
 
     Attributes:
         cost: for the rates.
-        checks: for an implementation, the checks that precede timing: a function that makes the call, the errors of its output,
+        checks: the checks of an implementation before it is timed: a function that makes the call, the errors of the call's output,
             and their limits.
-        calls: makes an implementation's calls, each on inputs of its own.
+        calls: makes an implementation's calls, each on its own inputs.
         in_graph: calls in a graph.
         more: further values of an implementation's row, measured after all rounds.
     """
@@ -271,7 +273,7 @@ class Task:
 
 
 def in_graph_of(least_us: float, copies: int = 1) -> int:
-    """Calls in a graph, given the time that no kernel falls below; at least one for each copy of the inputs."""
+    """The number of calls in a graph, given a lower bound of a call's time; at least one for each copy of the inputs."""
     return max(copies, min(IN_GRAPH, math.ceil(GRAPH_US / least_us)))
 
 
@@ -322,18 +324,18 @@ class Benchmark:
         file: the program's file; the report and the plot stand beside it.
         description: its help text.
         shapes: all of them, in the order of the report.
-        implementations: all of them, this project's first, for the given options.
-        tasks: the tasks of some shapes for some implementations, in the order in which they are measured.
+        implementations: all implementations for the given options; this project's come first.
+        tasks: the tasks of some shapes for some implementations, in the order of measurement.
         bars: the bars.
         judged: further bars and their outcomes, from the rows.
         rate: the text of a row's rate.
         figure: the plot and the table.
-        about: what a shape's line says of it, from any of its rows.
+        about: describes a shape in its line of output, from any of the shape's rows.
         copies: the number of copies of the inputs, for the report.
         options: adds options of its own.
         chosen: whether options select a shape.
         between: the kernel between calls.
-        between_is: its description, if it is not the small one.
+        between_is: a description of the kernel between calls, unless it is the small one.
     """
 
     file: str
@@ -391,7 +393,7 @@ class Benchmark:
             made = self.document(rows, who, report, back_to_back=effort.back_to_back)
             if output is not None:
                 replace_file(output, as_text(made))
-            del task  # its inputs, before those of the next one are made
+            del task  # frees the inputs before the next task's are made
             broken = lost(device)
             if broken:
                 print(f"stopped: {broken}")
@@ -406,7 +408,7 @@ class Benchmark:
     def document(
         self, rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
     ) -> dict[str, Any]:
-        """The document that is written: a report that `load_report` reads, with more values. Rows have the shapes' order."""
+        """The document to write: a report that `load_report` reads, with additional values. Rows have the shapes' order."""
         places, made = {shape.name: place for place, shape in enumerate(self.shapes)}, report.to_dict()
         absent = absent_of(rows)
         return {

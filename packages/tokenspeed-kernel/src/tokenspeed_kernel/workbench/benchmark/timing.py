@@ -20,10 +20,10 @@ _FEWEST, _MOST = 10, 1000
 # Bytes written between two calls on a GPU, to evict the operands from its caches: more than any device's last-level cache (256
 # MiB). Writing them takes longer than queueing the next call, so the device never waits for the host.
 _FLUSHED_BYTES = 512 << 20
-# With warm caches nothing is written. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
+# With warm caches no buffer is overwritten. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# The most samples that a round keeps, evenly spaced. Its median is that of all samples.
+# The most samples that a round keeps, evenly spaced. The median of these samples is the median of all samples.
 _KEPT = 64
 
 
@@ -59,7 +59,7 @@ class Timing:
 
     @classmethod
     def joined(cls, first: Timing, second: Timing) -> Timing:
-        """Merges the rounds of both. Median and percentiles are those of the samples that were kept."""
+        """Merges the rounds of both. Median and percentiles are computed from the kept samples."""
         kept = (*first.rounds, *second.rounds)
         made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
         return replace(made, repeats=first.repeats + second.repeats)
@@ -85,26 +85,26 @@ def _five_digits(value: float) -> float:
 
 
 def default_cache(device: torch.device) -> Cache:
-    """Returns "cold" for a GPU, where other kernels evict a kernel's operands between two of its calls; "warm" for a CPU."""
+    """Returns "cold" for a GPU, because in a model other kernels evict a kernel's operands between two calls; "warm" for a CPU."""
     return "cold" if device.type == "cuda" else "warm"
 
 
 def measure(
     calls: Call | Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times a callable, or several in rotation, which do the same work on different memory.
+    """Times a callable, or several callables in rotation. These do the same work on different memory.
 
     On a GPU each call is timed by events on the current stream; on a CPU by the clock.
 
     Args:
         calls: the callables to time, without parameters.
-        device: the device that they run on.
+        device: the device that the callables run on.
         budget_s: seconds of timing, without warm-up; at least 10 and at most 1000 calls are made.
         cache: ``"cold"``: the operands are evicted from the device's caches before each call; ``"warm"``: caches stay as the
             previous call left them. `default_cache` if not given. A CPU supports only warm caches.
 
     Raises:
-        ValueError: there is nothing to call, or cold caches are requested on a CPU.
+        ValueError: there are no callables, or cold caches are requested on a CPU.
 
     Example:
         >>> import torch
@@ -118,12 +118,12 @@ def measure(
 def measure_graph(
     calls: Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times consecutive callables in one CUDA graph: their time on the device, without launch overhead.
+    """Times consecutive callables in one CUDA graph. This is their time on the device, without launch overhead.
 
-    With ``"cold"``, caches are cold when the graph starts. So each call finds cold caches if it works on its own memory.
+    With ``"cold"``, caches are cold when the graph starts. So each call finds cold caches if it has its own memory.
 
     Args:
-        calls: the callables to time, without parameters, which do the same work on different memory. The launch of the graph, a few
+        calls: the callables to time, without parameters. They do the same work on different memory. The launch of the graph, a few
             microseconds, is spread over them.
         device: a GPU.
         budget_s: seconds of timing, without warm-up and capture; the graph runs at least 10 and at most 1000 times.
@@ -189,13 +189,13 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
     Args:
         calls: the callables to capture, in order; each is first called outside the graph.
         device: a GPU.
-        pool: a `torch.cuda.graph_pool_handle`, with which graphs that never run concurrently can share memory.
+        pool: a `torch.cuda.graph_pool_handle`. Graphs that never run concurrently can share memory through it.
 
     Returns:
-        A callable that runs the graph. It keeps the calls alive, because the graph reads the tensors that they hold.
+        A callable that runs the graph. The callable keeps the calls alive, because the graph reads the tensors that they hold.
 
     Raises:
-        RuntimeError: a call does something that cannot be captured, such as waiting for the device.
+        RuntimeError: a call contains something that cannot be captured, such as waiting for the device.
     """
     with torch.cuda.device(device):
         for call in (*calls, *[calls[0]] * _WARMUP):
@@ -209,7 +209,7 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph and its captured calls, which hold the tensors that the graph reads."""
+    """A graph and its captured calls. The calls hold the tensors that the graph reads."""
 
     graph: torch.cuda.CUDAGraph
     calls: tuple[Call, ...]
@@ -219,12 +219,13 @@ class _Captured:
 
 
 def host_time(call: Call, device: torch.device, calls: int = 20) -> float:
-    """Returns the microseconds until a call on a GPU returns, having queued its work without waiting for it.
+    """Returns how many microseconds a call on a GPU takes on the host. The call queues its work without waiting for the device.
 
     Args:
         call: a callable without parameters.
         device: a GPU.
-        calls: number of calls. Their launches must fit into the device's queue (about 1000 kernels), or the host waits.
+        calls: number of calls. The launches of all calls must fit into the device's queue (about 1000 kernels); otherwise the host
+            waits.
     """
     call()
     torch.cuda.synchronize(device)

@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
 # Elements per comparison step, in float64; a KV cache may have 10^9 elements.
 _CHUNK = 1 << 24
-# With fewer elements the norm adds nothing to the elementwise comparison.
+# With fewer elements, the norm adds nothing to the elementwise comparison.
 _FEWEST_FOR_NORM = 64
 # Number of worst elements to report.
 _SHOWN = 5
@@ -48,18 +48,19 @@ class Comparison:
 
     Attributes:
         name: name of the output, or of the argument that was written to.
-        fault: the error; empty if there is none.
+        fault: the error, described; empty if there is none.
         max_abs_error: largest difference; inf if there is an unexpected NaN or infinity.
         relative_error: Frobenius norm of the difference over that of the expected tensor; inf likewise.
         beyond: fraction of elements beyond the tolerance.
-        worst: the element with the largest error relative to its own tolerance; None if nothing differs.
+        worst: the element with the largest error relative to the element's tolerance; None if nothing differs.
         tolerance: the tolerance that was applied.
-        cosine: cosine similarity over elements that are finite in both; 1 if there are none.
+        cosine: cosine similarity over the elements that are finite in both tensors; 1 if there are no such elements.
         ulps: histogram of distances in ulp, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...); nonempty buckets only, and for
             floats only. ``"not finite"``: NaN or infinite in only one of the two.
-        several: the elements with the largest errors, the worst first; at most 5, only those beyond the tolerance if there are any.
-        places: the location of the elements beyond the tolerance; empty if there are none.
-        relation: a simple relation of the whole result to the expected one, such as a factor; empty if there is none.
+        several: the elements with the largest errors, the worst first; at most 5. If any element is beyond the tolerance, only such
+            elements.
+        places: describes where elements are beyond the tolerance; empty if none is.
+        relation: describes a simple relation of the whole result to the expected result, such as a factor; empty if there is none.
     """
 
     name: str
@@ -117,7 +118,7 @@ def compare_results(
 ) -> list[Comparison]:
     """Like `compare`, for results of an operator's calls with these arguments, without padding rows.
 
-    If the operator can decode its outputs, and the comparison is not exact, the decoded values are compared.
+    If the operator can decode its outputs, decoded values are compared, unless the comparison is exact.
     """
     got, expected = (without_padding(op, arguments, results) for results in (got, expected))
     if op.has_hook("decoded") and tolerance is not EXACT:
@@ -128,7 +129,7 @@ def compare_results(
 
 
 def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], results: Any) -> Any:
-    """Returns the results of a call with these arguments without padding rows; unchanged if there are none."""
+    """Returns the results of a call with these arguments, without padding rows."""
     listed = _outputs(results)
     if op.padded is None or listed is None or not all(isinstance(t, Tensor) and t.ndim for t in listed):
         return results
@@ -153,11 +154,11 @@ def compare(
         got: the result under test, of any type.
         expected: the expected result.
         tolerance: for all outputs, or a function of an output's dtype.
-        written: tensors that the call wrote to, by name, each with its expected value.
+        written: the tensors that the call wrote to, by name, each with its expected value.
 
     Returns:
-        One comparison per output, or a single failed one if the results differ in type or number; then one for each tensor that was
-        written to.
+        One comparison per output, then one per tensor that was written to. If the results differ in type or number, a single failed
+        comparison replaces those of the outputs.
 
     Example:
         >>> import torch
@@ -195,10 +196,10 @@ def _count(outputs: int) -> str:
 
 
 def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance) -> Comparison:
-    """Compares one tensor with its expected value.
+    """Compares a tensor with its expected value.
 
-    NaNs must be at exactly the same positions, and so must equal infinities. With an exact tolerance the bits must agree, except
-    for a NaN's payload.
+    NaNs must be at exactly the same positions. So must infinities, with equal signs. With an exact tolerance the bits must agree,
+    except for the payload of NaNs.
 
     Args:
         name: the name in the result.
@@ -250,7 +251,7 @@ class _Measured:
 
     beyond: int = 0
     strange: int = 0  # NaN or infinite in only one of the two
-    nan: int = 0  # the number of these that are NaN in the result
+    nan: int = 0  # how many of these are NaN in the result
     max_error: float = 0.0
     error_squares: float = 0.0
     expected_squares: float = 0.0
@@ -345,8 +346,8 @@ def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor
 def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
     """Counts elements by their distance in ulp.
 
-    The last two counts are elements beyond the largest bucket, and ``strange`` elements, which are finite in only one of the two.
-    ``differing``: a mask of elements that are finite and differ.
+    The last two counts are elements beyond the largest bucket, and ``strange`` elements, which are finite in only one of the two
+    tensors. ``differing``: a mask of elements that are finite and differ.
     """
     if not got.is_floating_point():
         return [0] * (len(_BUCKETS) + 2)
@@ -361,7 +362,7 @@ def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tenso
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """Maps finite floats to int64 in the same order, with neighbours one apart and both zeros 0."""
+    """Maps finite floats to int64 in the same order. Neighbours are one apart, and both zeros map to 0."""
     bits = _bits(tensor).long()
     if tensor.element_size() == 1:
         bits = torch.where(bits >= 128, bits - 256, bits)

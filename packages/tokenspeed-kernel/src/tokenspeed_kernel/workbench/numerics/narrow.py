@@ -1,4 +1,5 @@
-"""Derives smaller calls from a given one: only its first items, or a reduced size of an axis that its tensors have in common.
+"""Derives smaller calls from a given call. Keeps only its first items, or reduces the size of an axis that several of its tensors
+have.
 
 The operator's ``check`` names the axes: a tensor that it checks against ``"tokens heads head_dim"`` has those axes.
 """
@@ -48,7 +49,7 @@ class _Reader(Checker):
 
 
 def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns the axis names of a (complete) call's tensors, as far as the operator's check names them."""
+    """Returns the axis names of a complete call's tensors, where the operator's check names them."""
     reader = _Reader(op.mode)
     op.run_hook("check", arguments, reader)
     tensors = dict(tensor_arguments(op.parameters, arguments))
@@ -56,7 +57,7 @@ def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tupl
 
 
 def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: int) -> dict[str, Any]:
-    """Returns the call with a named size reduced to the first ``count``, in every tensor that has it.
+    """Returns the call with a named size reduced to ``count`` in every tensor that has this size; the first elements are kept.
 
     Raises:
         ValueError, TypeError: the operator rejects the smaller call, or no tensor has the size.
@@ -69,8 +70,8 @@ def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: 
 def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
     """Returns the call for the first ``count`` items of its batch, and the number of output rows of these items.
 
-    The first size that the operator declares to vary counts the items (sequences, tokens). If no tensor has that size, the first
-    axis of the first tensor does.
+    The first size that the operator declares to vary counts the items (sequences, tokens). If no tensor has that size, the items
+    are counted by the first axis of the first tensor.
 
     Raises:
         ValueError, TypeError: the operator rejects the smaller call, or the call has no such items.
@@ -100,12 +101,12 @@ def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
 
 
 def _item_size(op: Operator[Any, Any]) -> str:
-    """Returns the size that counts items: the first that the operator declares to vary."""
+    """Returns the size that counts items: the first size that the operator declares to vary."""
     return op.varying[0] if op.varying else _ROWS
 
 
 def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, int], int]:
-    """Returns the sizes that the first items have, and their number of output rows."""
+    """Returns the sizes for the first ``count`` items, and these items' number of output rows."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     if not axes:
@@ -114,7 +115,7 @@ def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tup
     offsets = f"{items}+1"
     leader, names = next(iter(axes.items()))
     rows = len(tensors[leader]) if names else 0
-    # Only offsets that end with the number of rows tell where an item's rows end.
+    # Only offsets whose last entry is the number of rows show where an item's rows end.
     sums = [tensors[name] for name, n in axes.items() if n == (offsets,) and len(tensors[name]) and int(tensors[name][-1]) == rows]
     if sums:
         end = int(sums[0][count])
@@ -158,7 +159,7 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
 
 
 class Narrowed:
-    """Draws a case's arguments and narrows them, one size after another; ``items`` means the items of the batch."""
+    """Draws a case's arguments, then narrows one size after another; the size ``items`` stands for the items of the batch."""
 
     def __init__(self, op: Operator[Any, Any], base: Any, steps: Sequence[tuple[str, int]]) -> None:
         self.op, self.base, self.steps = op, base, tuple(steps)

@@ -22,7 +22,8 @@ _MOST_TO_SORT = 1 << 16
 
 
 def describe_places(faulty: Tensor) -> str:
-    """Returns the smallest strided slice that holds all faulty elements, in Python's syntax, and the fraction of it that is faulty.
+    """Returns the smallest strided slice that contains all faulty elements, in Python's syntax, and the fraction of the slice that
+    is faulty.
 
     Args:
         faulty: bool mask of the tensor's shape, with at least one true element.
@@ -54,7 +55,7 @@ def describe_places(faulty: Tensor) -> str:
 
 
 def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
-    """Returns a slice of one axis that holds all indices, as text, its length, and its start."""
+    """Returns a slice of one axis that contains all indices. Returns its text, its length and its start."""
     first, last = indices[0], indices[-1]
     if len(indices) == 1:
         return (":", 1, 0) if size == 1 else (str(first), 1, first)
@@ -66,7 +67,7 @@ def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
 
 
 def relation(got: Tensor, expected: Tensor) -> str:
-    """Describes a simple relation of a wrong result to the expected one (a factor, an offset) as text; empty if there is none.
+    """Describes a simple relation of a wrong result to the expected result (a factor, an offset) as text; empty if there is none.
 
     Example:
         >>> import torch

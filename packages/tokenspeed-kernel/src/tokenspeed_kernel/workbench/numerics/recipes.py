@@ -1,7 +1,7 @@
 """Changes a case's recipe so that its call has a wanted trait value or operand dtype.
 
-A trait is a function of the arguments, and a recipe draws arguments from plain values. The values that give the wanted trait value
-are found by trial, the most likely changes first, so this module needs no knowledge of operators.
+A trait is a function of the arguments, and a recipe draws arguments from plain values. The values for the wanted trait value are
+found by trial, the most likely changes first. So this module needs no knowledge of operators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
 def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
     """Like `asked`, with fake tensors, because a large case would take gigabytes.
 
-    Returns None if some arguments depend on the values of others, so that values would have to be drawn.
+    Returns None if some arguments depend on the values of others, because values would have to be drawn.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -49,7 +49,7 @@ def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request,
 
 
 def typical_cases(op: Operator[Any, Any]) -> list[Case]:
-    """Returns the small cases, those most similar to the first large one first: a large case has a model's sizes and options."""
+    """Returns the small cases, ordered by similarity to the first large case, which has a model's sizes and options."""
     cases = op.all_cases()
     small = [case for case in cases if not case.large]
     large = next((case.make for case in cases if case.large and isinstance(case.make, Recipe)), None)
@@ -112,11 +112,13 @@ def vary_towards(
 def _nearest(
     op: Operator[Any, Any], case: Case, name: str, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> Case | None:
-    """Returns the case with the wanted values whose request changes least otherwise; if two values must change, the first found."""
+    """Returns the case with the wanted values whose request otherwise changes least. If two values must change, returns the first
+    such case found.
+    """
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:
         return None
-    # A case must be drawn to know its request, so changes that may make it huge are left out.
+    # The request of a case is known only after drawing the case. So changes that may make the case huge are left out.
     room = math.inf if case.large else _MOST_ELEMENTS / max(_elements(op, case), 1)
     towards = changes_towards(op, recipe, value_in(request, name, wanted[name]), name, wanted[name])
     changes = [change for change in towards if growth(recipe, change) <= room]
@@ -146,7 +148,9 @@ def _has(request: Request | None, wanted: Mapping[str, Any]) -> bool:
 
 
 def value_in(request: Request, name: str, like: Any) -> Any:
-    """Returns a request's value for a name: an operand's dtype if ``like`` is a dtype, else a trait; None if it has none."""
+    """Returns a request's value for a name. The value is an operand's dtype if ``like`` is a dtype, else a trait; None if the
+    request has no such value.
+    """
     if isinstance(like, torch.dtype):
         return next((fmt.storage_dtype for role, fmt in request.signature.roles if role == name), None)
     return request.traits.get(name)
@@ -160,7 +164,7 @@ def same_value(left: Any, right: Any) -> bool:
 def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: str, value: Any) -> Iterator[Change]:
     """Yields changes of a recipe that may give a trait (or an operand) the wanted value.
 
-    These are options of that name, sizes set or scaled to the value, and values of other cases.
+    The changes set an option of that name, set or scale sizes to the value, or take values of other cases.
 
     Args:
         op: the operator.

@@ -1,8 +1,8 @@
 """Shrinks a failing call to the smallest one with the same fault.
 
-A case that a `Recipe` makes from numbers is varied through these: shorter lists of lengths, smaller sizes, options left out. Any
-other case is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator rejects are skipped, so this module
-needs no knowledge of which values are consistent.
+A case that a `Recipe` makes from numbers is varied through these numbers: shorter lists of lengths, smaller sizes, omitted options.
+Any other case is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator rejects are skipped. So this
+module need not know which values are consistent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# The most elements of a list that are tried one by one. Halves of longer lists are tried first.
+# Elements of a list with at most this many are tried one by one. Halves of longer lists are tried first.
 _MOST_ELEMENTS = 12
 
 
@@ -32,7 +32,7 @@ class Shrunk:
     """A smaller case with the same fault.
 
     Attributes:
-        case: the smallest case found; the given one if there is no smaller.
+        case: the smallest case found; the given case if no smaller case was found.
         result: its result.
         tried: number of calls that the search ran.
         exhausted: whether nothing smaller is left to try; False if time ran out first.
@@ -94,7 +94,7 @@ class _Search:
         return time.monotonic() >= self.deadline
 
     def descend(self, case: Case) -> tuple[Case, CaseResult]:
-        """Replaces a case by ever smaller ones, until no variation of the last one fails in the same way."""
+        """Replaces a case by ever smaller cases, until no variation of the last one fails in the same way."""
         result, size = self.wanted, self._size(case)
         seen: set[str] = set()
         progress = size is not None
@@ -163,8 +163,8 @@ def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = 
 def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
     """Yields variations of a recipe: all halved, fewer lengths, values left out, smaller numbers, two numbers smaller together.
 
-    ``options``: parameters of the operator. A number with such a name is a setting and may be 0; other numbers are sizes of at
-    least 1.
+    ``options``: parameters of the operator. A number with the name of a parameter is a setting and may be 0. Other numbers are
+    sizes of at least 1.
     """
     values = values_of(recipe)
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and all(type(x) is int for x in v)}
@@ -182,7 +182,7 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
     yield vary({**halved, **{name: v for name, v in less.items() if name in options}})
     yield vary({name: v for name, v in less.items() if name not in options})
 
-    # Lists of equal length belong together, such as each sequence's new tokens and its total tokens.
+    # Lists of equal length are changed together, such as each sequence's new tokens and total tokens.
     for size in sorted({len(v) for v in lists.values()}, reverse=True):
         group = {name: v for name, v in lists.items() if len(v) == size}
         kept: list[list[int]] = [[*range(size // 2)], [*range(size // 2, size)]] if size > 3 else []

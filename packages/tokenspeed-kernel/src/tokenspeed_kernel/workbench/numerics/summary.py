@@ -1,4 +1,4 @@
-"""What is wrong among many results, in a few lines: for tests, whose failures are read in a terminal."""
+"""A short summary of the faults among many results, for tests, whose failures are read in a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _shortened(reason: str) -> str:
 
 def assert_none_wrong(results: Iterable[CaseResult | Finding]) -> None:
     """Raises an `AssertionError` with the `summary` if any result is wrong. Skipped ones are not."""
-    __tracebackhide__ = True  # pytest shows the line that called this
+    __tracebackhide__ = True  # makes pytest show the caller's line
     said = summary(results)
     if said:
         raise AssertionError(said)

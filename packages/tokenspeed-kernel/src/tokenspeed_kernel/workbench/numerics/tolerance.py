@@ -1,10 +1,10 @@
 """Tolerances: the allowed difference between a kernel's result and the reference, and its reason.
 
 A tolerance has three numbers. An element may differ by ``relative`` times its own magnitude plus ``absolute`` times the root mean
-square of the tensor: where large terms cancel, the error scales with the terms, not with the sum. Small errors of equal sign may
-still add up; ``norm`` bounds the whole difference, as a relative Frobenius norm.
+square of the tensor. The second part is needed where large terms cancel: the error scales with the terms, not with the sum. Small
+errors of equal sign may still add up; ``norm`` bounds the whole difference, as a relative Frobenius norm.
 
-The reference rounds once, at the end. Kernels may differ only as far as MMAs require: sums in another order, and intermediates
+The reference rounds once, at the end. Kernels may differ only as far as MMAs require: another order of summation, and intermediates
 rounded to the operands' format.
 """
 
@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.signature import TensorFormat
 class Tolerance:
     """Bounds on an error: per element ``relative * |expected| + absolute * rms``, overall ``norm``; all 0 is exact.
 
-    The rms is that of the expected tensor, or of the element's row (its last axis) if that is larger.
+    The rms is that of the expected tensor or, if larger, that of the element's row (the tensor's last axis).
     """
 
     relative: float
@@ -50,16 +50,16 @@ EXACT = Tolerance(0, 0, 0, "every bit is specified")
 _INTEGERS = Tolerance(0, 0, 0, "integers are not rounded")
 
 _BY_DTYPE = {
-    # A sum of n terms in another order is off by about sqrt(n) * 2^-52; 1e-12 leaves room for n = 10^6 and a few such sums.
+    # Summing n terms in another order causes an error of about sqrt(n) * 2^-52. 1e-12 leaves room for n = 10^6 and a few such sums.
     torch.float64: Tolerance(1e-12, 1e-12, 1e-13, "sums in another order, in float64"),
     # sqrt(4096) * 2^-23 is 8e-6, and the hardware's exp2 and rsqrt have errors of 2 ulp; the tolerance is twice that.
     torch.float32: Tolerance(2e-5, 2e-5, 1e-5, "sums of some thousand terms in another order, approximate exp2"),
-    # Two ulp: one when an intermediate is rounded to an MMA operand, one when the result is rounded. Together they are noise of
-    # about 0.3 ulp rms; the norm may be three times that.
+    # Two ulp: one when an intermediate is rounded to an MMA operand, one when the result is rounded. Together these cause noise of
+    # about 0.3 ulp rms. The norm may be three times that.
     torch.float16: Tolerance(2**-9, 2**-9, 2**-10, "an intermediate and the result are each rounded to float16"),
     torch.bfloat16: Tolerance(2**-6, 2**-6, 2**-7, "an intermediate and the result are each rounded to bfloat16"),
-    # One step of the format (an eighth to a quarter of the value): a value near a rounding boundary may round to either side. Few
-    # values are near a boundary, so the norm may be a small fraction of a step.
+    # One step of the format (an eighth to a quarter of the value), because a value near a rounding boundary may round to either
+    # side. Few values are near a boundary, so the norm may be a small fraction of a step.
     torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
@@ -69,18 +69,18 @@ _FLOATS_16 = (torch.float16, torch.bfloat16)
 
 # fp4 operands decode exactly, but kernels may scale partial sums in 16-bit floats: two more roundings to bfloat16.
 _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
-# With fp8 operands the other operand of an MMA (attention's probabilities, an activation) may be rounded to e4m3 as well. A term is
-# then off by at most 2^-4, and by 2.5% rms, and so is the sum by 2.5% rms. The relative error is larger where two large terms
-# nearly cancel: with only the probabilities rounded, 2 of 4 million elements of attention to at most 1024 keys are off by 2^-3 of a
-# row's rms.
+# With fp8 operands the other operand of an MMA (attention's probabilities, an activation) may be rounded to e4m3 as well. A term
+# then has an error of at most 2^-4, and of 2.5% rms. So the sum also has an error of 2.5% rms. The relative error is larger where
+# two large terms nearly cancel. Example: only attention's probabilities are rounded, over at most 1024 keys. Then 2 of 4 million
+# elements have an error of 2^-3 of a row's rms.
 _FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
-# An intermediate that is quantised to fp4: a difference in its last bit moves some elements by one step of e2m1, which is up to
+# An intermediate is quantised to fp4. A difference in the intermediate's last bit moves some elements by one step of e2m1, up to
 # half of the value, and occasionally changes a whole block's scale.
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
 # Decoded values of quantised results. The values before quantisation may differ in their last bit, so a value near a rounding
-# boundary may round to either side. A step is up to an eighth of the value. In addition, if the amax of a block is 512 times its
-# scale in one result and slightly less in the other, it saturates at 448 there, one eighth less.
+# boundary may round to either side. A step is up to an eighth of the value. Also, a block's amax may be 512 times its scale in one
+# result, and slightly less in the other. In the latter result the amax saturates at 448, one eighth less.
 _POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
 _BY_FORMAT = {
     "mxfp8": _POWERS_OF_TWO,

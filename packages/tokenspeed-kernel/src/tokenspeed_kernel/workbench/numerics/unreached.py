@@ -1,7 +1,7 @@
-"""Finds kernels that no case reaches. A kernel that is never run counts as wrong, whatever it declares.
+"""Finds kernels that no case reaches. A kernel that is never run counts as wrong.
 
-Usually the declaration is wrong: it requires something that no call has, or two things that no call has together. Otherwise the
-operator lacks a case.
+Usually the declaration is wrong. It requires something that no call has, or two things that no call combines. Otherwise the
+operator is missing a case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _OF_THE_DECLARATION = ("formats", "traits")
 
 
 def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: PlatformInfo, *, large: bool) -> CaseResult | None:
-    """Returns a result for a kernel that no case of its operator reached; None if one did, or may on another machine.
+    """Returns a result for a kernel that no case of its operator reached. None if a case reached it, or may reach it on another
+    machine.
 
     Args:
         spec: the kernel's declaration.
@@ -32,7 +33,8 @@ def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: Platfor
         large: whether the results include the large cases.
 
     Returns:
-        UNREACHED with the reasons; SKIPPED if only large cases that were not run reach it; ERROR if it has no operator.
+        UNREACHED with the reasons; SKIPPED if only large cases, which were not run, reach the kernel; ERROR if its operator is not
+        declared.
     """
     if (wrong := undeclared(spec)) is not None:
         return wrong
@@ -60,7 +62,7 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
-    """Whether a kernel's declaration accepts a case, as far as this is known without drawing values."""
+    """Whether a kernel's declaration accepts a case, as far as can be told without drawing values."""
     op = get_operator(spec.operator)
     found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

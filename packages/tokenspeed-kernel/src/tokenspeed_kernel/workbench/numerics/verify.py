@@ -2,7 +2,7 @@
 
 A kernel runs as a caller would run it: through the operator, by name. Besides the values of its outputs, the guarantees to every
 caller are checked. ``out=`` is written and returned. Arguments that the operator does not declare as mutated are unchanged. Outputs
-do not alias inputs or each other. A kernel tagged ``determinism`` reproduces its bits. All further checks are in
+alias neither inputs nor each other. A kernel tagged ``determinism`` reproduces its bits. All further checks are in
 `tokenspeed_kernel.workbench.numerics.conformance.checks`.
 """
 
@@ -43,7 +43,7 @@ class Status(str, enum.Enum):
     """The outcome of one case."""
 
     PASSED = "passed"
-    FAILED = "failed"  # it ran, and its result is wrong
+    FAILED = "failed"  # the kernel ran, and its result is wrong
     ERROR = "error"  # it did not run to the end
     SKIPPED = "skipped"  # the kernel is not eligible for this case here
     UNREACHED = "not reached"  # the kernel is eligible for no case of its operator
@@ -68,16 +68,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of one kernel on one case.
+    """The verification result of one kernel on one case.
 
     Attributes:
         kernel, operator, case: names.
         status: see `Status`.
-        reason: why it was skipped, its faults, or what exactly was checked.
-        comparisons: one per checked tensor; those for ``out=`` are named after the parameter.
+        reason: why the case was skipped; or the faults; or the exact checks made.
+        comparisons: one per checked tensor. A comparison for ``out=`` is named after the parameter.
         traceback: the traceback of an error.
         faults: the individual faults; ``reason`` joins them.
-        traits: the traits of the case's request, if it got that far.
+        traits: the traits of the case's request; empty if verification ended before the request was made.
     """
 
     kernel: str
@@ -96,12 +96,12 @@ class CaseResult:
 
     @property
     def gate(self) -> str:
-        """Where the case was skipped: a gate of selection, or ``"world of 2"``; empty if it was not skipped."""
+        """The gate of selection that rejected the kernel for the case, or ``"world of 2"``; empty if the case was not skipped."""
         return self.reason.partition(":")[0] if self.status is Status.SKIPPED else ""
 
     @property
     def worst(self) -> Comparison | None:
-        """The most relevant comparison: a failed one, else the one with the largest relative error."""
+        """The most relevant comparison: a failed comparison, else the one with the largest relative error."""
         return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,11 +134,10 @@ def verify_kernel(
         device: the device; `default_device` if not given.
         large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
         seed: seed of the inputs.
-        repeat: number of runs that must give the same bits, for every kernel; None requires two runs of kernels tagged
-            ``determinism`` only.
+        repeat: how many runs of every kernel must give the same bits. None: two runs, only of kernels tagged ``determinism``.
 
     Returns:
-        One result per case, in order; a wrong kernel raises nothing.
+        One result per case, in order. A wrong kernel raises no error.
 
     Example:
         >>> from tokenspeed_kernel_base.registry import KernelRegistry
@@ -154,7 +153,7 @@ def verify_kernel(
 
 
 def undeclared(spec: KernelSpec) -> CaseResult | None:
-    """Returns an error result for a kernel whose operator is not declared; None if it is declared."""
+    """Returns an error result for a kernel whose operator is not declared; None for any other kernel."""
     try:
         get_operator(spec.operator)
     except KeyError as error:
@@ -167,8 +166,8 @@ def verify_case(
 ) -> CaseResult:
     """Verifies a registered kernel on one case of its operator. See `verify_kernel`.
 
-    A case with a ``world_size`` above 1 runs in that many processes, which this function starts and ends. The result is that of the
-    first rank that is wrong, or of rank 0.
+    A case with a ``world_size`` above 1 runs in that many processes. This function starts and ends them. The result is that of the
+    first rank with a wrong result; if all are correct, that of rank 0.
     """
     op = get_operator(spec.operator)
     where = default_device() if device is None else torch.device(device)
@@ -267,12 +266,12 @@ def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, An
     """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and synchronises."""
     result = op.function(**arguments, override=spec.name)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # so that a failed launch is attributed to this call
+        torch.cuda.synchronize()  # a failed launch is then attributed to this call
     return result
 
 
 def check_with_values(op: Operator[Any, Any], arguments: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError for a call that the operator rejects, or would reject if its tensors were in host memory.
+    """Raises TypeError or ValueError for an invalid call. Checks values as if all tensors were in host memory.
 
     An ordinary call does not check values on a device. Generated inputs must be valid nevertheless: an index out of range would
     abort the whole process in the reference.
@@ -284,7 +283,7 @@ def check_with_values(op: Operator[Any, Any], arguments: dict[str, Any]) -> None
 
 
 def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns the gate at which a kernel is rejected for a case's (complete) arguments, and the reason; None if it is eligible.
+    """Returns the gate that rejects a kernel for a case's complete arguments, and the reason; None if the kernel is eligible.
 
     The check uses the arguments before they are prepared for the kernel, because preparing ineligible arguments may fail.
     """
@@ -352,7 +351,7 @@ class _Trial:
             self._check_out(fresh, outputs if comparable else None)
 
     def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
-        """Repeats the run on the same values, and compares bits with the first run's outputs and mutated arguments."""
+        """Repeats the run on the same values. The bits of outputs and mutated arguments must equal those of the first run."""
         first = written_to(self.op, self.arguments)
         for run in range(2, runs + 1):
             arguments = self.build()
@@ -376,7 +375,9 @@ class _Trial:
         return run_kernel(self.op, self.spec, arguments)
 
     def _check_memory(self, outputs: list[Tensor]) -> None:
-        """Checks that outputs do not alias inputs or each other: a PyTorch custom operator must not return a view of an input."""
+        """Checks that outputs alias neither inputs nor each other, because a PyTorch custom operator must not return a view of an
+        input.
+        """
         provided = {self.arguments[name].data_ptr() for name in self.op.outs if self.arguments[name] is not None}
         owners = {_storage(t): name for name, t in tensor_arguments(self.op.parameters, self.arguments) if t.numel()}
         for index, output in enumerate(outputs):

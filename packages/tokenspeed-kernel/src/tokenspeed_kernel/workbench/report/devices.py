@@ -1,4 +1,4 @@
-"""Combines several benchmark reports by device: the newest row of each kernel and case, and its history."""
+"""Combines several benchmark reports by device: the newest row of each kernel and case, and the history of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Run:
-    """One report, and its name on the page."""
+    """One report, and the report's name on the page."""
 
     name: str
     report: Report
@@ -41,7 +41,7 @@ class Point:
 class Bar:
     """The fastest kernel of a backend on a case. ``part``: the fraction of the roofline, or without one of the fastest's speed.
 
-    If ``part`` is None, ``row.status`` has the reason.
+    If ``part`` is None, ``row.status`` says why.
     """
 
     solution: str
@@ -69,7 +69,7 @@ class Change:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Each time relative to the first one measured: 0.5 is half the time."""
+        """Each time divided by the first measured time: 0.5 is half the time."""
         first = next(time_us for time_us in self.times_us if time_us is not None)
         return tuple(None if time_us is None else time_us / first for time_us in self.times_us)
 
@@ -174,8 +174,8 @@ def devices_of(reports: Iterable[tuple[str, Report]]) -> list[Device]:
 
 
 def solution_of(row: Row) -> str:
-    """Returns a kernel's backend. Old reports lack it; there it is the prefix of a kernel name that contains its operator's
-    name."""
+    """Returns a kernel's backend. Old reports lack the backend. There, the backend is the prefix of a kernel name that contains its
+    operator's name."""
     return row.solution or row.kernel.partition("_" + row.operator.partition(".")[2])[0]
 
 

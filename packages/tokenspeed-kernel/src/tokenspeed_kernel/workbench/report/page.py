@@ -29,13 +29,13 @@ COLUMNS = (
     "operator", "case", "kernel", "median µs", "of roofline", "TFLOP/s", "GB/s", "p10", "p90", "launch µs", "status", "run",
 )  # fmt: skip
 _NUMBERS = frozenset({"median µs", "p10", "p90", "TFLOP/s", "GB/s", "of roofline", "launch µs"})
-# Columns that are hidden on narrow screens ("minor") and on very narrow ones ("spare"); and columns whose text may wrap ("words").
+# Columns that narrow screens hide ("minor") and that very narrow screens hide ("spare"); and columns whose text may wrap ("words").
 _ROOM = dict.fromkeys(("p10", "p90", "launch µs", "run"), "minor") | dict.fromkeys(("operator", "GB/s"), "spare")
 _ROOM |= {"case": "words", "kernel": "words"}
 
 
 def render_page(devices: Sequence[Device], title: str) -> str:
-    """Renders HTML that needs no other file and no network.
+    """Renders HTML that needs neither another file nor a network.
 
     Args:
         devices: at least one.

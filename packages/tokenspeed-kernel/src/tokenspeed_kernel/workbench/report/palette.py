@@ -1,7 +1,7 @@
 """Colours of the page and of its plots, in light and dark mode.
 
-Plots within the page are drawn in placeholder colours, which are then replaced by the variables of its style sheet, so that they
-follow the reader's choice of light or dark mode. Plots in separate files use the light colours.
+Plots within the page are drawn in placeholder colours. Variables of the page's style sheet then replace them, so that plots follow
+the reader's light or dark mode. Plots in separate files use the light colours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 SERIES = tuple(name for name in COLOURS if name.startswith("series-"))
 
-# Placeholder colours, one per name, that occur nowhere else.
+# Placeholder colours, one per name. They occur nowhere else.
 _STAND_INS = {name: f"#0102{index:02x}" for index, name in enumerate(COLOURS, 16)}
 
 

@@ -71,21 +71,21 @@ class Drawing:
         return axes
 
     def hint(self, text: str) -> str:
-        """Returns an id for a part of the drawing that gets this text as its tooltip."""
+        """Returns an id for a part of the drawing. That part gets this text as its tooltip."""
         name = f"hint-{len(self.hints)}"
         self.hints[name] = text
         return name
 
     @matplotlib.rc_context(STYLE)
     def svg(self, prefix: str) -> str:
-        """Returns an ``svg`` element for an HTML page, as wide as its container. ``prefix`` makes its ids unique."""
+        """Returns an ``svg`` element for an HTML page, as wide as the element's container. ``prefix`` makes its ids unique."""
         file = io.StringIO()
         self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         return for_page(file.getvalue(), self.title, prefix, self.hints)
 
     @matplotlib.rc_context(STYLE)
     def save(self, *files: Path) -> None:
-        """Saves the figure with its title above it, as PNG at twice the size or as SVG, by the file extension."""
+        """Saves the figure with its title above it. The file extension selects PNG at twice the size, or SVG."""
         above: dict[str, Any] = {"va": "bottom", "fontsize": 1.15 * _PLAIN, "fontweight": "bold", "color": self.paint("ink")}
         title = self.figure.text(8 / self.width, 1 + 8 / self.height, self.title, **above)
         for file in files:
@@ -95,7 +95,7 @@ class Drawing:
 
 
 def for_page(drawn: str, title: str, prefix: str, hints: Mapping[str, str] | None = None) -> str:
-    """Returns matplotlib's SVG file as an ``svg`` element for an HTML page, as wide as its container.
+    """Returns matplotlib's SVG file as an ``svg`` element for an HTML page, as wide as the element's container.
 
     Args:
         drawn: the file's text.
@@ -143,7 +143,7 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
     Args:
         device: the device's name.
         roofline: None to show only the points.
-        points: at least one; each family of operators has its colour and marker.
+        points: at least one; each family of operators has its own colour and marker.
     """
     families = list(dict.fromkeys(_family(point.row) for point in points))
     columns = max(1, width // 130)
@@ -184,7 +184,7 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
 
 
 def _mark(number: int, paint: Paint) -> dict[str, Any]:
-    """The style of a family's points. Colours repeat after one round of them, with other markers."""
+    """The style of a family's points. After one round of colours they repeat, with other markers."""
     marker = _MARKERS[(number + number // len(SERIES)) % len(_MARKERS)]
     return {"marker": marker, "markersize": 6.5, "color": paint(series(number))}
 
@@ -218,7 +218,7 @@ def _draw_roofs(drawing: Drawing, axes: Axes, roofline: Roofline) -> None:
 
 
 def _alike(rates: Sequence[tuple[float, str]]) -> list[list[tuple[float, str]]]:
-    """Groups rates, the highest first, whose lines and labels would overlap."""
+    """Groups rates whose lines and labels would overlap, the highest first."""
     groups: list[list[tuple[float, str]]] = []
     for rate in rates:
         if groups and rate[0] > 0.75 * groups[-1][0][0]:

@@ -1,8 +1,8 @@
-"""Tables of tuned results from this machine or similar ones, and the check which results are still valid.
+"""Tables of tuned results from this machine or similar machines, and the check whether a result is still valid.
 
-For one operator, formats, traits and bucket of sizes on one device, a table has each kernel's time with its best configuration.
-There are three sources, searched in this order: results of this process, the user's cache directory, and the tables that wheels
-ship for known devices. Selection reads them through `find`; the package `tuning` measures and writes them.
+A table entry is for one operator, formats, traits, bucket of sizes, and device. It has each kernel's time with the kernel's best
+configuration. There are three sources, searched in this order: results of this process, the user's cache directory, and the tables
+that wheels ship for known devices. Selection reads the results through `find`. The package `tuning` measures and writes them.
 """
 
 from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key

@@ -21,7 +21,7 @@ def entry_key(operator: str, formats: str, traits: Mapping[str, Any], sizes: Map
 
 @dataclass(frozen=True)
 class Device:
-    """The device that results are valid for: the driver's name of it, its architecture, and its number of SMs/CUs.
+    """The device that results are valid for: its name in the driver, its architecture, and its number of SMs/CUs.
 
     A partition of a device counts as a separate device.
     """
@@ -74,7 +74,7 @@ class Entry:
         sizes: buckets of the request's sizes, see `buckets`.
         device: the device of the measurement.
         results: one per kernel.
-        driver: version of the device's driver; empty if there is none.
+        driver: version of the device's driver; empty without a driver.
         toolchain: versions of the software that compiled the kernels.
         case: the measured case's name, or the sizes of the measured call.
         date: date of the measurement, ISO 8601.
@@ -100,7 +100,9 @@ class Entry:
         return min(self.results, key=lambda result: (result.us, result.kernel))
 
     def merged_onto(self, older: Entry) -> Entry:
-        """Adds the older entry's results for kernels missing here, if both were measured with the same driver and toolchain."""
+        """Adds the older entry's results for kernels that this entry lacks, if both entries were measured with the same driver and
+        toolchain.
+        """
         if (older.driver, dict(older.toolchain)) != (self.driver, dict(self.toolchain)):
             return self
         mine = {result.kernel for result in self.results}

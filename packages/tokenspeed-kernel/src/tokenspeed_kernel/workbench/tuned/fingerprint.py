@@ -1,4 +1,4 @@
-"""The identity of a measured kernel: a hash of its source, and the versions of the software that compiles it.
+"""The identity of a measured kernel: a hash of the kernel's source, and the versions of the software that compiles it.
 
 The source is located by the module's name, without importing the module or its packages.
 """
@@ -22,12 +22,12 @@ _OPERATORS = "tokenspeed_kernel_base.ops"
 
 @functools.cache
 def source_fingerprint(module: str) -> str:
-    """Returns a hash of a module and of all modules of its package that it imports, directly or indirectly.
+    """Returns a hash of a module and of all modules of the same package that it imports, directly or indirectly.
 
-    Device code that a launcher reaches through `DeviceModule` counts, and so do modules of the operators' declarations that it
-    imports. A package's ``__init__`` counts if something other than a module is imported from it. For a module outside any package,
-    modules in the same folder count. The hash is computed once per process, because a process runs what it imported before a file
-    changed.
+    The hash includes device code that a launcher reaches through `DeviceModule`, and modules of the operators' declarations that
+    the launcher imports. It includes a package's ``__init__`` if something other than a module is imported from it. For a module
+    outside any package, it includes modules in the same folder. The hash is computed once per process, because a process keeps
+    running the code that it imported before a file changed.
 
     Returns:
         16 hexadecimal digits; empty if the module's source cannot be found.
@@ -68,7 +68,7 @@ def toolchain() -> dict[str, str]:
 
 @functools.cache
 def _locate(module: str) -> Path | None:
-    """Returns the file of a module; None if there is none."""
+    """Returns the file of a module; None for a module without a file."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         path = Path(loaded)
@@ -92,12 +92,12 @@ def _locate(module: str) -> Path | None:
 
 
 def _imports(module: str, path: Path) -> list[str]:
-    """Returns the names of the modules that a module imports anywhere in its source, by ``import`` or as a `DeviceModule`."""
+    """Returns the names of the modules that a module imports, by ``import`` or as a `DeviceModule`, anywhere in its source."""
     if path.suffix != ".py":
         return []
     try:
         tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # the selector reports that it cannot be loaded; its text still counts for the fingerprint
+    except SyntaxError:  # the selector reports that the module cannot be loaded; its text still counts for the fingerprint
         return []
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[str] = []

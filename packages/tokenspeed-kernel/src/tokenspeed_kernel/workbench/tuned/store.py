@@ -1,4 +1,4 @@
-"""Tables on disk. A writer locks the table and merges its entries into it, so that concurrent writers lose no results."""
+"""Tables on disk. A writer locks the table and merges its entries into the table. So concurrent writers lose no results."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def parse_table(text: bytes) -> list[Entry]:
 
 
 def format_table(entries: Iterable[Entry]) -> str:
-    """Formats a table with one line per entry, so that versions of a shipped table can be diffed."""
+    """Formats a table with one line per entry. So versions of a shipped table can be diffed."""
     listed = sorted(entries, key=lambda entry: (str(entry.device), entry.key))
     lines = ",\n".join(json.dumps(entry.to_dict(), allow_nan=False) for entry in listed)
     return f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n'
 
 
 def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
-    """Reads the entries of a file; none if the file does not exist, cannot be read, or is corrupt.
+    """Reads the entries of a file. Empty for a file that is absent, unreadable or corrupt.
 
     Args:
         path: the file.
-        keep_corrupt: rename a corrupt file to ``*.corrupt`` for inspection, so that a new one can replace it.
+        keep_corrupt: rename a corrupt file to ``*.corrupt`` for inspection; a new file can then replace it.
 
     Warns:
         StorageWarning: the file cannot be read or is corrupt; once per process.
@@ -71,7 +71,7 @@ def _read_locked(path: Path) -> list[Entry]:
 def save_entry(path: Path, entry: Entry) -> bool:
     """Writes an entry to a file, replacing the entry with the same device and key.
 
-    Results of other kernels in the replaced entry are kept if they were measured with the same driver and toolchain.
+    Results of other kernels in the replaced entry are kept, provided that both were measured with the same driver and toolchain.
 
     Returns:
         Whether it was written.
@@ -89,7 +89,7 @@ def save_entry(path: Path, entry: Entry) -> bool:
 
 
 def remove_entries(path: Path, keep: Callable[[Entry], bool]) -> int:
-    """Removes the entries of a file for which ``keep`` is false, and returns their number.
+    """Removes the entries of a file for which ``keep`` returns False. Returns the number of removed entries.
 
     Warns:
         StorageWarning: the file cannot be written; it is unchanged then, and the result is 0.

@@ -1,9 +1,9 @@
 """Finds the valid tuned results for a request, and explains why others are stale.
 
 There are three sources, in this order: results of this process, the user's table for this device, and the tables that wheels ship
-for its architecture. The first valid result is used. A result is stale if the measured code is not the code that would run: the
-kernel's source, the driver or the toolchain changed, or the kernel no longer declares the configuration. A shipped table was
-measured elsewhere, so its driver and the patch level of its Triton may differ.
+for its architecture. The first valid result is used. A result is stale if the measured code differs from the code that would run.
+Possible reasons: the kernel's source, the driver or the toolchain changed, or the kernel no longer declares the configuration. A
+shipped table was measured on another machine, so its driver and the patch level of its Triton may differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry, its source, and why it is stale; empty if it is valid."""
+    """An entry, its source, and the reason why it is stale (empty if it is valid)."""
 
     entry: Entry
     source: str
@@ -43,7 +43,7 @@ _lock = threading.Lock()
 def register_tuned_tables(directory: str | Path) -> None:
     """Adds a directory of tables that a wheel ships: ``<architecture>.json``, as written by ``tokenspeed-kernel tune --export``.
 
-    A plugin calls this next to its `register_kernel`. Tables are read when a kernel is selected.
+    A plugin calls this function next to its `register_kernel`. Tables are read when a kernel is selected.
     """
     path = Path(directory)
     with _lock:
@@ -55,14 +55,14 @@ def register_tuned_tables(directory: str | Path) -> None:
 def tuned_directory() -> Path | None:
     """Returns the directory of this machine's results.
 
-    It is ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory (``XDG_CACHE_HOME``,
-    ``~/.cache``). None if tables are switched off, or there is no home directory.
+    Returns the directory ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory
+    (``XDG_CACHE_HOME``, ``~/.cache``). None if tables are switched off, or without a home directory.
     """
     return config.kept_in(config.settings().tuned, "tuned")
 
 
 def user_table(device: Device) -> Path | None:
-    """Returns the file of a device's results on this machine; None if `tuned_directory` is None."""
+    """Returns the file of a device's results on this machine; None without a `tuned_directory`."""
     directory = tuned_directory()
     return None if directory is None else directory / device.file_name
 
@@ -88,7 +88,7 @@ def _load(path: Path, *, keep_corrupt: bool) -> Entries:
 
 @functools.lru_cache(maxsize=256)
 def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
-    """Returns the files that may have results for a device, the user's first, each with whether it is shipped.
+    """Returns the files that may have results for a device, the user's file first. Each comes with whether it is shipped.
 
     ``chosen``: the setting.
     """
@@ -98,7 +98,7 @@ def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, prete
 
 
 def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Entries]]:
-    """Yields name, whether it is shipped, and entries of each source for a device, in the order of the search."""
+    """Yields each source for a device, in the order of the search: its name, whether it is shipped, and its entries."""
     if not pretended:
         yield "this process", False, _measured
     for path, shipped in _places(config.settings().tuned, tuple(_shipped), device, pretended):
@@ -111,7 +111,7 @@ _known_operators: dict[Any, Any] = memo.new_memo()
 def has_results(operator: str, platform: PlatformInfo) -> bool:
     """Whether some table has results of an operator on a device, so that a call's sizes matter for selection.
 
-    Tables that other processes write later are seen when memoised decisions are invalidated.
+    Tables that other processes write later are read once memoised decisions are invalidated.
     """
     key = operator, platform
     known: bool | None = _known_operators.get(key)
@@ -134,7 +134,7 @@ def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Map
 
     Args:
         operator: ``"family.mode"``.
-        formats: the format signature, or its text.
+        formats: the format signature, as an object or as text.
         traits, buckets: of the request.
         platform: the platform to run on. An emulated device has no results, because its times are meaningless.
     """
@@ -202,11 +202,11 @@ def all_entries(platform: PlatformInfo) -> list[Listed]:
 
 
 def record(entry: Entry) -> Path | None:
-    """Applies a result in this process, and writes it to the user's table.
+    """Applies a result in this process, and writes the result to the user's table.
 
     Returns:
-        The file; None if it was not written: tables are switched off, there is no directory for them, or a kernel's source cannot
-        be found, so that later changes could not be detected.
+        The file. None if no file was written: tables are switched off, or have no directory, or a kernel's source cannot be found,
+        so that later changes could not be detected.
 
     Warns:
         StorageWarning: the file cannot be written; once per process.
@@ -216,7 +216,7 @@ def record(entry: Entry) -> Path | None:
     saved = path is not None and traceable and save_entry(path, entry)
     with _lock:
         if saved:
-            _measured.pop((entry.device, entry.key), None)  # the file has it, merged with other processes' results
+            _measured.pop((entry.device, entry.key), None)  # the file has this entry, merged with other processes' results
         else:
             _measured[entry.device, entry.key] = entry
     memo.invalidate()
@@ -224,7 +224,7 @@ def record(entry: Entry) -> Path | None:
 
 
 def forget(keep: Callable[[Entry], bool] = lambda entry: False) -> None:
-    """Drops results that this process measured and did not write, except those for which ``keep`` is true."""
+    """Drops results that this process measured and did not write, except those for which ``keep`` returns True."""
     with _lock:
         for key, entry in [*_measured.items()]:
             if not keep(entry):

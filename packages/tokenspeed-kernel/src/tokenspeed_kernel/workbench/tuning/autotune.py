@@ -30,10 +30,10 @@ _one_at_a_time = threading.RLock()
 
 
 def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
-    """Measures the kernels and configurations that are eligible for a call, on its own arguments, and records the fastest.
+    """Measures the kernels and configurations that are eligible for a call, on the call's own arguments. Records the fastest.
 
-    Mutated arguments are copied first; others are read in place. The winner's results must agree with those of the untuned choice,
-    within the operator's tolerance.
+    Mutated arguments are copied first; others are read in place. The fastest candidate's results must agree with those of the
+    untuned choice, within the operator's tolerance.
 
     Args:
         request: the call's request.
@@ -41,12 +41,12 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         budget_s: time budget in seconds, compilation included. Each kernel's default configuration is always measured.
 
     Returns:
-        Why nothing was measured. Empty if something was measured, if there is only one candidate, or for calls of several
+        Why nothing was measured. Empty if something was measured or if there is only one candidate. Also empty for calls of several
         processes, which are never measured.
     """
     op = get_operator(request.operator)
     if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, arguments)):
-        return ""  # all processes would have to measure the same calls, and reach the same decision
+        return ""  # all processes would have to measure the same calls and reach the same decision
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     with _one_at_a_time, torch.no_grad():
@@ -83,7 +83,7 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     expected: Callable[[], Any] = functools.cache(lambda: ran(*untuned))
 
     def check(trial: Trial) -> str:
-        """Returns how a trial's results differ from those of the untuned choice; empty if they agree."""
+        """Describes how a trial's results differ from those of the untuned choice; empty if they agree."""
         if (trial.kernel, trial.config) == untuned:
             return ""
         tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)

@@ -1,7 +1,7 @@
-"""Picks a winner: lists the candidates that traits and tunables allow, times and checks them, and records the results.
+"""Picks the fastest candidate. Lists the candidates that traits and tunables allow, times and checks them, and records the results.
 
 `tune_case` uses it for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. They differ in the source of
-the arguments, and in the results that candidates are compared with.
+the arguments, and in the reference for the candidates' results.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of tuning on one case. Kernels that need differently prepared arguments do not compete; each group has an
-    outcome.
+    """The outcome of tuning on one case. Kernels that need differently prepared arguments do not compete. Each group of kernels
+    with the same arguments has an outcome.
 
     Attributes:
         operator, case: names.
         trials: one per candidate.
-        untuned: the kernel that would run without tuned results; None if none would.
+        untuned: the kernel that would run without tuned results; None if no kernel would.
         results: the recorded results, the fastest first; empty if there was only one candidate, or none was correct.
-        saved: the file that the results were written to; None if they apply to this process only.
+        saved: the file to which the results were written; None if the results apply to this process only.
         reason: why there are no results.
     """
 
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def untuned_choice(request: Request) -> str | None:
-    """Returns the kernel that would be selected for a request without tuned results; None if there is none."""
+    """Returns the kernel that would be selected for a request without tuned results; None if no kernel is eligible."""
     chosen = consider(request, found=Found()).chosen
     return chosen.name if chosen is not None else None
 
@@ -86,8 +86,8 @@ def untuned_choice(request: Request) -> str | None:
 def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str, Config]]:
     """Returns kernel names with the configurations that are valid for a request.
 
-    All default configurations (empty: the kernel chooses itself) come first, starting with the untuned choice, then by priority.
-    The reference is not a candidate.
+    Default configurations come first, beginning with the untuned choice, then by priority. (An empty configuration means that the
+    kernel chooses.) The reference is not a candidate.
     """
     first = untuned_choice(request)
     real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))
@@ -96,7 +96,7 @@ def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str,
 
 
 def run(request: Request, kernel: str, config: Config, values: Sequence[Any]) -> Any:
-    """Runs a kernel with a configuration. Selecting it each time is cheap, because decisions are memoised."""
+    """Runs a kernel with a configuration. The kernel is selected in each run. This is cheap, because decisions are memoised."""
     return select(request, Override(kernel, "tuning", tuple(config.items()))).impl(*values)
 
 
@@ -114,9 +114,9 @@ def pick(
     Args:
         request: the request of the call.
         chosen: see `candidates`.
-        values: returns the arguments for a kernel's name, which are reused in every call of its candidates.
+        values: returns the arguments for a kernel's name. They are reused in every call of the kernel's candidates.
         check: returns the error in a trial's results; empty if they are correct.
-        device: the device that they run on.
+        device: the device that the candidates run on.
         budget_s: seconds for all timing, compilation included. Each kernel's default configuration is always timed.
         case: name or sizes of the measured call, for the record.
     """
@@ -173,7 +173,7 @@ def _is_right(trial: Trial, check: Callable[[Trial], str]) -> bool:
 
 
 def _result(best: Trial, trials: Sequence[Trial]) -> Result:
-    """Returns the record of a kernel, given its trials and the best of them."""
+    """Returns the record of a kernel, made from its trials and the best trial."""
     own = next((t.us for t in trials if t.own_choice and t.status in (TrialStatus.MEASURED, TrialStatus.HOPELESS)), None)
     assert best.us is not None
     source = source_fingerprint(KernelRegistry.get().module_of(best.kernel))

@@ -1,12 +1,14 @@
 """Finds the fastest of several candidates within a time budget.
 
-First each candidate is called twice. A candidate that takes several times as long as the best so far, also in a third call, is
-dropped as hopeless. The others are measured in rounds (successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943). After
-each round the slower half is dropped, and the others get its time in the next round. A round measures one candidate after another,
-so that drift of the machine affects all rounds alike. A kernel's default configuration always stays, as the baseline of the result.
+First each candidate is called twice. A candidate is dropped as hopeless if it takes several times as long as the best so far, in a
+third call as well. The other candidates are measured in rounds (successive halving, Jamieson and Talwalkar, 2016,
+arXiv:1502.07943). After each round the slower half is dropped. The faster half gets all the time of the next round. A round
+measures one candidate after another, so that drift of the machine affects all candidates alike. A kernel's default configuration
+always stays, as the baseline of the result.
 
-On a GPU a candidate is timed in a CUDA graph: launching a few kernels from Python takes longer than small kernels run, and
-inference engines capture their calls. A candidate that cannot be captured is timed as called, launch overhead included.
+On a GPU a candidate is timed in a CUDA graph. The reasons are that launching a few kernels from Python takes longer than small
+kernels run, and that inference engines capture their calls. A candidate that cannot be captured is timed as called, launch overhead
+included.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def search(candidates: Sequence[Candidate], device: torch.device, budget_s: floa
 
     Args:
         candidates: the most important first: the last ones are not reached if the budget is used up.
-        device: the device that they run on.
-        budget_s: seconds for all candidates. Each kernel's default configuration is always called, however long that takes.
+        device: the device that the candidates run on.
+        budget_s: seconds for all candidates. Each kernel's default configuration is always called, even beyond the budget.
 
     Returns:
         One trial per candidate, in order. A candidate that raises an error does not raise here.
@@ -134,7 +136,7 @@ def _is_hopeless(us: float, best: float) -> bool:
 def _timed_calls(
     racing: list[int], candidates: Sequence[Candidate], trials: list[Trial], device: torch.device
 ) -> dict[int, Callable[[], Any]]:
-    """Returns the callable to time for each candidate: on a GPU its CUDA graph, if it can be captured."""
+    """Returns the callable to time for each candidate: on a GPU, a CUDA graph of the candidate if the capture succeeds."""
     calls = {i: candidates[i].call for i in racing}
     if device.type != "cuda":
         return calls
@@ -150,7 +152,7 @@ def _timed_calls(
 def _round(
     racing: list[int], calls: Mapping[int, Callable[[], Any]], trials: list[Trial], device: torch.device, budget_s: float
 ) -> list[int]:
-    """Measures the remaining candidates for one round, and returns those that did not fail."""
+    """Measures the remaining candidates for one round, and returns the candidates that did not fail."""
     left = []
     for i in racing:
         trial = trials[i]
@@ -165,7 +167,9 @@ def _round(
 
 
 def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
-    """Returns the faster half, candidates as fast as the slowest of that half, and each kernel's default."""
+    """Returns the candidates for the next round: the faster half, candidates as fast as the slowest of that half, and each kernel's
+    default.
+    """
     times = {i: trials[i].us or 0.0 for i in racing}
     ordered = sorted(racing, key=times.__getitem__)
     bar = times[ordered[(len(ordered) - 1) // 2]] * (1 + WORTHWHILE / 2)
@@ -178,7 +182,7 @@ def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
 def by_merit(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the measured trials of one kernel, the best first.
 
-    The best is the fastest; but it is the kernel's default if no other trial is faster by more than `WORTHWHILE`.
+    Returns the fastest trial; the kernel's default if no other trial is faster by more than `WORTHWHILE`.
     """
     done = [trial for trial in trials if trial.status is TrialStatus.MEASURED and trial.us is not None]
     ordered = sorted(done, key=lambda trial: trial.us or 0.0)

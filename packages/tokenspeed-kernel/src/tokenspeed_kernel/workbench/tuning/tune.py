@@ -27,18 +27,18 @@ def tune_case(
     kernels: Collection[str] | None = None,
     budget_s: float = 10.0,
 ) -> list[Outcome]:
-    """Measures the kernels that are eligible for a case, with their declared configurations, and records the fastest correct ones.
+    """Measures the kernels that are eligible for a case, with their declared configurations. Records the fastest correct ones.
 
     Args:
         operator: ``"family.mode"``.
-        case: the case; its arguments are prepared for each kernel that needs it.
+        case: the case; its arguments are prepared for each kernel that needs prepared arguments.
         device: the device; `default_device` if not given.
         kernels: names of the kernels to measure; all eligible ones if not given.
         budget_s: seconds of measuring per outcome, compilation included, without verification. Each kernel's default configuration
             is always measured.
 
     Returns:
-        One outcome per kind of prepared arguments; at least one.
+        One outcome for each different preparation of the arguments; at least one.
     """
     op, registry = get_operator(operator), KernelRegistry.get()
     where = default_device() if device is None else torch.device(device)

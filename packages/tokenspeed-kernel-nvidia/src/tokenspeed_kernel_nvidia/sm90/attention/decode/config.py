@@ -1,4 +1,4 @@
-"""Configurations that `decode` is compiled for, and which one handles a given call."""
+"""The configurations that `decode` is compiled for, and the choice among them for a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTHS = (*((head_dim, head_dim) for head_dim in supported.HEAD_DIMS), *supporte
 PAGE_SIZES = (1, *supported.PAGE_SIZES)
 CONSUMERS = 4  # consumer warps of a CTA; one producer warp more
 SHARED_BYTES = 228 * 1024  # of an SM
-OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 reserved by the system, up to 1024 of alignment, and the rest
+OTHER_BYTES = 3072  # a CTA's bytes besides tiles and results: 1024 reserved by the system, up to 1024 of alignment, and other data
 ROWS = (8, 16, 32, 64)  # query rows per KV head that kernel variants exist for
 MERGE_BATCH = 16  # partial results of a sequence that are merged per step; limited by registers
 # Class of work. Sequences are split (split-KV) for "little" and "much", which compare the visible keys of all sequences together,
@@ -24,7 +24,7 @@ SHORT = ("short", "many short")
 
 @dataclass(frozen=True)
 class Row:
-    """Shared-memory layout of a key or value vector: it spans panels, and takes one row of 128 or 64 bytes in each.
+    """Shared-memory layout of a key or value vector. The vector spans panels, and occupies one row of 128 or 64 bytes in each.
 
     Attributes:
         width: elements.
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def panels(self) -> int:
-        """Number of panels. The last one may be wider than the rest of the vector; its padding is never read."""
+        """Number of panels. The last panel may extend beyond the vector. This padding is never read."""
         return -(-self.width // self.panel)
 
     @property
@@ -61,19 +61,20 @@ class Config:
     """Configuration of one kernel variant.
 
     Attributes:
-        dtype: of q and the output, and of the caches unless ``fp8``.
-        head_dim: of keys.
-        v_head_dim: of values.
-        box: keys of one TMA box, all of one page. With pages of one token it is 1, and each row is gathered by cp.async instead.
+        dtype: dtype of q and the output, and of the caches unless ``fp8``.
+        head_dim: columns of keys.
+        v_head_dim: columns of values.
+        box: number of keys of one TMA box, all of one page. With pages of one token, box is 1, and each row is gathered by cp.async
+            instead.
         rows: query rows per KV head: at least its query heads times the new tokens of a sequence.
         split: whether sequences are split among CTA groups (split-KV).
         block: keys of a tile.
         resident: CTAs per SM.
-        heads: KV heads of a CTA: one, whose tiles the warps take round-robin, or one per consumer warp.
+        heads: KV heads of a CTA. Either one head, whose tiles the warps take round-robin; or one per consumer warp.
         fp8: whether the caches are e4m3. K and V are converted to float16 in registers, and queries are converted to match.
         capped: whether scores are capped by ``logit_cap``.
-        abreast: KV heads whose rows lie side by side in a tile. With two heads of 64 in fp8, rows have 128 bytes instead of 64;
-            each head has eight query rows.
+        abreast: number of KV heads whose rows are side by side in a tile. With two heads of 64 in fp8, a tile's rows have 128 bytes
+            instead of 64. Each head has eight query rows.
         swap_ab: swap-AB: whether keys and values are the A operands, see `swap_ab_device`.
     """
 
@@ -119,17 +120,19 @@ class Config:
 
     @property
     def row_warps(self) -> int:
-        """Warps that split the query rows, each over all keys of a tile. A warp's accumulators then take at most 64 registers."""
+        """The number of warps among which the query rows are split. Each processes all keys of a tile. A warp's accumulators then
+        take at most 64 registers.
+        """
         return max(1, self.rows // (32 if max(self.head_dim, self.v_head_dim) == 64 else 16))
 
     @property
     def parts(self) -> int:
-        """Warps that hold partial results of the same rows, each from different tiles."""
+        """The number of warps with partial results of the same rows, from different tiles."""
         return CONSUMERS // self.readers
 
     @property
     def readers(self) -> int:
-        """Warps that read each tile: arrivals that its *empty* barrier expects."""
+        """The number of warps that read each tile, which is the number of arrivals at its *empty* barrier."""
         return self.row_warps * self.heads
 
     @property
@@ -146,7 +149,9 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring. A multiple of ``parts``: a warp then always visits the same stages, and misses no barrier phase."""
+        """Stages of the ring. A multiple of ``parts``, so that a warp always visits the same stages, and
+        misses no barrier phase.
+        """
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
         return room // (self.kv_bytes * self.stage_elements) // self.parts * self.parts
 
@@ -164,7 +169,7 @@ def config_of(
     """The configuration for a class of work.
 
     Figures are microseconds on an H200 with 64 query heads and 8 KV heads of dimension 64, pages of 64 tokens, in a CUDA graph with
-    an ordinary kernel between calls. They are only for comparison: the graph held few calls, and its launch is included.
+    an ordinary kernel between calls. These figures are only for comparison: the graph held few calls, and its launch is included.
 
     Args:
         widths: head_dim and v_head_dim.
@@ -174,8 +179,9 @@ def config_of(
     if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     if fp8 and rows == 8 and head_dim > 128:
-        # With swap-AB the registers suffice for two CTAs per SM. Microseconds, swap-AB then queries as A: 64 x 4096 tokens, 2 KV
-        # heads of 256: 76.2, 81.9; 32 x 4096, 8 heads: 132.6, 133.0; 192/128: 91.7, 91.4. But 96: 80.1, 79.3; 80: 82.6, 82.4.
+        # With swap-AB, two CTAs per SM fit in the registers. Microseconds, swap-AB then queries as A. 64 x 4096 tokens, 2 KV heads
+        # of 256: 76.2, 81.9. 32 x 4096, 8 heads: 132.6, 133.0. 192/128: 91.7, 91.4. Widths of 96 and 80 are no faster: 96: 80.1,
+        # 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
@@ -186,9 +192,9 @@ def config_of(
 def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
     """Whether two KV heads lie abreast, in tiles of 32 keys, with two CTAs per SM.
 
-    64 x 8192 tokens of 64 query heads and 8 KV heads take 133.7 us, and 148.5 us with one KV head per CTA and 64 keys. The loads
-    alone take 132.0 and 141.3 us: loading rows of 64 bytes is slow. Two heads abreast with tiles of 16 keys take 138.2 us, of 64
-    keys 134.3, with three CTAs 141.9. One head with 128 keys takes 146.4 us, with 32 keys 155.3, with three CTAs 155.0.
+    64 x 8192 tokens of 64 query heads and 8 KV heads take 133.7 us. With one KV head per CTA and 64 keys they take 148.5 us. The
+    loads alone take 132.0 and 141.3 us: loading rows of 64 bytes is slow. Two heads abreast with tiles of 16 keys take 138.2 us, of
+    64 keys 134.3, with three CTAs 141.9. One head takes 146.4 us with 128 keys, 155.3 with 32 keys, and 155.0 with three CTAs.
     """
     return fp8 and rows == 8 and head_dim == v_head_dim == 64 and page_size > 1 and work in ("much", "long")
 
@@ -203,15 +209,17 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
     if head_dim == 128:
         return 32, 2, 1  # limited by registers
     if head_dim > 64:
-        return 16 if rows > 8 else 32, 2, 1  # a tile for each warp, and one in flight
+        return 16 if rows > 8 else 32, 2, 1  # one tile for each warp, and one tile in flight
     if work in SHORT:
-        # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache the registers suffice for three CTAs only.
+        # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache, registers suffice for three CTAs only.
         return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
     if rows > 16 or work == "long":
-        # More than 16 rows are limited by registers. "long", with 32 keys then 64: 1 x 2K 6.50, 6.81; 1 x 8K 9.45, 10.33; 1 x 33K
-        # 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM with a ring in all shared memory is no better: 6.43, 9.42, 21.1, 67.1.
+        # More than 16 rows are limited by registers. "long" with 32 keys, then with 64 keys: 1 x 2K 6.50, 6.81; 1 x 8K 9.45, 10.33;
+        # 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is no better: 6.43, 9.42,
+        # 21.1, 67.1.
         return (16 if fp8 and rows > 16 else 32), 2, 1
-    # With 64 keys, 32 keys, three CTAs: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3, 74.3. With 16 and 64 keys: 1 x 1K 6.53, 6.74.
+    # Microseconds with 64 keys, with 32 keys, and with three CTAs: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3, 74.3. With 16 keys
+    # and with 64 keys: 1 x 1K 6.53, 6.74.
     return 16 if work == "little" else 64, 2, 1
 
 

@@ -1,4 +1,4 @@
-"""The producer warp of `kernel_device` for pages of one token: it gathers rows of the cache by page index, with cp.async."""
+"""The producer warp of `kernel_device` for pages of one token. It gathers rows of the cache by page index, with cp.async."""
 
 # mypy: ignore-errors
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.scheduler_device import Work
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels, Shapes
 
 CHUNK_BYTES = 16  # bytes per cp.async
-UNROLL = 4  # copies of a lane whose addresses are computed together
+UNROLL = 4  # number of a lane's copies whose addresses are computed together
 
 
 def copy_chunk(to: Any, source: Any) -> None:
@@ -26,7 +26,7 @@ def copy_chunk(to: Any, source: Any) -> None:
 
 @dataclass(frozen=True)
 class CacheRows:
-    """A cache with pages of one token: its address, and strides of tokens and KV heads in elements."""
+    """A cache with pages of one token: its address, and its strides of tokens and KV heads in elements."""
 
     address: Int64
     token: Int64
@@ -43,7 +43,7 @@ class Gatherer:
 
     @cute.jit
     def load(self, call: Call, k: CacheRows, v: CacheRows):
-        """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, row indices one tile ahead."""
+        """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, and row indices one tile ahead."""
         c = self.config
         sequence, length, offset, left, step = self.work.plan(call)
         # Row indices of a tile's keys: 32 keys per element, one key per lane.
@@ -79,7 +79,7 @@ class Gatherer:
     def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
         """Loads the row indices of the keys from position ``start`` on.
 
-        Positions that no query sees are clamped to the nearest visible one, so that copies need no predicate.
+        Positions that no query sees are clamped to the nearest visible position, so that copies need no predicate.
         """
         table = call.page_table
         for each in cutlass.range_constexpr(cute.size(rows)):
@@ -106,7 +106,7 @@ class Gatherer:
                 for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
                     own = turn * LANES + lane
                     row, chunk = own // chunks, own % chunks
-                    if const_expr(LANES % chunks == 0):  # a lane copies the same chunk of every row
+                    if const_expr(LANES % chunks == 0):  # then a lane copies the same chunk of every row
                         row, chunk = turn * (LANES // chunks) + lane // chunks, lane % chunks
                     number = cute.arch.shuffle_sync(rows[some], row % LANES)
                     offset = panels.row_at(some * LANES + row) + chunk // in_panel * panels.bytes

@@ -1,8 +1,8 @@
 """The device code of `decode`: the launch, and the roles of the warps.
 
-`scheduler_device` has the tile scheduler, `load_device` the producer warp (with pages of one token `gather_device`), `mma_device`
-the consumer warps (swap-AB in `swap_ab_device`), and `merge_device` the epilogue, which merges the partial results of warps and
-CTAs.
+The other modules: `scheduler_device` has the tile scheduler, and `load_device` the producer warp (`gather_device` for pages of one
+token). `mma_device` has the consumer warps (`swap_ab_device` for swap-AB). `merge_device` has the epilogue, which merges the
+partial results of warps and CTAs.
 """
 
 # mypy: ignore-errors
@@ -60,10 +60,10 @@ class Decode:
     """The decode kernel of one configuration.
 
     The grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer warps and
-    one producer warp. The producer finds the CTA's range of tiles and publishes it in shared memory (``plan``). It then fills a
-    ring of K/V tiles by TMA, or by cp.async where a page holds one token. The ring takes all shared memory that is left, so that as
-    many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync from the ring, and
-    merge their partial results through shared memory, those of several CTAs through a workspace in global memory.
+    one producer warp. The producer finds the CTA's range of tiles and publishes it in shared memory (``plan``). The producer then
+    fills a ring of K/V tiles by TMA; by cp.async if a page holds one token. The ring takes all remaining shared memory, so that as
+    many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync from the ring. They
+    merge their partial results through shared memory, and partial results of several CTAs through a workspace in global memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -188,7 +188,7 @@ class Decode:
             if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:
                     self.producer.prefetch_l2(call, begun, k, v)
-        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
@@ -200,7 +200,9 @@ class Decode:
 
     @cute.jit
     def prefetch_lines(self, call: Call):
-        """Prefetches a line of each small tensor, to cache its address translation before K/V traffic would evict it."""
+        """Prefetches a line of each small tensor. This caches the tensor's address translation, which K/V traffic would otherwise
+        evict.
+        """
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             prefetch_line(call.q.address)

@@ -1,14 +1,14 @@
 """Decode on Hopper: attention of the newest tokens of each sequence to a paged KV cache.
 
-Decode is memory-bound, so every SM needs work, and many tiles in flight, from beginning to end. The kernel is persistent: the CTAs
-of all KV heads form a *group*, and there are as many groups as fit on the SMs at once (usually two CTAs per SM). The tiles of all
+Decode is memory-bound, so every SM needs work, and many tiles in flight, from beginning to end. The kernel is persistent. The CTAs
+of all KV heads form a *group*. There are as many groups as fit on the SMs at once (usually two CTAs per SM). The tiles of all
 sequences, concatenated, are split into one equal range per group. The split is computed on the device from cache_seqlens, so a
 captured CUDA graph stays correct and balanced when lengths change.
 
-A CTA is warp-specialised: one producer warp loads tiles into a ring in shared memory by TMA, four consumer warps compute. Where a
-sequence spans several groups (split-KV), each group writes a partial result, and the last group to finish merges them in a fixed
-order. Sequences with few visible tokens, as in layers with a short window, are not split: groups take them round-robin. With many
-of those, each warp handles one KV head and all its tiles, so nothing is merged.
+A CTA is warp-specialised: one producer warp loads tiles into a ring in shared memory by TMA, four consumer warps compute. If a
+sequence spans several groups (split-KV), each group writes a partial result. The last group to finish merges these in a fixed
+order. Sequences with few visible tokens, as in layers with a short window, are not split: groups take them round-robin. If such
+sequences are many, each warp handles one KV head and all its tiles. Then nothing is merged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.config import (
 from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-WHOLE = 256  # visible keys of a sequence up to which it is not split
+WHOLE = 256  # a sequence with at most this many visible keys is not split
 LITTLE = 2048  # visible keys of all sequences together below which the work is "little"
-FEW = 1  # sequences up to which the work is "long", on one CTA per SM: with two, merging more partial results takes longer
-MANY = 800  # (sequence, KV head) pairs of short windows from which a warp takes a KV head: 1.5 CTAs per SM, of four heads each
+FEW = 1  # at most this many sequences are "long" work, with one CTA per SM: two leave more partial results to merge
+MANY = 800  # from this many (sequence, KV head) pairs in short windows on, a warp takes a KV head: 1.5 CTAs of four heads per SM
 
 
 # Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group, new tokens, formats,
@@ -218,12 +218,12 @@ for _widths in WIDTHS:
     else:
         if _widths[0] != 80:
             _register("", _widths, (1, 16), PAGED, PAGE_SIZES, Priority.SPECIALIZED)
-        # Microseconds on an H200, this kernel then the portable one. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 79.9. 32 x 4096, 8
-        # heads of 256: 132.6, 138.5. 16 x 2048, 32 heads of 96: 79.3, 83.5; of 80: 82.4, 120.4. 32 x 4096, 192/128: 91.7, 103.9.
-        # More than eight query rows have not been measured.
+        # Microseconds on an H200 for this kernel, then for the portable kernel. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 79.9. 32
+        # x 4096, 8 heads of 256: 132.6, 138.5. 16 x 2048, 32 heads of 96: 79.3, 83.5; of 80: 82.4, 120.4. 32 x 4096, 192/128: 91.7,
+        # 103.9. More than eight query rows have not been measured.
         _register("fp8_cache_", _widths, (1, 8), PAGED_FP8, PAGE_SIZES, Priority.SPECIALIZED, 8)
-    # On an H200 the portable kernel is faster for these, or nothing has been measured. Microseconds, this kernel then the portable
-    # one. 16 x 2048 tokens, 32 heads of 80, 16-bit: 118, 98.5. Pages of one token: 32 x 4096, 8 KV heads of 128: 163, 140;
-    # 64 x 8192, 8 of 64, fp8: 175, 150, but bfloat16: 261, 265; 64 x 4096, 2 of 256, fp8: 92.2, 81.3.
+    # On an H200 the portable kernel is faster for these calls, or they have not been measured. Microseconds for this kernel, then
+    # for the portable kernel. 16 x 2048 tokens, 32 heads of 80, 16-bit: 118, 98.5. Pages of one token: 32 x 4096, 8 KV heads of
+    # 128: 163, 140; 64 x 8192, 8 of 64, fp8: 175, 150 (in bfloat16 261, 265); 64 x 4096, 2 of 256, fp8: 92.2, 81.3.
     _register("any_cache_", _widths, (1, 16), _EVERY, (1,) if _usual else (1, *PAGE_SIZES), Priority.PORTABLE - 1)
 _register("gathered_", (64, 64), (1, 16), PAGED, (1,), Priority.SPECIALIZED)

@@ -1,4 +1,4 @@
-"""The producer warp of `kernel_device`, which loads tiles, and the L2 prefetch ahead of it."""
+"""The producer warp of `kernel_device`, which loads tiles, and the L2 prefetch that precedes it."""
 
 # mypy: ignore-errors
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.scheduler_device import Work
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels, Shapes
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
-AHEAD = 2  # sequences of a CTA whose K/V are prefetched into L2
+AHEAD = 2  # number of a CTA's sequences whose K/V are prefetched into L2
 MOST_AHEAD = 256  # prefetched keys of each
 
 
@@ -83,7 +83,7 @@ class Loader:
 
     @cute.jit
     def prefetch_l2(self, call: Call, begun: Barriers, k: Tma, v: Tma):
-        """Prefetches into L2 the K/V tiles that this CTA will probably load first, until the preceding kernel has ended (PDL).
+        """Prefetches into L2 the K/V tiles that this CTA will probably load first. Stops when the preceding kernel has ended (PDL).
 
         The preceding kernel may still be writing lengths and page table, so the values read here are only hints. TMA ignores boxes
         that are out of the cache's bounds, so any page index is safe.

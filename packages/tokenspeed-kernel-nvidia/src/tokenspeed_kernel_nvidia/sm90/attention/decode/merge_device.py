@@ -1,7 +1,7 @@
 """The epilogue of `kernel_device`: merges the partial results of warps and CTAs (split-KV), and writes the output.
 
-A warp's partial result of a query row is its running row max, its row sum of exponentials, and its accumulator. Partial results of
-the same row over different keys are rescaled to the largest row max and added.
+A warp's partial result of a query row consists of the running row max, the row sum of exponentials, and the accumulator. To merge
+partial results of the same row over different keys, they are rescaled to the largest row max and added.
 """
 
 # mypy: ignore-errors
@@ -37,8 +37,8 @@ class Sums:
     Attributes:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
         row_max, row_sum: ``[tile, row]``; row_sum covers this lane's columns only.
-        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the cache's scale and the inverse
-            of the factor that brought q to float16. One for each of the heads that lie abreast.
+        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the cache's scale, times the
+            inverse of the factor that scaled q to float16. One factor for each of the heads that are side by side.
     """
 
     acc: cute.Tensor
@@ -58,7 +58,7 @@ class Merger:
 
     @cute.jit
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
-        """Writes the output of a sequence and a KV head that one warp has computed alone."""
+        """Writes the output of a sequence and a KV head that a single warp has computed."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.shapes.tiles):
             for r in cutlass.range_constexpr(self.shapes.used):
@@ -96,7 +96,7 @@ class Merger:
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
         """Returns this lane's adjacent elements of a row. A quad holds the columns of the row's head from ``4 * column`` on.
 
-        With an fp8 cache an MMA has the even or the odd ones of 16 columns, because ldmatrix transposes bytes in pairs.
+        With an fp8 cache, an MMA has the even or the odd columns of 16, because ldmatrix transposes bytes in pairs.
         """
         c = self.config
         column += r % c.abreast * self.shapes.fours
@@ -136,7 +136,7 @@ class Merger:
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
         _, _, whole = self.shapes.visible(call, self.shapes.length_of(call, sequence))
-        # All warps have stored their partial results and read the plan, which changes below.
+        # All warps have stored their partial results, and have read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
         partials = Int32(1)
@@ -187,9 +187,9 @@ class Merger:
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
-        """Counts the partial results of a sequence that spans several groups; the CTA that arrives last merges them.
+        """Counts the partial results of a sequence that spans several groups. The CTA that arrives last merges them.
 
-        At most one such sequence begins in a group, so the counter is that of the group in which the sequence begins.
+        At most one such sequence begins in a group. So its counter is that of the group in which it begins.
         """
         thread, _, _ = cute.arch.thread_idx()
         if partials > 1:

@@ -67,7 +67,7 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All warps work on one KV head: they take its tiles round-robin, and merge at the end of a sequence."""
+        """All warps work on one KV head. They take its tiles round-robin, and merge at the end of a sequence."""
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -98,7 +98,7 @@ class Consumers:
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """One KV head per warp, which computes all its tiles: warps neither wait for each other nor merge."""
+        """Each warp works on one KV head and computes all its tiles. Warps neither wait for each other nor merge."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         for tile in cutlass.range_constexpr(self.shapes.tiles):
@@ -152,9 +152,11 @@ class Consumers:
 
     @cute.jit
     def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
-        """Converts bfloat16 queries to float16, scaled by a power of 2 into its range; its inverse goes into the scores' factor.
+        """Converts bfloat16 queries to float16. A power of 2 scales them into float16's range, and its inverse is multiplied into
+        the scores' factor.
 
-        One instruction converts two e4m3 values to float16; bfloat16 needs several. Warps with the same rows find the same power.
+        float16 is used because one instruction converts two e4m3 values to it. bfloat16 needs several. Warps with the same rows
+        compute the same power.
         """
         c = self.config
         scale = call.cap_scale if const_expr(c.capped) else call.scale
@@ -222,7 +224,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """One step of attention: accumulates a tile of keys and values, from position ``start`` on."""
+        """One step of attention: accumulates one tile of keys and values, which begins at position ``start``."""
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
         # Positions without a token may hold NaN, and 0 * NaN is not 0.
@@ -245,7 +247,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The rest of `attend`, with queries as the A operand."""
+        """The remainder of `attend`, with queries as the A operand."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):
@@ -320,8 +322,8 @@ class Consumers:
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
         """`qk_mma` of fp8 keys: a lane loads four adjacent elements of a key, which widen to the two registers of a B fragment.
 
-        Each MMA depends on the one before, through the accumulator. Interleaving eight groups of keys was slower. On an H200,
-        64 sequences of 8192 tokens and 8 heads took 158 us instead of 143 us with head_dim 64, and 286 us instead of 256 us with
+        Each MMA depends on the preceding MMA through the accumulator. Interleaving eight groups of keys was slower. On an H200, 64
+        sequences of 8192 tokens and 8 heads took 158 us instead of 143 us with head_dim 64, and 286 us instead of 256 us with
         head_dim 128.
         """
         panels = self.shapes.keys
@@ -364,7 +366,7 @@ class Consumers:
 
     @cute.jit
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax: returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
+        """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
         The row max is kept in unscaled scores. Accumulators are rescaled only where it has grown by more than LAZY, after scaling.
         """

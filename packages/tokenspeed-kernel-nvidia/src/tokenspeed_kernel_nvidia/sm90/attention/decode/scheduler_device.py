@@ -47,7 +47,7 @@ class Work:
         """Returns the tiles per group, and 0: starting a sequence has no fixed cost here."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
-        if const_expr(c.block == 16):  # a multiple of the warps, so that each has a tile
+        if const_expr(c.block == 16):  # a multiple of the number of warps, so that each warp has a tile
             per_group = (per_group + c.parts - 1) // c.parts * c.parts
         return per_group, Int32(0)
 

@@ -1,9 +1,9 @@
 """Swap-AB variant of `mma_device`: keys and values are the A operands, for eight query rows and an fp8 cache.
 
-mma.m16n8k16 has 16 rows and 8 columns. With up to eight queries as its rows, half the rows are padding, and so is half of the
-registers of queries and accumulators, which wide heads cannot spare. Here keys (or columns of values) are the rows, and queries the
-columns. A lane ``4 g + t`` holds the scores of keys g and g + 8 of 16, and the output's columns 2 g and 2 g + 1 of 16, each for the
-queries 2 t and 2 t + 1.
+mma.m16n8k16 has 16 rows and 8 columns. With up to eight queries as its rows, half of the rows are padding. So half of the registers
+of queries and accumulators are padding too, which is too expensive for wide heads. In this module keys (or columns of values) are
+the rows, and queries the columns. Lane ``4 g + t`` holds the scores of keys g and g + 8 of 16, and the output's columns 2 g and 2 g
++ 1 of 16. Each is for the queries 2 t and 2 t + 1.
 """
 
 # mypy: ignore-errors
@@ -98,7 +98,7 @@ class SwapAb:
 
     @cute.jit
     def softmax(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax: returns rounded probabilities as the B operand of V.T @ P.T: ``[16 keys, word]``."""
+        """One step of online softmax. Returns rounded probabilities as the B operand of V.T @ P.T: ``[16 keys, word]``."""
         keys = self.config.block // 16
         highest = cute.make_rmem_tensor((2,), Float32)
         rise = Float32(0.0)
@@ -132,7 +132,8 @@ class SwapAb:
     def pv(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """Adds V.T @ P.T of a tile to the accumulator.
 
-        ldmatrix transposes bytes in pairs, so the first eight rows of an MMA are even columns of V, the other eight odd ones.
+        ldmatrix transposes bytes in pairs. So the first eight rows of an MMA are even columns of V, and the other eight odd
+        columns.
         """
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

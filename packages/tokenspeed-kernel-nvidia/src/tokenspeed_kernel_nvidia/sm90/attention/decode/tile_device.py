@@ -15,8 +15,9 @@ from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config, Row
 
 THREADS = 32 * (CONSUMERS + 1)
-# Indices into the CTA's plan in shared memory: the current sequence, the tile offset in it, the tiles left (without split-KV: the
-# sequences left), the tiles done, the tiles of a group's full range, and the arrival counter's previous value.
+# Indices into the CTA's plan in shared memory: the current sequence, the tile offset in this sequence, the remaining tiles (without
+# split-KV: the remaining sequences), the completed tiles, the tiles of a group's full range, and the arrival counter's previous
+# value.
 SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
 LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
 PLANNED = 1  # named barrier: the plan has been written
@@ -47,7 +48,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Call:
-    """The kernel's arguments as a CTA sees them, and its shared memory. Tensors in global memory are given by address.
+    """A CTA's view of the kernel's arguments, and its shared memory. Tensors in global memory are given by address.
 
     Attributes:
         q, out: queries and output.
@@ -55,19 +56,19 @@ class Call:
         cache_seqlens: address of int32 ``[batch]``.
         batch: sequences.
         partial: address of partial results.
-        counters: address of int32, one for each group and KV head.
+        counters: address of int32 counters, one for each group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
         sinks: added to the softmax's denominator.
         q_len: new tokens of each sequence.
         gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
         max_seqlen_k: larger sequence lengths are clamped to it.
         window_left: as the operator's.
-        groups: CTA groups, among which the tiles are split; each has CTAs for all KV heads.
+        groups: number of CTA groups, among which the tiles are split. Each group has CTAs for all KV heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
-        k_scales, v_scales: of an fp8 cache.
-        cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None where scores are not capped.
-        group, kv_head: this CTA's group, and its first KV head. Heads that lie abreast count as one, also in ``kv_heads``.
+        k_scales, v_scales: scales of an fp8 cache.
+        cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None if scores are not capped.
+        group, kv_head: this CTA's group, and its first KV head. Heads that are side by side count as one, also in ``kv_heads``.
         pipe: the barriers of the ring of tiles.
         plan: the CTA's progress, see SEQUENCE.
         sums, results: partial results of the warps for a sequence: row max and row sum, and accumulators.
@@ -129,7 +130,7 @@ class Panels:
     heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
-        """Byte offset of a row in its panel: a box holds its rows of one head, then those of the CTA's next head."""
+        """Byte offset of a row in its panel. A box holds its rows of one head, then those of the CTA's next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     def swizzle_xor(self, row: Any) -> Any:
@@ -137,7 +138,9 @@ class Panels:
         return row if self.row_bytes == 128 else row // 2
 
     def chunk_in_row(self, chunk: int) -> int:
-        """Byte offset of a 16-byte chunk in its panel's row, before the swizzle; it may be XORed into a swizzled address."""
+        """Byte offset of a 16-byte chunk in its panel's row, before the swizzle. The offset may be XORed into
+        a swizzled address.
+        """
         return chunk % (self.row_bytes // 16) * 16
 
     def panel_at(self, chunk: int) -> int:
@@ -189,7 +192,9 @@ class Shapes:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """A sequence's length, clamped to max_seqlen_k; beyond the batch, that of the last one. ``early``: see `load_int`."""
+        """A sequence's length, clamped to max_seqlen_k. Indices beyond the batch get the last sequence's length. ``early``: see
+        `load_int`.
+        """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
 
@@ -211,16 +216,19 @@ class Shapes:
         return self.config.abreast == 1 or column // width == r
 
     def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
-        """The KV head of a query row, and the row's index in it. ``kv_head``: that of row 0; heads abreast count as one."""
+        """The KV head of a query row, and the row's index in it. ``kv_head``: the KV head of row 0. Heads that are side by side
+        count as one.
+        """
         if self.config.abreast == 1:
             return kv_head, row
         return kv_head * self.config.abreast + row // 8, row % 8
 
     @cute.jit
     def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
-        """Addresses of a row of a partial result: of its row max and row sum, and of its values.
+        """Addresses of a row of a partial result: the address of its row max and row sum, and the address of its values.
 
-        A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.
+        A group writes at most two partial results: one of a sequence that began in an earlier group, and one of a sequence that
+            ``begins`` here.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.config.rows + row

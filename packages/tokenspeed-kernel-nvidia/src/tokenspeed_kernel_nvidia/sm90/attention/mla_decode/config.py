@@ -25,14 +25,14 @@ STARTING_BLOCKS = 3  # fixed cost of starting a work item, in blocks: measured o
 class Config:
     """Configuration of one kernel variant.
 
-    A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many queries in registers as fit,
-    computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
-    warpgroups compute half of the output's columns each. The more usual split, where each of two warpgroups computes the scores of
-    its own block, keeps all queries in shared memory. A 64 x 64 MMA then reads as many bytes of queries as of keys, 128 bytes per
-    clock together, which is the full bandwidth of shared memory.
+    A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many queries in registers as fit.
+    It computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
+    warpgroups compute half of the output's columns each. In the more usual split, each of two warpgroups computes the scores of its
+    own block. That split keeps all queries in shared memory. A 64 x 64 MMA then reads as many bytes of queries as of keys. Together
+    these are 128 bytes per clock, the full bandwidth of shared memory.
 
     Attributes:
-        dtype: of q, the cache and the output.
+        dtype: dtype of q, the cache and the output.
         heads: query heads.
         narrow: whether partial results are float16, scaled by a power of 2 per row and value warpgroup, instead of float32. See
             `config_of`.
@@ -44,12 +44,14 @@ class Config:
 
     @property
     def ranks(self) -> int:
-        """CTAs of a group, each with its own query heads."""
+        """The number of CTAs of a group, each with its own query heads."""
         return max(1, self.heads // ROWS)
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster, which share loads by multicast: each loads half of a block for both, so L2 is read once."""
+        """The number of CTAs of a cluster, which share loads by multicast. Each loads half of a block for
+        both, so L2 is read once.
+        """
         return self.ranks
 
     @property
@@ -68,10 +70,12 @@ class Config:
 
     @property
     def at_once(self) -> bool:
-        """Whether a block's probabilities are signalled as soon as they are stored, or only after the next block's q @ k.
+        """Whether a block's probabilities are signalled as soon as they are stored. Otherwise they are signalled after the next
+        block's q @ k.
 
         A compute-bound kernel (two CTAs, 128 heads) saves P @ V for the time of the softmax, when no q @ k is in flight. With one
-        CTA, at most half the rows, the kernel is memory-bound, and blocks should be released early to free their stages.
+        CTA, which has at most half of the rows, the kernel is memory-bound. Blocks should then be released early, to free their
+        stages.
         """
         return self.cluster == 1
 
@@ -90,12 +94,12 @@ class Config:
 
     @property
     def query_chunks(self) -> int:
-        """Chunk stages that the queries of a work item occupy while they are loaded."""
+        """The number of chunk stages that a work item's queries occupy while they are loaded."""
         return 4
 
     @property
     def wide_queries(self) -> bool:
-        """Whether elements of queries are wider than those of the cache."""
+        """Whether queries have wider elements than the cache."""
         return False
 
     @property
@@ -115,7 +119,7 @@ class Config:
 
     @property
     def kept(self) -> int:
-        """Columns of queries in registers. The others lie in the shared memory that is left."""
+        """Columns of queries in registers. Other columns are in the remaining shared memory."""
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
@@ -141,8 +145,8 @@ class Config:
     def merge_batch(self) -> int:
         """Partial results that a warp of the merge kernel has in flight.
 
-        With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200, and 14.2 us with 4. With many sequences there is little
-        to merge, and times differ by about 1%: 255 and 253 us for 16 x 32768, 257 and 260 us for 128 x 4096.
+        With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200; with 4, 14.2 us. With many sequences there is little to
+        merge, and times differ by about 1%: 255 (with 8) and 253 us (with 4) for 16 x 32768, 257 and 260 us for 128 x 4096.
         """
         return 8 if self.narrow else 4
 
@@ -151,7 +155,7 @@ class Config:
 
     @property
     def load_registers(self) -> int:
-        """With `narrow`, where records are written before partial results, 24 would spill."""
+        """With `narrow`, where records are written before partial results, 24 registers would spill."""
         return 32 if self.narrow else 24
 
     @property
@@ -168,22 +172,24 @@ class Config:
 def config_of(dtype: str, heads: int) -> Config:
     """Returns the configuration for a cache in q's dtype.
 
-    With 128 heads partial results are float16 (`narrow`): in float32, those of a few long sequences are more bytes than the cache.
-    On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x 32768, 254.1 to
-    253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads a partial result is at most half as large, and the kernel
-    is memory-bound: 64 x 8192 with 16 heads took 157.9 us, and 157.2 us where the last CTA to arrive merged narrow ones without a
-    second launch. Kernels for an fp8 cache keep float32, because they also accumulate there. Sparse kernels keep it because
-    `narrow` has not been measured for them.
+    With 128 heads partial results are float16 (`narrow`). In float32, the partial results of a few long sequences are more bytes
+    than the cache. On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x
+    32768, 254.1 to 253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads a partial result is at most half as
+    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. It took 157.2 us where the last CTA to arrive
+    merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32, because they also accumulate
+    there. Sparse kernels keep float32, because `narrow` has not been measured for them.
     """
     return Config(dtype, heads, narrow=heads > ROWS)
 
 
 def every_config() -> list[Config]:
-    """All configurations for a cache in q's dtype."""
+    """All configurations for a cache that has q's dtype."""
     return [config_of(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
 
 
 def every_merge_config() -> list[Config]:
-    """All configurations of the merge kernel: those of `every_config`, and float32 ones for the fp8 and sparse kernels."""
+    """All configurations of the merge kernel: those of `every_config`, and float32 configurations for the fp8
+    and sparse kernels.
+    """
     others = [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
     return list(dict.fromkeys([*every_config(), *others]))

@@ -16,15 +16,16 @@ class Fp8Config(Config):
     """Configuration of one kernel variant for an e4m3 cache.
 
     Both GEMMs use e4m3 MMAs. A 16-bit query is split into two e4m3 parts: its rounded value (high) and the rounding error (low).
-    Their sum is good to 8 bits, like bfloat16. A single e4m3 part would be off by 2.6% rms, scores with a spread of several units
-    by a tenth of a unit, and outputs by several percent. Probabilities are rounded to e4m3, as `mha_prefill` does with fp8 values.
+    The sum of the parts is accurate to 8 bits, like bfloat16. A single e4m3 part would have an error of 2.6% rms. Scores that
+    spread over several powers of e would be off by 0.1, and outputs by several percent. Probabilities are rounded to e4m3, as
+    `mha_prefill` does with fp8 values.
 
     Attributes:
-        dtype: of the output, and of q if that is not e4m3.
+        dtype: dtype of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.
-        summed: blocks whose P @ V is accumulated in registers before it is added to float32 accumulators in global memory. The
-            tensor cores keep 13 fractional bits relative to the largest term of an fp8 sum, and truncate the rest. Long sums
-            are thus too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
+        summed: for how many blocks P @ V is accumulated in registers before the result is added to float32 accumulators in global
+            memory. For a sum of fp8 terms, the tensor cores keep 13 fractional bits relative to the largest term, and truncate the
+            rest. Long sums are thus too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
     """
 
     fp8_queries: bool = False
@@ -36,12 +37,14 @@ class Fp8Config(Config):
 
     @property
     def lift(self) -> float:
-        """log2 of the largest probability in a first block. With `lazy`, probabilities reach 2^8; the largest e4m3 value is 448."""
+        """log2 of the largest probability in a first block. With `lazy`, probabilities can grow by 2^8, and the largest e4m3 value
+        is 448.
+        """
         return 8.0 - self.lazy
 
     @property
     def value_buffers(self) -> int:
-        """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the previous MMAs."""
+        """Register buffers for transposed value tiles of 64 columns. With 1 buffer, loading a tile waits for the previous MMAs."""
         return 1
 
     @property
@@ -50,7 +53,7 @@ class Fp8Config(Config):
 
     @property
     def query_parts(self) -> int:
-        """e4m3 parts whose sum is a query."""
+        """The number of e4m3 parts whose sum is a query."""
         return 1 if self.fp8_queries else 2
 
     @property
@@ -60,12 +63,14 @@ class Fp8Config(Config):
 
     @property
     def tail(self) -> int:
-        """k-steps of q @ k, each with all query parts, that are still in flight when probabilities are signalled."""
+        """The number of k-steps of q @ k, each with all query parts, that are still in flight when probabilities are signalled."""
         return 4
 
     @property
     def low_kept(self) -> int:
-        """k-steps whose low query parts are in registers: those of the rotary part; any more must make up whole chunks."""
+        """The number of k-steps whose low query parts are in registers. These are the steps of the rotary part; any further steps
+        must make up whole chunks.
+        """
         return 0 if self.fp8_queries else 2
 
     @property

@@ -100,7 +100,7 @@ class Fp8QkMma:
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
         """`take_queries` of 16-bit queries, split into two e4m3 parts each.
 
-        A row is first scaled by a power of 2 that brings its amax to between 2^7 and 2^8. Significant low parts then do not
+        A row is first scaled by a power of 2 that moves its amax to between 2^7 and 2^8. Significant low parts then do not
         underflow in e4m3.
         """
         c = self.config
@@ -154,7 +154,7 @@ class Fp8QkMma:
 
     @cute.jit
     def four_elements(self, call: Call, at: Cursor, offset: Int32, step: cutlass.Constexpr[int], each: cutlass.Constexpr[int]):
-        """Returns four adjacent elements of 16-bit queries, which make one word of an fp8 A operand.
+        """Returns four adjacent elements of 16-bit queries. They become one word of an fp8 A operand.
 
         Args:
             step: index of the 32 columns in the chunk.
@@ -193,7 +193,7 @@ class Fp8QkMma:
     def multiply_step(
         self, kept: cute.MmaAtom, others: cute.MmaAtom, ops: Operands, scores: cute.Tensor, keys: cute.Tensor, index: int
     ) -> None:
-        """Issues the MMAs of one k-step: of the high query parts, and of the low ones if there are any."""
+        """Issues the MMAs of one k-step: those of the high query parts, and those of the low parts if there are any."""
         c = self.config
         cute.gemm(kept, scores, ops.kept[None, None, index], keys, scores)
         kept.set(warpgroup.Field.ACCUMULATE, True)

@@ -1,4 +1,4 @@
-"""The epilogue's stores with an fp8 cache, whose accumulators are transposed: the counterpart of `store_device.Store`."""
+"""The epilogue's stores with an fp8 cache. Accumulators are transposed here, unlike in `store_device.Store`."""
 
 # mypy: ignore-errors
 

@@ -1,6 +1,6 @@
 """Accumulators of `mla_decode` with an fp8 cache that lie in global memory: see `Fp8Config.summed`.
 
-After that many blocks, the accumulators in registers are added to float32 accumulators in global memory.
+After `summed` blocks, the accumulators in registers are added to float32 accumulators in global memory.
 """
 
 # mypy: ignore-errors
@@ -28,14 +28,14 @@ COPIED = 4  # named barriers, one per value warpgroup, for `MemorySums.row_sums`
 
 @dataclass(frozen=True)
 class MemorySums:
-    """Accumulators in global memory. Their rescale factors, row max and row sum lie after the notes in shared memory."""
+    """Accumulators in global memory. Their rescale factors, row max and row sum are behind the notes in shared memory."""
 
     config: Fp8Config
     results: Results
 
     @cute.jit
     def group_of(self, call: Call) -> Int32:
-        """Returns this CTA's group, recomputed at each use: see `opt_barrier`."""
+        """Returns this CTA's group. Recomputed at each use, see `opt_barrier`."""
         cta, _, _ = cute.arch.block_idx()
         return registers.opt_barrier(cta) // self.config.ranks
 
@@ -76,7 +76,8 @@ class MemorySums:
     def own_at(self, call: Call, pair: cutlass.Constexpr[int], tile: cutlass.Constexpr[int], c: cutlass.Constexpr[int]):
         """Returns the address of a thread's float32 accumulators of a tile while a work item is in progress.
 
-        They lie in the slot of the group's second partial result, that of its last item, where the thread will store it in the end.
+        They are in the slot of the group's second partial result, which belongs to its last item. There the thread will store the
+        final partial result.
         """
         _, values_at = self.results.partial_at(call, self.group_of(call), Int32(0))
         return values_at + self.own_offset(thread_of_values(), pair, tile, c)
@@ -91,7 +92,7 @@ class MemorySums:
     def factors_of(self, call: Call, half: Int32) -> cute.Pointer:
         """Returns the shared-memory address of a warpgroup's rescale factors, one a head, for the accumulators in global memory.
 
-        Each thread keeps one factor; the upper 64 threads duplicate those of the lower 64.
+        Each thread keeps one factor. The upper 64 threads duplicate the factors of the lower 64.
         """
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + READERS * 2 * ROWS + half * (2 * ROWS)
 
@@ -99,24 +100,24 @@ class MemorySums:
     def read_row_sums(self, call: Call, at: Cursor):
         """Copies row max and row sum of all rows from the notes of a work item's last block to `row_sums`."""
         thread = thread_of_values()
-        # All warps have read those of the previous work item.
+        # All warps have read the factors of the previous work item.
         meet_others(thread)
         self.row_sums(call, thread >> 7, Int32(0))[thread & 127] = call.notes(at).sums(Int32(0))[thread & 127]
         meet_others(thread)
 
     def row_sums(self, call: Call, half: Int32, row: Int32) -> cute.Pointer:
-        """Returns the address of a row's max and sum in this warpgroup's copy, which lies after the notes."""
+        """Returns the address of a row's max and sum in this warpgroup's copy, which is behind the notes."""
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + (half * ROWS + row) * 2
 
 
 def head_of(thread: Int32, group: int, c: int) -> Int32:
-    """Returns the row of one of a thread's 16 heads in the tile, whose rows are the heads of all its tokens."""
+    """Returns the row of one of a thread's 16 heads in the tile. The rows are the heads of all the tile's tokens."""
     return 8 * group + 2 * (thread & 3) + c
 
 
 def elements_of(pair: int, c: int) -> list[int]:
-    """Returns the indices of the accumulator elements that are stored together in a partial result: two columns of a head, then
-    the same columns of the head 8 further."""
+    """Returns the indices of the accumulator elements that are stored together in a partial result: two columns of a head, then the
+    same columns of the head 8 rows further."""
     return [8 * pair + 4 * group + 2 * odd + c for group in range(2) for odd in range(2)]
 
 

@@ -1,11 +1,11 @@
 """P @ V of the value warpgroups with an fp8 cache: the counterpart of `value_device`.
 
-fp8 wgmma takes K-major operands only. Here k is the token axis, and values are contiguous along the columns instead. So P @ V is
-computed swap-AB: the A operand, values transposed to columns x tokens, comes from registers, loaded by ldmatrix.trans, which
-transposes pairs of bytes. The accumulator has columns of the latent as rows, and heads as columns.
+fp8 wgmma takes K-major operands only. Here k is the token axis, but values are contiguous along the columns. So P @ V is computed
+swap-AB. The A operand is values transposed to columns x tokens. It comes from registers, loaded by ldmatrix.trans, which transposes
+pairs of bytes. The accumulator has columns of the latent as rows, and heads as columns.
 
-Tokens are in the order of the probabilities, as in `prefill.convert_device`: of 32 tokens, position ``16 h + 4 t + e`` holds token
-``16 h + 8 (e // 2) + 2 t + e % 2``.
+Tokens have the order of the probabilities, as in `prefill.convert_device`. In each group of 32 tokens, position ``16 h + 4 t + e``
+holds token ``16 h + 8 (e // 2) + 2 t + e % 2``.
 """
 
 # mypy: ignore-errors
@@ -46,7 +46,7 @@ TOKEN_STEPS = ROWS // STEP  # MMAs of a tile and a block
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """The MMA atom of V.T @ P.T, and its operands.
+    """The MMA atom and the operands of V.T @ P.T.
 
     Attributes:
         values: A operand in registers, of `Fp8Config.value_buffers` tiles.
@@ -64,7 +64,7 @@ class ValueOperands:
 class Fp8PvMma:
     """V.T @ P.T with e4m3 MMAs.
 
-    In each tile of its warpgroup's two chunks, a thread holds two adjacent columns of 16 heads: those of ``head_of``.
+    In each tile of its warpgroup's two chunks, a thread holds two adjacent columns of the 16 heads given by ``head_of``.
 
     Attributes:
         sums: accumulators in global memory.
@@ -108,9 +108,9 @@ class Fp8PvMma:
 
     @cute.jit
     def multiply(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, second: Cursor, rope_at: Cursor):
-        """Waits for a block's probabilities, rescales, and adds its V.T @ P.T. Its values must have been loaded."""
+        """Waits for a block's probabilities, rescales, and adds its V.T @ P.T. The block's values must have been loaded."""
         acc = out.tiles
-        # By then the score warpgroup has also zeroed the values of slots without a token.
+        # The score warpgroup has then also zeroed the values of slots without a token.
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
         value_buffers = self.config.value_buffers
@@ -146,7 +146,7 @@ class Fp8PvMma:
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Rescales heads whose max has grown, and accumulates the factors that their accumulators in memory still need."""
+        """Rescales heads whose max has grown. Accumulates the factors that these heads' accumulators in memory still need."""
         notes = call.notes(at)
         grown = registers.load_floats("shared", notes.grown(Int32(0)).toint(), 4)
         if grown[0] + grown[1] + grown[2] + grown[3] != 0.0:

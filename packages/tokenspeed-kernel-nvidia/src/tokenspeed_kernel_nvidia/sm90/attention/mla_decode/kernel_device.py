@@ -2,15 +2,15 @@
 
 The kernel is persistent, warp-specialised and split-KV.
 
-* CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads two CTAs form a cluster: each has 64 heads,
+* CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads two CTAs form a cluster. Each has 64 heads,
   loads half of a block and multicasts it to both.
 * Warp 0 (`load_device`) runs the tile scheduler (`scheduler_device`), and loads queries and blocks of 64 tokens by TMA. Latents go
   to a ring of chunks of 128 columns, rotary parts to a ring of their own. The other warps of warpgroup 0 idle.
-* Warpgroup 1 (`score_device`) holds most queries in registers. It computes q @ k, masks (`mask_device`) and softmax, stores
+* Warpgroup 1 (`score_device`) holds most queries in registers. It computes q @ k, masks (`mask_device`) and softmax. It stores
   probabilities over the block's rotary part, and signals ``probs_full``.
-* Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the columns each, release the stages, and store results
-  (`store_device`, at the addresses of `results_device`).
-* In flight: 11 chunks of 16 KB, almost three blocks; with an fp8 cache 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
+* Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the columns each and release the stages. They store results
+  (`store_device`) at the addresses of `results_device`.
+* In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
   block overlaps P @ V of the preceding one.
 * Limits: the tensor cores with 128 heads, memory bandwidth with fewer.
 
@@ -226,7 +226,7 @@ class Mla:
                 if const_expr(blocks.others is not None):
                     cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
-        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -240,7 +240,7 @@ class Mla:
             else:
                 cute.arch.setmaxregister_increase(c.value_registers)
                 self.values.compute(call, pv)
-        if const_expr(c.cluster > 1):  # no CTA may exit while another one still writes to its shared memory
+        if const_expr(c.cluster > 1):  # no CTA may exit while the other CTA still writes to its shared memory
             self.meet()
 
     @cute.jit

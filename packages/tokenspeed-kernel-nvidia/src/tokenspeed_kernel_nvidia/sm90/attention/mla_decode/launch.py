@@ -1,12 +1,12 @@
 """MLA decode on Hopper: latent attention of the newest tokens of each sequence to a paged cache.
 
 The latents, shared by all heads, are both keys and values. With 128 heads a token's 1152 bytes take 278,528 FLOPs, so the kernel is
-compute-bound; with 16 heads it is memory-bound. One warpgroup of a CTA computes scores, two compute P @ V: see
-`config.Config`. With 128 heads, two CTAs of 64 heads form a cluster and share loads by multicast.
+compute-bound; with 16 heads it is memory-bound. One warpgroup of a CTA computes scores, and two compute P @ V: see `config.Config`.
+With 128 heads, two CTAs of 64 heads form a cluster and share loads by multicast.
 
 The kernel is persistent: one CTA per SM. The blocks of all sequences, concatenated, are split into one equal range per cluster
 (split-KV). The split is computed on the device from cache_seqlens, so a captured CUDA graph stays correct and balanced when lengths
-change. Where a sequence spans several ranges, each leaves a partial result, and a second kernel merges these in a fixed order.
+change. If a sequence spans several ranges, each range leaves a partial result. A second kernel merges these in a fixed order.
 """
 
 from __future__ import annotations

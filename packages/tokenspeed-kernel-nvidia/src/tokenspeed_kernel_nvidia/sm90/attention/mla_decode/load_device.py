@@ -94,7 +94,7 @@ class Loader:
     def load_block(
         self, call: Call, kv: Blocks, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
     ) -> Cursor:
-        """Loads a block of the cache. In a cluster each CTA loads every other chunk for both; the order alternates by block.
+        """Loads a block of the cache. In a cluster each CTA loads every other chunk for both CTAs; the order alternates by block.
 
         Args:
             turn: even where this CTA loads the rotary part.
@@ -154,7 +154,7 @@ def acquire(pipe: Pipeline, at: Cursor, row_bytes: Int32):
 
 @cute.jit
 def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """Loads the queries of a work item into the rings like a block of the cache, which is as large as a Q tile.
+    """Loads the queries of a work item into the rings, like a block of the cache. A Q tile is as large as such a block.
 
     Rows beyond the item's tokens hold queries of the next sequence; their results are never stored.
     """

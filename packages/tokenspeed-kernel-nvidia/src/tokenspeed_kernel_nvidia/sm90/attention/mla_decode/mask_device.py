@@ -30,7 +30,7 @@ class TokenMask:
     """Masks tokens of the cache that a new token does not see.
 
     Attributes:
-        hide: masks a block's scores: `hide_later_tokens`, or a function with the same arguments.
+        hide: masks a block's scores. `hide_later_tokens`, or a function with the same arguments.
     """
 
     config: Config
@@ -43,7 +43,7 @@ class TokenMask:
         """Masks the scores of keys that a row does not see, and zeroes latents beyond the sequence.
 
         Args:
-            valid: tokens from the block's first one on that the item's last token sees.
+            valid: how many tokens, from the block's first on, the item's last token sees.
             end: the chunk cursor after the block.
         """
         if valid < ROWS + (self.config.tokens_of_item - 1):
@@ -53,7 +53,7 @@ class TokenMask:
 
 @cute.jit
 def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-    """Masks tokens after each new token itself. ``valid``: see `TokenMask.apply`."""
+    """Masks, for each new token, all later tokens. ``valid``: see `TokenMask.apply`."""
     c = work.config
     thread = thread_of_scores()
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
@@ -67,13 +67,13 @@ def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, v
 
 @cute.jit
 def clear_beyond(memory: SharedMemory, call: Call, end: Cursor, valid: Int32):
-    """Zeroes the latents of slots without a token: they may hold NaN, and 0 * NaN is not 0.
+    """Zeroes the latents of slots without a token, because they may hold NaN, and 0 * NaN is not 0.
 
     Args:
         end: the chunk cursor after the block.
     """
     thread = thread_of_scores()
-    # All warps have finished q @ k of the block that is overwritten.
+    # All warps have finished q @ k of the block whose memory is overwritten.
     cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
     at = skip(end, memory.config.latent_chunks - LATENT_CHUNKS, memory.config.latent_chunks)
     for _ in cutlass.range_constexpr(LATENT_CHUNKS):

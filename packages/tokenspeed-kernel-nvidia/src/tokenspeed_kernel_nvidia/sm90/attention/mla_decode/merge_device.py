@@ -1,6 +1,6 @@
-"""The merge kernel of `mla_decode`: it merges the partial results of work items that span several groups (split-KV merge).
+"""The merge kernel of `mla_decode`. It merges the partial results of work items that span several groups (split-KV merge).
 
-It is launched after the attention kernel, so no CTA ever waits for another one, which might not be resident yet.
+The kernel is launched after the attention kernel. So no CTA ever waits for another CTA, which might not be resident yet.
 """
 
 # mypy: ignore-errors
@@ -143,7 +143,7 @@ class Merge:
         """Merges this CTA's tiles of a work item.
 
         With few partial results one warp merges a tile. With more, each warp merges some of a tile's partial results, and the first
-        warp merges the warps' results: one warp alone would pay the latency of many dependent rounds of loads.
+        warp merges the warps' results. One warp alone would pay the latency of many dependent rounds of loads.
         """
         cta, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -151,8 +151,8 @@ class Merge:
         shared = SmemAllocator().allocate_array(Float32, WARPS * 32 * self.lane_floats)
         call = MergeCall(items, q_len, out, lse, partial, groups, rank, cu_seqlens_q)
         if const_expr(self.config.narrow):
-            # Launching dependents first is safe: the next kernel waits for this one to end, which waits for the preceding one.
-            # 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the other order.
+            # Launching dependents first is safe: the next kernel waits for the end of this kernel, which waits for the preceding
+            # kernel. 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the other order.
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         else:
@@ -184,7 +184,8 @@ class Merge:
 
         Args:
             sums: receives the lane's part of the tile.
-            first: this warp's first partial result. It merges `Config.merge_batch` of every `WARPS` times as many.
+            first: this warp's first partial result. The warp merges `Config.merge_batch` consecutive partial results, skips those
+                of the other warps, and repeats.
         """
         lane = cute.arch.lane_idx()
         row = tile // self.chunks * 16 + (lane >> 2)
@@ -207,7 +208,7 @@ class Merge:
                 sums.scale(r, exp2(sums.row_max[r] - raised))
                 sums.row_max[r] = raised
                 for each in cutlass.range_constexpr(self.config.merge_batch):
-                    # A missing partial result has sum and values 0, but its max, also 0, may exceed the row max.
+                    # A missing partial result has sum 0 and values 0. Its max is also 0, and so may exceed the row max.
                     weight = exp2(cute.arch.fmin(found[each][r][0], raised) - raised)
                     sums.add(r, weight, found[each][r][1], found[each][2])
             first += WARPS * self.config.merge_batch

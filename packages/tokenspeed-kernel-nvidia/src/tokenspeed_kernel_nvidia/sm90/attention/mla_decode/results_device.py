@@ -1,4 +1,4 @@
-"""Where results lie in global memory: output, LSE, partial results and records. The epilogue and the merge kernel share it."""
+"""Addresses of results in global memory: output, LSE, partial results and records. The epilogue and the merge kernel share it."""
 
 # mypy: ignore-errors
 
@@ -26,10 +26,11 @@ class Results:
 
     @cute.jit
     def partial_at(self, call: Any, first_group: Int32, nth: Int32):
-        """Returns the addresses of a partial result: of its rows' max and sum, and of its values.
+        """Returns the addresses of a partial result: the address of its rows' max and sum, and the address of its values.
 
-        A group writes at most two partial results: of an item that began in an earlier group, and of one that begins in it. Values
-        are in the order of the accumulator fragments, so a warp accesses 512 contiguous bytes: see `values_offset`.
+        A group writes at most two partial results: one of an item that began in an earlier group, and one of an item that begins in
+        this group. Values are in the order of the accumulator fragments, so a warp accesses 512 contiguous bytes: see
+        `values_offset`.
         """
         slot = (first_group + nth) * 2 + cutlass.select_(nth == 0, Int32(1), Int32(0))
         at = (slot * self.config.ranks + call.rank) * ROWS
@@ -40,21 +41,24 @@ class Results:
     def values_offset(self, warp: Int32, chunk: Int32) -> Int32:
         """Returns the byte offset of a warp's 16 rows x `Config.chunk` columns in a partial result. Each lane stores 16 bytes.
 
-        A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``: two values of row ``lane // 4``, then two of row
-        ``lane // 4 + 8``. With `Config.narrow`, those of the columns plus 8 follow.
+        A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``. Two values of row ``lane // 4`` come first, then two of
+        row ``lane // 4 + 8``. With `Config.narrow`, the values of the columns plus 8 follow.
         """
         return (warp * (LATENT // self.config.chunk) + chunk) * (32 * 16)
 
     def row_sums_offset(self, row: Int32, half: Int32) -> Int32:
-        """Returns the byte offset of a row's max and sum in a partial result. ``half``: the value warpgroup that scaled them."""
+        """Returns the byte offset of a row's max and sum in a partial result. ``half``: the value warpgroup that scaled the row's
+        values.
+        """
         return row * self.config.sums_bytes + (half * 8 if self.config.narrow else 0)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
-        """Returns the address of a record: a work item, its first group, and the number of groups among which it is split.
+        """Returns the address of a record. A record holds a work item, its first group, and the number of groups among which it is
+        split.
 
-        There is a record per work item. Where items outnumber groups, there is a record per group instead: of the last item that
-        begins in the group, if later groups continue it.
+        There is a record per work item. If items outnumber groups, there is a record per group instead. It is for the last item
+        that begins in the group, if later groups continue that item.
         """
         rows = call.groups * (2 * self.config.ranks * ROWS)
         partial_bytes = self.config.row_bytes + self.config.sums_bytes

@@ -1,4 +1,4 @@
-"""The tile scheduler of `kernel_device`: work items from lengths, and each CTA's range of them.
+"""The tile scheduler of `kernel_device`: makes work items from lengths, and gives each CTA a range of them.
 
 `split_kv_device` splits the blocks of all work items evenly. The producer warp publishes the result, the plan, in shared memory.
 """
@@ -42,7 +42,7 @@ def blocks_of(length: Int32) -> Int32:
 
 @cute.jit
 def cached_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many cache tokens a work item's last token sees. Items beyond the last one are clamped to it."""
+    """Returns how many cache tokens a work item's last token sees. Items beyond the last item are clamped to it."""
     sequence, first, tokens = work.tokens_of(call, cutlass.min(item, call.batch - 1))
     length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
     return cutlass.max(length - call.q_len + first + tokens, 0)
@@ -61,7 +61,7 @@ class DecodeWork:
 
     @cute.jit
     def tokens_of(self, call: Call, item: Int32):
-        """Returns a work item's sequence, its first new token in that, and its number of tokens."""
+        """Returns a work item's sequence, its first new token in that sequence, and its number of tokens."""
         sequence = item // call.items
         first = (item - sequence * call.items) * self.config.tokens_of_tile
         return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
@@ -98,9 +98,9 @@ class DecodeWork:
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
         """Returns the queue positions per group, and the starting cost of a work item in positions: see `STARTING`.
 
-        Where all items have equally many blocks, the range is a multiple or a fraction of an item, if that is at most 1/16 more
-        than an even split: each split of an item costs partial results, twice as large as the output, and their merge. Otherwise
-        the starting cost gives groups with many items fewer blocks.
+        If all items have equally many blocks, the range is a multiple or a fraction of an item, provided that this is at most 1/16
+        more than an even split. Each split of an item costs partial results, which are twice as large as the output, and their
+        merge. Otherwise, the starting cost gives fewer blocks to groups with many items.
         """
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
         per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
@@ -126,8 +126,8 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
         tells: whether to signal PLANNED to the consumer warpgroups. One warp does.
 
     Returns:
-        The first work item, the queue position of its first block, the first position and the end of this CTA's range, and the
-        item's length.
+        The first work item, the queue position of its first block, the start and end positions of this CTA's range, and the item's
+        length.
     """
     lane = cute.arch.lane_idx()
     item, length, offset, left, per_group, starting = [Int32(0)] * 6
@@ -139,7 +139,7 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
     first = begin - offset + starting
     end = begin + left
     begin = cutlass.max(begin, first)
-    if lane == 0:  # other loading warps write the same values
+    if lane == 0:  # other loading warps would write the same values
         call.plan[ITEM] = item
         call.plan[FIRST] = first
         call.plan[BEGIN] = begin

@@ -45,7 +45,7 @@ class ScoreWarpgroup:
 
     Attributes:
         qk: q @ k: `QkMma` or `Fp8QkMma`.
-        mask: masks of a block's scores: `TokenMask`, or an object with the same methods.
+        mask: masks a block's scores. `TokenMask`, or an object with the same methods.
     """
 
     config: Config
@@ -69,12 +69,12 @@ class ScoreWarpgroup:
             whole = blocks_of(length)
             count = cutlass.min(first + whole, call.end()) - begin
             at, scale = self.qk.take_queries(call, ops.words, at, rope_at)
-            signal_probs(call, rope_at)  # no probabilities, but the value warpgroups release this stage like all others
+            signal_probs(call, rope_at)  # no probabilities, but the value warpgroups release this stage like any other
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - (begin - first) * ROWS  # tokens from the block's first one on that the item's last token sees
+            valid = length - (begin - first) * ROWS  # how many tokens, from the block's first on, the item's last token sees
             first += whole + call.plan[STARTING]
             begin = first
             is_first = cutlass.Boolean(True)
@@ -96,7 +96,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
-        """Softmax of a block: stores its probabilities over its rotary part, and the rescale factors in its notes."""
+        """Softmax of a block. Stores the block's probabilities over its rotary part, and its rescale factors in its notes."""
         grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = thread_of_scores()
@@ -131,12 +131,12 @@ def put_sums(call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor)
 
 @dataclass(frozen=True)
 class Operands:
-    """MMA operands of q @ k. All but the queries in registers are shared-memory descriptors.
+    """MMA operands of q @ k. All operands except the queries in registers are shared-memory descriptors.
 
     Attributes:
         kept: queries in registers: the first columns.
         words: the same registers as 32-bit words.
-        others: queries of the other columns, in shared memory.
+        others: the queries of all other columns, in shared memory.
         latents, ropes: keys, by stage.
     """
 
@@ -173,13 +173,13 @@ class QkMma:
     """q @ k with 16-bit MMAs.
 
     Attributes:
-        arrival: how keys arrive: `TmaArrival`, or an object with the same methods.
+        arrival: how keys become visible to MMAs. `TmaArrival`, or an object with the same methods.
     """
 
     config: Config
     memory: SharedMemory
     arrival: Any
-    every_factor = False  # whether notes also hold the factors, 1, of rows whose max has not grown
+    every_factor = False  # whether notes also hold the factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
@@ -200,7 +200,7 @@ class QkMma:
 
     @cute.jit
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Loads the first columns of a Q tile to registers, copies the others within shared memory, and releases its stages.
+        """Loads the first columns of a Q tile to registers, copies the others within shared memory, and releases the tile's stages.
 
         Returns the chunk cursor after the queries, and the factor of scores.
         """
@@ -278,7 +278,7 @@ class QkMma:
 def finish_scores(config: cutlass.Constexpr[Config], call: Call, rope_at: Cursor, is_first: cutlass.Boolean):
     """Waits for the MMAs of a block.
 
-    Unless `Config.at_once`, it signals the previous block's probabilities while the last MMAs are in flight, except at a work
+    Unless `Config.at_once`, the previous block's probabilities are signalled while the last MMAs are in flight, except at a work
     item's first block.
     """
     if const_expr(config.at_once or config.tail > 0):
@@ -294,7 +294,7 @@ def finish_scores(config: cutlass.Constexpr[Config], call: Call, rope_at: Cursor
 def release_queries(memory: SharedMemory, call: Call, at: Cursor):
     """Releases the chunk stages that held queries. The value warpgroups release the stage of the rotary part.
 
-    The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy, and an arrival alone does not
+    The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy. So an arrival alone does not
     order them after this warp's loads in flight.
     """
     cute.arch.sync_warp()

@@ -39,8 +39,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 )
 
 CHUNK = 8  # columns that are stored together in a float32 partial result
-# Lower bound, as a biased float32 exponent, of the row amax that is scaled to float16's range. A row sum is scaled by the same
-# factor and is below 2^32, so it stays below 2^127.
+# Lower bound, as a biased float32 exponent, of the row amax that is scaled to float16's range. The same factor scales a row sum,
+# which is below 2^32. So the scaled row sum stays below 2^127.
 LEAST_OF_PARTIAL = 127 - 80
 
 
@@ -50,7 +50,7 @@ class Accumulators:
 
     Attributes:
         tiles: an accumulator for each tile of the warpgroup's columns.
-        row_max, row_sum: of this thread's two rows; None where they stay in shared memory.
+        row_max, row_sum: values for this thread's two rows; None if they stay in shared memory.
     """
 
     tiles: list
@@ -101,7 +101,7 @@ class Epilogue:
     @cute.jit
     def write_item(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
         """Stores a warpgroup's columns of a work item: as output if the item is not split, else as a partial result."""
-        if const_expr(self.config.narrow):  # first, so that its operands no longer occupy registers when values are scaled
+        if const_expr(self.config.narrow):  # first, so that the record's operands occupy no registers while values are scaled
             self.write_record_of(call, item, split)
         if split.partials > 1:
             self.store.partial(call, out, item, half, split)
@@ -112,7 +112,7 @@ class Epilogue:
 
     @cute.jit
     def write_record_of(self, call: Call, item: Int32, split: Split):
-        """Writes the record of a work item, where `record` has one for it."""
+        """Writes the record of a work item, if `record` has a slot for this item."""
         of_item = self.work.most_items(call) <= call.groups
         index = cutlass.select_(of_item, item, self.store.group_of(call))
         begins = split.first_group == self.store.group_of(call)
@@ -161,8 +161,8 @@ class Store:
     def narrow_partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
         """Stores a partial result in float16.
 
-        A row's values and row sum are scaled by the same power of 2, and its row max is shifted accordingly, so the merge does not
-        depend on the scale. The scale brings the row's amax to between 2^14 and 2^15, as far as the sum stays in float32's range.
+        A row's values and row sum are scaled by the same power of 2, and its row max is shifted accordingly. So the merge does not
+        depend on the scale. The scale moves the row's amax to between 2^14 and 2^15, as far as the sum stays in float32's range.
         """
         acc = out.tiles
         _, _, tokens = self.work.tile_of(call, item)

@@ -14,20 +14,20 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RO
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
-# First warpgroup of each role: warpgroup 0 loads, 1 computes scores, 2 and 3 compute half of the output's columns each.
+# First warpgroup of each role: warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half of the output's columns each.
 SCORES, VALUES = 1, 2
 READERS = 2  # value warpgroups
 THREADS = 128 * 4
-# Indices into the CTA's plan in shared memory. The blocks of all work items, concatenated, form a queue; STARTING empty positions
-# precede each item's blocks, as the cost of starting it. A CTA's range is the positions from BEGIN up to END. It begins in item
-# ITEM, whose first block is at position FIRST. A group's full range has PER_GROUP positions.
+# Indices into the CTA's plan in shared memory. The blocks of all work items, concatenated, form a queue. STARTING empty positions
+# precede each item's blocks; they represent the cost of starting an item. A CTA's range is the positions from BEGIN up to END. The
+# range begins in item ITEM, whose first block is at position FIRST. A group's full range has PER_GROUP positions.
 ITEM, FIRST, BEGIN, END, PER_GROUP, STARTING = range(6)
 # Named barriers: the plan has been written; the barrier of the score warpgroup.
 PLANNED, SCORED = 1, 2
 PLANNERS = 32 + 3 * 128
 
-LATENT_CHUNK = 128  # columns of a latent chunk, which has its own barriers: q @ k starts when the first chunk is loaded
-LATENT_CHUNKS = LATENT // LATENT_CHUNK  # chunks of a block; the two value warpgroups take every other one
+LATENT_CHUNK = 128  # columns of a latent chunk. Each chunk has its own barriers, so q @ k starts when the first chunk is loaded
+LATENT_CHUNKS = LATENT // LATENT_CHUNK  # number of chunks of a block; each value warpgroup takes every other chunk
 CHUNK_PANELS = LATENT_CHUNK // PANEL
 PANEL_BYTES = ROWS * PANEL * 2
 FP8 = cutlass.Float8E4M3FN
@@ -37,11 +37,11 @@ NOTES = 3 * ROWS + 4  # float32 elements of a block's `Notes`
 
 @dataclass(frozen=True)
 class Notes:
-    """What the score warpgroup passes to the value warpgroups with a block's probabilities.
+    """Data that the score warpgroup passes to the value warpgroups with a block's probabilities.
 
     Attributes:
-        at: each row's rescale factor of accumulators; then each row's row max and row sum, valid with the last block of a work item
-            only; then for each warp whether any of its rows must be rescaled.
+        at: first each row's rescale factor of accumulators. Then each row's row max and row sum, valid only with the last block of
+            a work item. Then for each warp whether any of its rows must be rescaled.
     """
 
     at: cute.Pointer
@@ -56,7 +56,9 @@ class Notes:
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """A bit mask of the valid rows of a gathered block. It aliases the sums, which are written only after it has been read."""
+        """A bit mask of the valid rows of a gathered block. The mask aliases the row sums, which are written only after the mask
+        has been read.
+        """
         return cute.recast_ptr(self.at + ROWS, dtype=dtype)
 
 
@@ -66,7 +68,7 @@ class Blocks:
 
     Attributes:
         latents: boxes of a panel of latents.
-        others: boxes of the rotary part; None where the same box fits both.
+        others: boxes of the rotary part; None if the same box fits both.
     """
 
     latents: Tma
@@ -88,12 +90,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Call:
-    """The kernel's arguments as a CTA sees them, and its shared memory.
+    """A CTA's view of the kernel's arguments, and its shared memory.
 
-    A work item is the new tokens of a sequence that fit a tile, with all heads: one token with 64 heads, four with 16.
+    A work item is as many new tokens of a sequence as fit a tile, with all heads: one token with 64 heads, four with 16.
 
     Attributes:
-        page_table: of int32 ``[batch, max_pages]``.
+        page_table: address of int32 ``[batch, max_pages]``.
         cache_seqlens: address of int32 ``[batch]``.
         batch: work items of all sequences.
         items: work items per sequence.
@@ -102,13 +104,13 @@ class Call:
         out: output, with tokens as rows and heads as columns.
         lse: address of float32 ``[tokens, heads]``, or 0.
         partial: address of partial results.
-        groups: number of groups, among which the work is split; a group is a cluster of CTAs, each with its own heads.
+        groups: number of groups among which the work is split. A group is a cluster of CTAs, each with its own heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
-        group, rank: this CTA's group, and its rank in it.
+        group, rank: this CTA's group, and its rank in that group.
         plan: see ITEM.
         storage: see `SharedMemory.storage`.
-        q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
+        q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None if neither is fp8.
         cu_seqlens_q, is_causal: for `mla_extend.kernel_device`, else None.
     """
 
@@ -133,7 +135,7 @@ class Call:
     cu_seqlens_q: Int64 | None = None
     is_causal: Int32 | None = None
 
-    # Addresses in shared memory are computed at each use, so that none occupies a register in between.
+    # Addresses in shared memory are computed at each use. So no address occupies a register between uses.
 
     @property
     def latent_chunks(self) -> Pipeline:
@@ -167,7 +169,7 @@ class SharedMemory:
         stored: dtype that the tiles are declared with.
         latent_chunks: the ring of latent chunks.
         ropes: the ring of rotary parts. A row of probabilities has as many bytes, and overwrites it.
-        others: queries that are not in registers.
+        others: the queries that are not in registers.
         sums: float32 elements after the notes, for accumulators in global memory: see `fp8_sums_device`.
     """
 
@@ -228,7 +230,7 @@ def shared_memory(config: Config) -> SharedMemory:
 
 @cute.jit
 def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
-    """A warp releases a stage: it arrives in every CTA of the cluster, as copies of all of them overwrite the stage."""
+    """A warp releases a stage. It arrives in every CTA of the cluster, because copies of all these CTAs overwrite the stage."""
     barrier = barriers.of(at)
     for rank in cutlass.range_constexpr(ctas):
         with cute.arch.elect_one():

@@ -50,7 +50,7 @@ class ValueWarpgroups:
 
     @cute.jit
     def compute(self, call: Call, mma: cute.TiledMma):
-        """Computes the output of all work items of the CTA: every other chunk of its columns."""
+        """Computes the output of all work items of the CTA, for every other chunk of columns."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= VALUES * 128
@@ -67,7 +67,7 @@ class ValueWarpgroups:
             whole = blocks_of(self.work.length_of(call, item))
             count = cutlass.min(first + whole, call.end()) - begin
             # The stage of the queries' rotary part. If another warp released it, probs_full could complete two phases before this
-            # warp waits, and a parity wait cannot tell a phase from the one after the next.
+            # warp waits. A parity wait cannot tell a phase from the one after the next.
             call.probs_full.wait(rope_at)
             release(call.ropes.empty, rope_at, self.config.cluster)
             at, rope_at = skip(at, c.query_chunks, c.latent_chunks), advance(rope_at, c.stages)
@@ -87,7 +87,7 @@ class ValueWarpgroups:
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """The MMA atom of P @ V, and its operands: shared-memory descriptors, by stage."""
+    """The MMA atom and the operands of P @ V: shared-memory descriptors, by stage."""
 
     atom: cute.MmaAtom
     probs: cute.Tensor
@@ -133,7 +133,7 @@ class PvMma:
 
     @cute.jit
     def multiply(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, second: Cursor, rope_at: Cursor):
-        """Waits for a block's probabilities, rescales, and adds its P @ V. Its values must have been loaded."""
+        """Waits for a block's probabilities, rescales, and adds its P @ V. The block's values must have been loaded."""
         acc = out.tiles
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
@@ -174,7 +174,7 @@ def take_block(pv: Any, call: Call, ops: Any, out: Accumulators, at: Cursor, rop
     """Adds P @ V of a block, and releases its stages."""
     c = pv.config
     second = skip(at, READERS, c.latent_chunks)
-    # Values are loaded before their probabilities are computed, so wait for them first, off the critical path.
+    # Values are loaded before their probabilities are computed. So wait for values first, off the critical path.
     call.latent_chunks.wait(at)
     call.latent_chunks.wait(second)
     pv.multiply(call, ops, out, at, second, rope_at)

@@ -1,10 +1,10 @@
-"""Configurations that `mla_extend` is compiled for: those of `mla_decode`, used for many new tokens.
+"""The configurations that `mla_extend` is compiled for: those of `mla_decode`, used for many new tokens.
 
-With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. Multicast reads
-shared blocks from L2 once. Without clusters, a CTA would read 74 KB in the 1.2 us that 64 rows take with 64 tokens at full speed.
-That is 8 TB/s for 132 CTAs, more than the bandwidth of L2.
+With any number of heads two CTAs form a cluster. They handle halves of a token's 128 heads, or different tokens. Multicast reads
+shared blocks from L2 once. Without clusters, a CTA would read 74 KB of K/V in the 1.2 us that 64 rows take with 64 tokens at full
+speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
 
-Where the new tokens of every sequence fit one tile, the second CTA would have none. Then a cluster has one CTA, and the kernel is
+If one tile holds the new tokens of every sequence, the second CTA would have none. Then a cluster has one CTA, and the kernel is
 memory-bound.
 """
 

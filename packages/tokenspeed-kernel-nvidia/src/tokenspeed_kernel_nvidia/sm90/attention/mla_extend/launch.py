@@ -1,13 +1,13 @@
 """MLA extend on Hopper: latent attention of many new tokens of each sequence to a paged cache.
 
-A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. It is computed as in `mla_decode`. The two CTAs
-of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
+A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. The tile is computed as in `mla_decode`. The
+two CTAs of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
 `config`.
 
 The kernel is persistent. The blocks of all work items, concatenated, are split into one equal range per cluster. The split is
 computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and balanced when these change. A
-cluster leaves at most two partial results, of the item in which its range begins and of its last one. A second kernel merges these
-in a fixed order.
+cluster leaves at most two partial results: of the item in which its range begins, and of its last item. A second kernel merges
+these in a fixed order.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of new tokens to a paged cache that holds them: launches the kernels on checked arguments.
+    """Latent attention of new tokens to a paged cache that already holds them. Launches the kernels on checked arguments.
 
     Windows and logit_cap are not supported. Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public
     function is `tokenspeed_kernel_nvidia.mla_extend_with_kvcache`.

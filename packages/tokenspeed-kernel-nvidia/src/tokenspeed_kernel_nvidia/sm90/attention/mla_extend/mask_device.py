@@ -14,14 +14,14 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.scheduler_device import 
 
 @cute.jit
 def hide(work: ExtendWork, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-    """Masks tokens after each new token itself, if attention is causal. See `mla_decode`'s `hide_later_tokens`."""
+    """If attention is causal, masks, for each new token, all later tokens. See `mla_decode`'s `hide_later_tokens`."""
     c = work.config
     thread = thread_of_scores()
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
     limit = valid
     if cutlass.const_expr(c.tokens_of_item > 1):
         _, _, tokens = work.tokens_of(call, item)
-        # End of what the first token of this CTA's tile sees.
+        # The end of the range of tokens that the first token of this CTA's tile sees.
         limit = cutlass.select_(call.is_causal != 0, valid - (tokens - 1) + work.tokens_before(call), valid)
     for r in cutlass.range_constexpr(2):
         seen = limit

@@ -1,7 +1,7 @@
 """The tile scheduler of `mla_extend`: work items of many new tokens, and how they follow from lengths.
 
-A work item is the tokens that a cluster computes together. Its index is ``sequence * items + tile``, where ``items`` is the upper
-bound of a sequence's items. Indices beyond a sequence's last item are skipped.
+A work item is the tokens that a cluster computes together. An item's index is ``sequence * items + tile``, where ``items`` is the
+upper bound of a sequence's items. Indices beyond a sequence's last item are skipped.
 """
 
 # mypy: ignore-errors
@@ -25,15 +25,15 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config
 class ExtendWork:
     """Work items of a different number of new tokens of each sequence; the counterpart of `mla_decode`'s `DecodeWork`.
 
-    Here a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences. Methods without a
-    docstring return what those of `DecodeWork` return.
+    In these methods, a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
+    Methods without a docstring return the same as the methods of `DecodeWork`.
     """
 
     config: Config
 
     @cute.jit
     def queries_of(self, call: Any, sequence: Int32):
-        """Returns a sequence's first new token, and its number of new tokens."""
+        """Returns the index of a sequence's first new token, and its number of new tokens."""
         at = call.cu_seqlens_q + Int64(sequence) * 4
         begin = load_int(at, False)
         return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
@@ -115,10 +115,11 @@ class ExtendWork:
 
     @cute.jit
     def positions_of(self, call: Call, length: Int32, before: Int32, count: Int32, items: Int32):
-        """Returns the queue positions of a sequence's first ``items`` work items: their blocks, and `STARTING_BLOCKS` each.
+        """Returns how many queue positions a sequence's first ``items`` work items occupy: their blocks, and `STARTING_BLOCKS`
+        each.
 
-        With causal attention, item i, if it has all its T tokens, ends at ``before + (i + 1) * T``. So it has
-        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``.
+        With causal attention, item i ends at ``before + (i + 1) * T`` if it has all its T tokens. So it has ``(before + 63 + (i +
+        1) * T) // 64`` blocks. Because T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
             length, before, count: see `lengths_of`.

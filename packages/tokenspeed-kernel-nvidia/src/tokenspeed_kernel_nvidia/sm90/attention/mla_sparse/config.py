@@ -15,26 +15,29 @@ PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift gives a s
 class Config(mla_decode_config.Config):
     """Configuration of one kernel variant.
 
-    The kernel is that of `mla_decode`, with a producer warpgroup that gathers keys instead of a TMA producer warp. A tile has the
-    heads of one token, because each token has its own keys.
+    The kernel differs from `mla_decode` in its producer: a warpgroup gathers keys, instead of a TMA producer warp. A tile has the
+    heads of a single token, because each token has its own keys.
     """
 
     @property
     def cluster(self) -> int:
-        """1: every CTA gathers all its keys itself, as cp.async cannot multicast."""
+        """1: every CTA gathers all its keys itself, because cp.async cannot multicast."""
         return 1
 
     @property
     def neighbours(self) -> int:
-        """CTAs that are launched as a cluster, so that those of a group run concurrently on neighbouring SMs.
+        """The number of CTAs that are launched as a cluster. So CTAs of a group run concurrently on neighbouring SMs.
 
-        They load the same keys at nearly the same time: on an H200, 128 tokens with 128 heads took 127 us, and 130 us without.
+        These CTAs load the same keys at nearly the same time. On an H200, 128 tokens with 128 heads took 127 us, and 130 us without
+        such clusters.
         """
         return self.ranks
 
     @property
     def at_once(self) -> bool:
-        """False: with 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us with True; decode took the same."""
+        """False: with 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us with True.
+        Decode times were equal.
+        """
         return False
 
     @property

@@ -1,8 +1,8 @@
 """The device code of `mla_sparse`: the launch, and the roles of the warps.
 
-The plan is that of `mla_decode.kernel_device`, where a token counts as a sequence of its selected keys. Here all four warps of
-warpgroup 0 gather keys (`load_device`): they copy rows by cp.async, which cannot multicast, so with 128 heads both CTAs of a group
-gather all keys. MMAs and epilogue are those of `mla_decode`.
+The plan is that of `mla_decode.kernel_device`. A token counts as a sequence of its selected keys. All four warps of warpgroup 0
+gather keys (`load_device`). They copy rows by cp.async, which cannot multicast. So with 128 heads both CTAs of a group gather all
+keys. MMAs and epilogue are those of `mla_decode`.
 """
 
 # mypy: ignore-errors
@@ -54,7 +54,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class MlaSparse:
-    """The sparse MLA kernel of one configuration, composed of its roles."""
+    """The sparse MLA kernel for one configuration, composed of its roles."""
 
     def __init__(self, config: Config) -> None:
         work, memory = DecodeWork(config, selected_length), shared_memory(config)
@@ -123,7 +123,7 @@ class MlaSparse:
                 self.init_barriers(call)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -138,7 +138,9 @@ class MlaSparse:
 
     @cute.jit
     def init_barriers(self, call: Call):
-        """Each producer thread's copies arrive at the full barriers; for its row mask each warp arrives at those of `ropes`."""
+        """The copies of each producer thread arrive at the full barriers. For its row mask, each warp arrives at the barriers of
+        `ropes`.
+        """
         c = self.config
         for chunk in cutlass.range_constexpr(c.latent_chunks):
             call.latent_chunks.full.init(chunk, 32 * WARPS)

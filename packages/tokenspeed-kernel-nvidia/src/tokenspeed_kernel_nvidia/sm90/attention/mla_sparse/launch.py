@@ -1,10 +1,10 @@
 """Sparse MLA on Hopper: latent attention of tokens to selected slots (top-k indices) of a paged cache, for decode and prefill.
 
-It is `mla_decode` with gathered keys. Each token counts as a sequence, and its indices take the role of the page table. With 128
-heads, both CTAs of a group gather all keys of their token; one of them hits in L2.
+The kernel is `mla_decode` with gathered keys. Each token counts as a sequence, and its indices take the role of the page table.
+With 128 heads, both CTAs of a group gather all keys of their token. One of the two reads hits in L2.
 
 The blocks of 64 keys of all tokens, concatenated, are split into equal ranges on the device, from topk_length. So few tokens are
-split among all SMs, many are hardly split at all, and a captured CUDA graph stays correct when lengths change.
+split among all SMs, and many tokens are hardly split. A captured CUDA graph stays correct when lengths change.
 """
 
 from __future__ import annotations

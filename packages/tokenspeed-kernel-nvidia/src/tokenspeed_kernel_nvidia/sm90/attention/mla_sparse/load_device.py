@@ -41,7 +41,7 @@ class Gatherer:
     """The producer warpgroup.
 
     Keys are copied by 16-byte cp.async to their positions in the 128-byte swizzle. Rows without a key are zeroed, because 0 * NaN
-    is not 0, and their scores are masked.
+    is not 0. The scores of such rows are masked.
     """
 
     config: Config
@@ -63,12 +63,12 @@ class Gatherer:
         else:
             item, first, begin, end, length = publish_plan(self.work, call, False)
         lane = cute.arch.lane_idx()
-        own = warp * OWN + lane % OWN  # the row whose address this lane computes
+        own = warp * OWN + lane % OWN  # the row for which this lane computes the address
         at, rope_at = first_to_fill(), first_to_fill()
         while begin < end:
             whole = blocks_of(length)
             after = cutlass.min(whole, end - first)
-            # Loaded before the previous block has a free stage, because this load is as slow as all the rest.
+            # The slot is loaded before a stage is free, because this load takes as long as all other steps.
             slot = slot_of(call, item, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
             source = q.address + (Int64(item) * q.row + Int64(head) * q.column) * 2
@@ -89,7 +89,7 @@ class Gatherer:
 
     @cute.jit
     def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
-        """Copies a warp's rows of a block. Each thread's copies arrive at the stages' full barriers.
+        """Copies a warp's rows of a block. The copies of each thread arrive at the stages' full barriers.
 
         Args:
             source: address of row ``lane % 16`` of the warp.
@@ -130,7 +130,7 @@ class GatherArrival:
 
         cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. P @ V is covered as
         well, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow while MMAs
-        run: with one per chunk a prefill was 5% slower on an H200 than without any, which would be unsafe.
+        run: with one fence per chunk, a prefill was 5% slower on an H200 than without fences, which would be unsafe.
         """
         call.ropes.wait(rope_at)
         for _ in cutlass.range_constexpr(LATENT_CHUNKS):
@@ -144,7 +144,7 @@ class GatherArrival:
 
 @cute.jit
 def selected_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
+    """Returns how many of a token's indices are valid. Tokens beyond the last token are clamped to it."""
     length = call.max_seqlen_k
     if call.cache_seqlens != 0:
         given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)

@@ -17,8 +17,8 @@ class Tile(NamedTuple):
     Attributes:
         rows: query rows, 64 per consumer warpgroup.
         keys: keys of a block.
-        q_stages: Q tiles in shared memory. With one, each warpgroup releases its queries after its last q @ k of a tile. Those of
-            the next tile are then loaded during the softmax of that last block.
+        q_stages: Q tiles in shared memory. With one Q tile, each warpgroup releases its queries after its last q @ k of a tile.
+            The queries of the next tile are then loaded during the softmax of that last block.
         kv_stages: stages of the K ring, and of the V ring, of a block each.
     """
 
@@ -28,8 +28,9 @@ class Tile(NamedTuple):
     kv_stages: int
 
 
-# Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. They fill an SM's shared memory, and the accumulators of
-# output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these tiles and others:
+# Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. These tiles fill an SM's shared memory, and their
+# accumulators of output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these
+# tiles and others:
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
@@ -41,7 +42,7 @@ TILES = {
     (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
-# The pairs that also support an fp8 cache with 16-bit queries: the other widths do not fill whole panels of shared memory.
+# The width pairs that also support an fp8 cache with 16-bit queries. Other widths do not fill whole panels of shared memory.
 FP8_CACHE_WIDTHS = ((256, 256),)
 
 # Tiles of fp8 operands, for ragged and paged K/V. A block has 128 or 64 keys: values are transposed to rows of as many bytes.
@@ -61,33 +62,36 @@ FP8_TILES = {
 class Config:
     """Configuration of one kernel variant.
 
-    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128). All but short sequences run at the
-    power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of 1.98 GHz, so extra energy costs time.
+    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128). Except for short sequences, all
+    runs are at the power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of 1.98 GHz. So extra energy costs time.
 
-    Tried and slower: one exponential in eight by a polynomial, to relieve the exponential unit (523 instead of 544 at 8192 x 4); no
-    ping-pong scheduling of the warpgroups (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); a static serpentine
-    tile schedule instead of an atomic counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1 with head_dim 128).
+    Slower alternatives: one exponential in eight by a polynomial, to relieve the exponential unit (523 instead of 544 at 8192 x 4);
+    no ping-pong scheduling of the warpgroups (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); a static
+    serpentine tile schedule instead of an atomic counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1 with
+    head_dim 128).
 
     Attributes:
-        dtype: of q, k, v and the output; of the output alone where those are fp8.
+        dtype: the dtype of q, k, v and the output; of the output alone if q, k and v are fp8.
         head_dim: columns of q and k: 64 or 128, or one of TILES.
         gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
         page_size: tokens of a page; 0 for ragged K/V.
-        section_mib: MiB of K/V that concurrently running tiles may read, so that they hit in L2. With 8 MiB fewer heads run at
-            once: 524 instead of 537 at 8192 x 4.
+        section_mib: how many MiB of K/V concurrently running tiles may read, so that these reads hit in L2. With 8 MiB, fewer heads
+            run at once: 524 instead of 537 at 8192 x 4.
         lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The exponents' shift need not be the exact
             row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
-            Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16; four
-            with head_dim 64 took 3308 and 3676 us. With ping-pong scheduling (see `pingpong`), polynomials of degree 2 for 4, 8 and
-            12 of 64 exponentials took 2452, 2530 and 2595 us (2509 without), and 3523, 3482 and 3483 us (3613 without).
-        fp8_cache: whether keys and values are e4m3, but not q. They are converted to float16 in shared memory. 8 sequences of 1024
-            new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999 us with a bfloat16
-            cache; with head_dim 64 they took 2062 and 1836 us. These were measured when a converter warp waited for each load.
+            Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four
+            with head_dim 64 took 3308 us, and 3676 us in bfloat16. Ping-pong scheduling (see `pingpong`) took 2509 and 3613 us.
+            With it and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, the same calls took 2452, 2530 and 2595 us, and
+            3523, 3482 and 3483 us.
+        fp8_cache: whether keys and values are e4m3, but not q. Keys and values are converted to float16 in shared memory. 8
+            sequences of 1024 new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999
+            us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. In these measurements,
+            a converter warp waited for each load.
         windowed: whether there is a sliding window. Attention is then causal.
         v_head_dim: columns of v and the output; 0 if equal to head_dim.
         capped: whether there is a logit cap; with 16-bit operands only.
-        own_kv: whether ragged K/V have offsets other than those of the queries.
+        own_kv: whether ragged K/V have other offsets than the queries.
     """
 
     dtype: str
@@ -110,14 +114,14 @@ class Config:
 
     @property
     def tile(self) -> Tile | None:
-        """The tile of widths other than 64 and 128; None for these."""
+        """The tile for widths other than 64 and 128; None for these two."""
         if self.fp8:
             return FP8_TILES.get(self.widths)
         return TILES[self.widths][self.paged] if self.widths in TILES else None
 
     @property
     def splits_q(self) -> bool:
-        """Whether each warpgroup has its own Q barriers, and releases its queries as soon as it has used them."""
+        """Whether each warpgroup has its own Q barriers. If so, it releases its queries as soon as it has used them."""
         return self.q_stages == 1
 
     @property
@@ -129,8 +133,8 @@ class Config:
     def pingpong(self) -> bool:
         """Whether warpgroups issue their MMAs in turn (ping-pong scheduling).
 
-        With fp8 operands ping-pong took 2509 us instead of 2472, and 3613 us instead of 3308 with head_dim 64. On an H100 it took
-        687 us instead of 646 with head_dim 96, but 713 us instead of 756 with head_dim 256.
+        With fp8 operands ping-pong took 2509 us instead of 2472. With head_dim 64 it took 3613 us instead of 3308. On an H100 it
+        took 687 us instead of 646 with head_dim 96, but 713 us instead of 756 with head_dim 256.
         """
         return not self.fp8 or self.head_dim == 256
 
@@ -143,8 +147,8 @@ class Config:
     def lift(self) -> float:
         """log2 of the largest probability in a tile's first block.
 
-        With e4m3 probabilities it is 3: even if all 32 elements of a row that a thread holds were 8, their sum of 256 is less than
-        the largest e4m3 value, see `fp8_device`.
+        With e4m3 probabilities it is 3. A thread holds 32 elements of a row. Even if all were 8, their sum of 256 is less than the
+        largest e4m3 value, see `fp8_device`.
         """
         return 3.0 if self.fp8 else 0.0
 
@@ -162,7 +166,7 @@ class Config:
 
     @property
     def k_columns(self) -> int:
-        """Columns of queries and keys in shared memory. TMA fills those beyond head_dim with zeros."""
+        """Columns of queries and keys in shared memory. TMA fills columns beyond head_dim with zeros."""
         return -(-self.head_dim // self.panel) * self.panel
 
     @property
@@ -182,8 +186,8 @@ class Config:
     def block_n(self) -> int:
         """Keys of a block. A tile's last block is halved where no row sees the second half: 537 instead of 533 at 4096 x 4.
 
-        With an fp8 cache of head_dim 128, shared memory holds 64: blocks lie there both before and after conversion. With an fp8
-        cache of head_dim 64 and a window, registers limit it to 64.
+        With an fp8 cache of head_dim 128, shared memory holds blocks of 64, because blocks are stored both before and after
+        conversion. With an fp8 cache of head_dim 64 and a window, registers limit blocks to 64.
         """
         if self.tile:
             return self.tile.keys
@@ -200,7 +204,7 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Query positions (tokens) of a tile. Where gqa_ratio does not divide the rows, some rows are unused."""
+        """Query positions (tokens) of a tile. If gqa_ratio does not divide the number of rows, some rows are unused."""
         return self.block_m // self.gqa_ratio
 
     @property
@@ -220,7 +224,7 @@ class Config:
 
     @property
     def kv_stages(self) -> int:
-        """Stages of the K ring, and of the V ring: as many as fit beside two Q tiles and an output tile."""
+        """Stages of the K ring and of the V ring each: as many as fit beside two Q tiles and an output tile."""
         if self.tile:
             return self.tile.kv_stages
         if self.fp8_cache:
@@ -294,7 +298,7 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
-        """Registers per producer thread: those that consumers leave. At head_dim 128 with pages of 16, 24 would spill."""
+        """Registers per producer thread: the registers that consumers leave. At head_dim 128 with pages of 16, 24 would spill."""
         return left_by(self.threads, self.warpgroups, self.consumer_registers)
 
 
@@ -321,7 +325,7 @@ def every_config() -> list[Config]:
         for windowed in (False, True)
         for gqa_ratio in GQA_RATIOS
         for page_size in (0, *PAGE_SIZES)
-        # Only `mla_prefill` has K/V offsets that differ from those of the queries.
+        # Only `mla_prefill` has K/V offsets that differ from the queries' offsets.
         for own_kv in ((False, True) if (head_dim, v_head_dim, gqa_ratio, page_size) == (192, 128, 1, 0) else (False,))
     ]
     of_caches = [

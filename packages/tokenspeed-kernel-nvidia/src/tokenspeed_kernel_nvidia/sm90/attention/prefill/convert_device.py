@@ -1,11 +1,11 @@
 """The converter warps of `kernel_device`: they prepare fp8 keys and values for wgmma.
 
-With fp8 MMAs, values are transposed: fp8 wgmma takes K-major operands only, so a block of V must be contiguous along the keys.
+With fp8 MMAs, values are transposed. fp8 wgmma takes K-major operands only, so a block of V must be contiguous along the keys.
 ldmatrix.trans transposes pairs of bytes, and byte permutes separate the pairs, as FlashAttention-3 does (Shah et al., 2024,
-arXiv:2407.08608). The keys may be in any order that the probabilities share. It is the order in which an accumulator becomes the A
-operand without exchange between lanes: of 32 keys, position ``16 h + 4 t + e`` holds key ``16 h + 8 (e // 2) + 2 t + e % 2``.
+arXiv:2407.08608). The keys may be in any order that the probabilities share. The order used lets an accumulator become the A
+operand without exchange between lanes. Of 32 keys, position ``16 h + 4 t + e`` holds key ``16 h + 8 (e // 2) + 2 t + e % 2``.
 
-With 16-bit queries and an fp8 cache, keys and values are converted to float16: one instruction converts two e4m3 values, exactly.
+With 16-bit queries and an fp8 cache, keys and values are converted to float16. One instruction converts two e4m3 values, exactly.
 bfloat16 queries are converted as well, see `queries_device`.
 """
 
@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
 
-CONVERTERS = 3  # all warps of the producer warpgroup but the one that loads
+CONVERTERS = 3  # all warps of the producer warpgroup except the one that loads
 CONVERTED = 9  # named barrier of the converter warps
 AHEAD = 4  # ldmatrix loads of a warp in flight before its first store
 
@@ -40,7 +40,7 @@ class Converters(Tiles):
     def convert(self, shared: Shared, warp: Int32, causal: Int32, window_left: Int32):
         """Converts the blocks of all the CTA's tiles, in the order in which they are loaded."""
         c = self.config
-        # With Q barriers per warpgroup, follow those of the first warpgroup to learn of the next tile.
+        # If each warpgroup has Q barriers, the converters follow those of the first warpgroup to learn of the next tile.
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
@@ -77,7 +77,7 @@ class Converters(Tiles):
         """Waits until a block of values is loaded and its target stage is empty.
 
         Args:
-            valid: leading rows of the block that hold tokens. The others may be NaN and are zeroed; their probabilities are 0.
+            valid: leading rows of the block that hold tokens. Other rows may be NaN and are zeroed; their probabilities are 0.
         """
         c = self.config
         shared.raw_pipe.wait(raw_at)
@@ -112,7 +112,7 @@ class Converters(Tiles):
         of_panel = c.block_n // keys
         steps = self.raw_ring.panels * of_panel
         lane = opt_barrier(cute.arch.lane_idx())
-        # All addresses derive from the lane's first key. A chain of dependent address computations would delay the loads.
+        # All addresses are derived from the lane's first key. A chain of dependent address computations would delay the loads.
         row, chunk = lane // chunks, lane % chunks
         swizzle_xor = row if const_expr(keys == 4) else row // 2  # XOR mask of the swizzle, in chunks
         source += row * c.raw_panel + (chunk ^ swizzle_xor) * 16
@@ -124,7 +124,7 @@ class Converters(Tiles):
         for group in cutlass.range(groups, unroll=1):
             loaded = []
             for index in cutlass.range_constexpr(together):
-                # A warp without a last step repeats another warp's, with the same result.
+                # A warp without a last step repeats another warp's step, with the same result.
                 step = cutlass.min((group * together + index) * CONVERTERS + warp, steps - 1)
                 other = step % 2 * 64 if const_expr(keys == 4) else 0  # odd steps: the upper four keys of the swizzle's eight rows
                 words = load_words("shared", (source ^ other) + step * (keys * c.raw_panel), 4)
@@ -144,8 +144,8 @@ class Converters(Tiles):
     def transpose_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
         """Transposes a block, 32 keys x 16 columns at a time.
 
-        AHEAD loads are issued before the first store, and no address depends on another: otherwise each step would wait for its
-        load, and the consumer warpgroups for the block.
+        AHEAD loads are issued before the first store, and no address depends on another address. Otherwise each step would wait for
+        its load, and the consumer warpgroups for the block.
         """
         c = self.config
         lane, warp = opt_barrier(cute.arch.lane_idx()), opt_barrier(warp)  # recomputed: kept offsets would take registers
@@ -154,7 +154,7 @@ class Converters(Tiles):
         swizzle_xor = lane % 8 if const_expr(c.raw_panel == 128) else lane % 8 // 2  # XOR mask of the swizzle, in chunks
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.raw_panel
         # A lane's row of the stored matrices: even and odd columns, each for key positions 0 to 15 and 16 to 31. In the last four
-        # rows of a matrix even and odd are exchanged, as columns that differ by 8 would conflict in the same banks.
+        # rows of a matrix, even and odd columns are exchanged, because columns that differ by 8 would conflict in the same banks.
         late = lane // 16
         first_bytes, second_bytes = 0x6420 + 0x1111 * late, 0x7531 - 0x1111 * late
         column = lane % 8 * 2 + (lane // 16 ^ lane % 8 // 4)

@@ -1,9 +1,9 @@
 """Softmax of `mma_device` with probabilities rounded to e4m3.
 
 Probabilities are rounded as they are computed, into separate registers, so the scores survive until the exponents' shift (row_max)
-is known to be good enough. The check uses row sums, which are needed anyway: if a thread's sum over a block is at most the largest
+is known to be good enough. The check uses row sums, which are needed anyway. If a thread's sum over a block is at most the largest
 e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores, and recomputes the
-probabilities. This is rare: the shift starts at a row max, and probabilities may grow 50 times before it is raised.
+probabilities. This is rare, because the shift starts at a row max, and probabilities may grow 50 times before the shift is raised.
 """
 
 # mypy: ignore-errors
@@ -22,8 +22,8 @@ LARGEST = 448.0  # the largest e4m3 value
 def elements_of_word(word: int) -> tuple[int, ...]:
     """The accumulator elements that are packed into a word of the A operand.
 
-    In lane t of a quad, word ``r + 2 h + 4 s`` packs four elements of the lane's row r. Their key positions are ``16 h + 4 t`` to
-    ``16 h + 4 t + 3`` in the s-th group of 32 keys, see `convert_device`.
+    In lane t of a quad, word ``r + 2 h + 4 s`` packs four elements of the lane's row r. The key positions of these elements are
+    ``16 h + 4 t`` to ``16 h + 4 t + 3`` in the s-th group of 32 keys, see `convert_device`.
     """
     first = 4 * (word // 4 * 4 + word // 2 % 2 * 2) + word % 2 * 2
     return first, first + 1, first + 4, first + 5
@@ -33,7 +33,7 @@ def elements_of_word(word: int) -> tuple[int, ...]:
 def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, scale: Float32) -> None:
     """Writes ``exp2(score * scale - shift)``, rounded to e4m3 with saturation, to ``words``.
 
-    This thread's partial row sums of its two rows, unrounded, go to ``sums``.
+    ``sums`` receives this thread's partial row sums of its two rows, unrounded.
     """
     parts = [[None, None], [None, None]]
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -51,8 +51,8 @@ def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cu
 def move(words: cute.Tensor, probs: cute.Tensor) -> None:
     """Moves packed probabilities to the A operand of the next P @ V, after the previous P @ V has completed.
 
-    The opaque move keeps the compiler from letting `weigh` write to the operand's registers directly. These are still read by the
-    MMA in flight, so the MMAs would be serialised.
+    The opaque move keeps the compiler from letting `weigh` write to the operand's registers directly. An MMA in flight still reads
+    these registers, so the MMAs would be serialised.
     """
     operand = cute.recast_tensor(probs, cutlass.Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):

@@ -72,11 +72,12 @@ class Keys:
 
 
 class Prefill(Converters, Consumers):
-    """The prefill kernel of one configuration: persistent and warp-specialised, one CTA per SM.
+    """The prefill kernel for one configuration: persistent and warp-specialised, one CTA per SM.
 
-    Warp 0 of the producer warpgroup schedules tiles and loads Q, K and V by TMA; with fp8 its other three warps convert blocks. Two
-    or three consumer warpgroups compute 64 query rows each with wgmma. Shared memory holds rings of Q tiles and of K and V blocks
-    (``q_stages``, ``kv_stages``), fp8 blocks before conversion, and an output tile unless outputs are stored from registers.
+    Warp 0 of the producer warpgroup schedules tiles, and loads Q, K and V by TMA. With fp8, the producer warpgroup's other three
+    warps convert blocks. Two or three consumer warpgroups compute 64 query rows each with wgmma. Shared memory holds rings of Q
+    tiles and of K and V blocks (``q_stages``, ``kv_stages``), fp8 blocks before conversion, and an output tile unless outputs are
+    stored from registers.
     """
 
     @cute.jit
@@ -198,7 +199,7 @@ class Prefill(Converters, Consumers):
         return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)
 
     def lengths_of(self, sequences: Sequences, at: Int32):
-        """A sequence's first token, its queries and its keys."""
+        """A sequence's first token, its number of queries and its number of keys."""
         start = sequences.cu_seqlens[at]
         q_len = sequences.cu_seqlens[at + 1] - start
         kv_len = q_len
@@ -222,7 +223,7 @@ class Prefill(Converters, Consumers):
         scales: tuple,
         window_left: Int32,
     ):
-        """The producer warp: finds this CTA's tiles one by one, and loads their Q, K and V as far ahead as the rings allow."""
+        """The producer warp. It finds this CTA's tiles one by one, and loads their Q, K and V as far ahead as the rings allow."""
         c = self.config
         lane = cute.arch.lane_idx()
         batch = sequences.cu_seqlens.shape[0] - 1
@@ -257,7 +258,7 @@ class Prefill(Converters, Consumers):
                         shared.q_pipe.commit(q_at, c.q_bytes)
                     self.load_q(shared, q, q_at, tile.start + tile.position, tile.kv_head)
 
-                # Blocks in descending order; values are loaded one block after their keys.
+                # Blocks are loaded in descending order, and values one block after their keys.
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         if const_expr(c.fp8_cache):
@@ -305,7 +306,8 @@ class Prefill(Converters, Consumers):
 
     @cute.jit
     def load_split_q(self, shared: Shared, q: Tma, q_at: Cursor, numbers: tuple):
-        """Loads each warpgroup's queries of a tile as soon as it has released its previous ones, and writes the tile's records.
+        """Loads each warpgroup's queries of a tile as soon as the warpgroup has released its previous queries. Writes the tile's
+        records.
 
         Args:
             numbers: the values of the record.
@@ -386,7 +388,7 @@ class Prefill(Converters, Consumers):
             number, slot = block * pages + lane % pages, 0
             if const_expr(c.page_size > c.block_n):  # a block lies within a page
                 number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
-            split = c.box < min(c.page_size, c.block_n)  # neither the page nor the block is a multiple of the other
+            split = c.box < min(c.page_size, c.block_n)  # neither the page size nor the block size is a multiple of the other
             if const_expr(split):
                 number = (block * c.block_n + lane % pages * c.box) // c.page_size
             page = page_table[keys.sequence, cutlass.min(number, last)]

@@ -1,17 +1,17 @@
 """Prefill and extend: attention of whole sequences with ragged K/V, and of new tokens to a paged cache.
 
-A tile packs all query heads of a KV head (GQA packing). With a group size of 8 at head_dim 64 it has 24 consecutive positions, 192
-rows: keys are loaded once for all of them, and less work above the diagonal is wasted than with 192 positions of one head. Three
-consumer warpgroups compute 64 rows each, over blocks of 128 keys from the diagonal down. P @ V of a block overlaps with the softmax
-of the next block, as in FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), and at the end of a tile with that of the next
-tile.
+A tile packs all query heads of a KV head (GQA packing). With a group size of 8 at head_dim 64, a tile has 24 consecutive positions,
+192 rows. Keys are loaded once for all rows. Less work above the diagonal is wasted than with 192 positions of one head. Three
+consumer warpgroups compute 64 rows each, over blocks of 128 keys from the diagonal down. P @ V of a block overlaps the softmax of
+the next block, as in FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608). At the end of a tile it overlaps the softmax of the
+next tile.
 
-Head dimensions other than 64 and 128 have their own tiles, see `config.TILES`. With wide ones only one Q tile fits: each
-warpgroup releases its 64 rows after its last q @ k, and those of the next tile are loaded during the softmax. Columns that do not
-fill a panel of shared memory are padded with zeros.
+Head dimensions other than 64 and 128 have their own tiles, see `config.TILES`. With wide heads only one Q tile fits. Each warpgroup
+releases its 64 rows after its last q @ k, and the rows of the next tile are loaded during the softmax. Columns that do not fill a
+panel of shared memory are padded with zeros.
 
 The kernel is persistent, with one CTA per SM and a dynamic tile scheduler. The producer warp reads the lengths of up to 32
-sequences, one per lane, and orders their tiles from longest to shortest. An atomic counter assigns tiles to CTAs.
+sequences, one per lane. It orders the tiles of these sequences from longest to shortest. An atomic counter assigns tiles to CTAs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new tokens to a paged cache: launches the kernel on checked arguments. With a window it is causal."""
+    """Attention of new tokens to a paged cache: launches the kernel on checked arguments. Attention with a window is causal."""
     pages, page_size, kv_heads, _ = k_cache.shape
     if not (pages and max_seqlen_k):  # no query sees a key, but TMA loads need a valid page
         k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
@@ -164,10 +164,10 @@ def attend(
 
     Args:
         page_size: tokens of a page of k and v, or 0 where these are ``[kv_tokens, kv_heads, dim]``.
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         cache_seqlens: int32: lengths ``[batch]`` with a paged cache, else offsets ``[batch + 1]`` of the keys, or None if these are
             the queries' offsets.
-        page_table: of a paged cache.
+        page_table: page table of a paged cache.
     """
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
@@ -214,7 +214,7 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
     for _launcher, _form, _formats, _traits in _FORMS:
         _capped = _widths not in OTHER_WIDTHS
         if _capped:
-            # At 64 and 128 these handle capped scores only, and rank below the kernels of `window` for short windows.
+            # At 64 and 128, these kernels handle capped scores only. For short windows, they rank below the kernels of `window`.
             if "logit_cap" not in _traits:
                 continue
             _form, _traits = "_capped", {**_traits, "logit_cap": {True}}
@@ -234,8 +234,8 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
                 tags={"determinism", *(("fp8_weights",) if _formats & _ALL_FP8 else ())},
             )(_launcher)
 
-# 8 x 1024 new tokens of 8192 on an H200, this kernel then the portable one, in us. Gemma's 16 query and 8 KV heads: 2044, 3048
-# (1536 with a bfloat16 cache). Qwen3-Next's 16 and 2: 2036, 2845. In a window of 1024: 357, 506.
+# Times in us for 8 x 1024 new tokens of 8192 on an H200: this kernel, then the portable kernel. Gemma's 16 query and 8 KV heads:
+# 2044, 3048 (1536 with a bfloat16 cache). Qwen3-Next's 16 and 2: 2036, 2845. In a window of 1024: 357, 506.
 for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
     register_kernel(
         "attention",
@@ -253,7 +253,7 @@ for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
 for _head_dim in HEAD_DIMS:
     _paged = {"page_size": set(PAGE_SIZES), "scaled": any}
     _windowed = {"sliding_window": {True}}
-    # With a window, the kernels of `window` rank first where they are eligible: 16-bit operands and short windows.
+    # With a window, the kernels of `window` rank first if eligible: for 16-bit operands and short windows.
     for _suffix, _window, _priority in (("", {}, Priority.SPECIALIZED), ("_any_window", _windowed, Priority.SPECIALIZED - 1)):
         register_kernel(
             "attention",

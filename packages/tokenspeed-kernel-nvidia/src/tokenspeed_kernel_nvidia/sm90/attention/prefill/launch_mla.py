@@ -1,6 +1,6 @@
 """MLA prefill without weight absorption, by the kernel of `prefill`.
 
-Each query head has its own KV head, with keys of 192 columns and values of 128.
+Each query head has its own KV head. Keys have 192 columns, values 128.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mla_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of whole sequences, or of queries to separate K/V: launches the kernel on checked arguments.
 
-    With a window it is causal.
+    Attention with a window is causal.
     """
     if not k.shape[0] and q.shape[0]:  # no query sees a key, but TMA descriptors need memory to describe
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])

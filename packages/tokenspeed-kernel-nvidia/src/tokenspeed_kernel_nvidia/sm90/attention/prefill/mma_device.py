@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup: it may issue its MMAs
+PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup, which give the warpgroup permission to issue its MMAs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Operands:
-    """A warpgroup's MMA operands. All but the probabilities are shared-memory descriptors, indexed by stage."""
+    """A warpgroup's MMA operands. All operands except the probabilities are shared-memory descriptors, indexed by stage."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -100,7 +100,7 @@ class Consumers(Queries):
         to_cap: Optional[Float32],
         mmas: Mmas,
     ):
-        """Computes this warpgroup's 64 rows of each of the CTA's tiles."""
+        """Computes this warpgroup's 64 rows of each tile of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
@@ -254,7 +254,7 @@ class Consumers(Queries):
         begin: Begin,
         masked: cutlass.Constexpr[bool],
     ):
-        """One block of keys: its q @ k and softmax, overlapped with P @ V of the block before.
+        """One block of keys: its q @ k and softmax, overlapped with P @ V of the preceding block.
 
         Args:
             hidden_from, first_key, begin: see `mask`.
@@ -314,10 +314,10 @@ class Consumers(Queries):
         begin: Begin,
         columns: cutlass.Constexpr[int],
     ):
-        """Moves on to the next tile: its first q @ k and softmax overlap with the last P @ V of this tile.
+        """Advances to the next tile. The next tile's first q @ k and softmax overlap the last P @ V of this tile.
 
         Args:
-            qk, k, columns: the MMA of the first block, its keys, and their number: a block, or half of one.
+            qk, k, columns: the MMA of the first block, the block's keys, and their number (a block or half a block).
         """
         c = self.config
         k_at = self.keys_behind(k_at, v_at)
@@ -359,7 +359,7 @@ class Consumers(Queries):
         return Cursor(q_at.stage + 1, q_at.phase) if self.counts_tiles else self.next_q(q_at)
 
     def queries_at(self, q_at: Cursor) -> Cursor:
-        """Returns a tile's Q cursor. Where `counts_tiles`, ``q_at.stage`` is the tile's index."""
+        """Returns a tile's Q cursor. If `counts_tiles`, ``q_at.stage`` is the tile's index."""
         return nth_to_read(q_at.stage, self.config.q_stages) if self.counts_tiles else q_at
 
     @property
@@ -374,7 +374,7 @@ class Consumers(Queries):
 
     @cute.jit
     def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32, wg: Int32) -> Float32:
-        """Returns the factor of a tile's scores, and converts its queries to float16 where the MMA needs that."""
+        """Returns the factor of a tile's scores. Converts the tile's queries to float16 if the MMA needs float16."""
         if const_expr(self.config.converts):
             scale *= shared.record(q_at).qk_scale
         if const_expr(self.config.fp8_cache and self.dtype is not cutlass.Float16):
@@ -386,7 +386,7 @@ class Consumers(Queries):
 
     @cute.jit
     def round_weights(self, weights: cute.Tensor, probs: cute.Tensor):
-        """Rounds probabilities to the A operand of P @ V; those of half a block are padded with zeros."""
+        """Rounds probabilities to the A operand of P @ V. Probabilities of half a block are padded with zeros."""
         if const_expr(self.config.fp8):
             words = cute.recast_tensor(probs, cutlass.Uint32)
             for i in cutlass.range_constexpr(cute.size(words)):
@@ -420,8 +420,8 @@ class Consumers(Queries):
 
     @cute.jit
     def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
-        """Masks keys from ``hidden_from[r]`` on in this thread's row r, and those before the window, in the block at
-        ``first_key``."""
+        """In the block at ``first_key``, masks keys from ``hidden_from[r]`` on in this thread's row r, and keys before the
+        window."""
         for r in cutlass.range_constexpr(2):
             masks.hide_from(scores, r, hidden_from[r] - first_key)
             if const_expr(self.config.windowed):
@@ -444,8 +444,8 @@ class Consumers(Queries):
     def finish_pv(self, acc: cute.Tensor, grown: Boolean, factor: cute.Tensor, of_block: list):
         """Waits for P @ V, and rescales the accumulator where a lane's row max has grown.
 
-        Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on them. Without it ptxas
-        moved the wait for P @ V above the exponentials, most of which then did not overlap with an MMA.
+        Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on them. Without the
+        condition, ptxas moved the wait for P @ V above the exponentials. Most of these then did not overlap an MMA.
         """
         if registers.any_lane(grown | (of_block[0] < 0.0) | (of_block[1] < 0.0)):
             warpgroup.wait_group(0)
@@ -455,7 +455,7 @@ class Consumers(Queries):
 
     @cute.jit
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
-        """Zeroes a block's values from row ``valid`` on. Every warpgroup does it for itself, with the same result."""
+        """Zeroes a block's values from row ``valid`` on. Every warpgroup zeroes all of these rows itself, with the same result."""
         c = self.config
         thread = self.thread_and_row(wg)[0] % 128
         values = self.v_ring.chunks(shared.storage.v)
@@ -509,7 +509,7 @@ class Consumers(Queries):
         """Stores this warpgroup's rows of a tile through shared memory, by TMA where all belong to the sequence.
 
         Args:
-            numbers: the sequence's first token, its number of queries, the tile's first query in it, the KV head.
+            numbers: the sequence's first token, its number of queries, the tile's first query in the sequence, the KV head.
         """
         c = self.config
         out = output.out
@@ -579,7 +579,7 @@ class Consumers(Queries):
 
         Args:
             numbers: see `store_tile`.
-            row: the first one; the other is ``row + 8``.
+            row: the thread's first row; its other row is ``row + 8``.
         """
         c = self.config
         start, q_len, position, kv_head = numbers
@@ -589,7 +589,7 @@ class Consumers(Queries):
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
             is_row = (query < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
             for first in cutlass.range_constexpr(0, c.v_columns // 8, 4):
-                # A lane holds two columns of four groups of eight; the transpose gives it one whole group.
+                # A lane holds two columns in each of four groups of eight. The transpose gives the lane one whole group.
                 own = [registers.pack(self.dtype, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]) for j in range(first, first + 4)]
                 words = registers.transpose_quad(own, lane)
                 column = 8 * (first + lane)

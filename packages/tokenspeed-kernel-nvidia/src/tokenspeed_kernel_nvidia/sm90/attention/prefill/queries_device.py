@@ -12,7 +12,7 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_wor
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
 
-WARPS = 5  # named barriers, one per warpgroup, of its four warps
+WARPS = 5  # named barriers, one per warpgroup, for its four warps
 
 
 class Queries(Tiles):
@@ -20,9 +20,9 @@ class Queries(Tiles):
 
     @cute.jit
     def thread_and_row(self, wg: Int32):
-        """This thread's index among the consumers, and the first of its two rows of a tile; the other is 8 rows below.
+        """This thread's index among the consumers, and the first of its two rows of a tile. The second row is 8 rows below.
 
-        Recomputed at each use: kept values would occupy registers in the main loops, which have none to spare.
+        Recomputed at each use, because kept values would occupy registers in the main loops, which have none to spare.
         """
         thread = registers.opt_barrier(cute.arch.thread_idx()[0]) - 128
         if const_expr(self.config.converts):
@@ -39,7 +39,7 @@ class Queries(Tiles):
         """Converts this warp's bfloat16 queries of a tile to float16, in place, scaled by a power of 2.
 
         The scale brings the warp's amax to the upper end of float16's range. Smaller values keep all their bits unless they are
-        2^-22 of it. Rows beyond the sequence become 0, so that they do not affect the amax.
+        below 2^-22 of the amax. Rows beyond the sequence become 0, so that they do not affect the amax.
 
         Returns:
             the inverse of the scale, by which scores must be multiplied.
@@ -77,7 +77,9 @@ class Queries(Tiles):
 
     @cute.jit
     def convert_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """`convert_to_float16` for head_dim 256: a lane has two panels of a row, too many for registers, so it reads them twice."""
+        """`convert_to_float16` for head_dim 256. A lane has two panels of a row, too many for its registers, so it reads them
+        twice.
+        """
         c = self.config
         thread, _ = self.thread_and_row(wg)
         row = wg * 64 + thread % 128 // 2
@@ -86,7 +88,7 @@ class Queries(Tiles):
         is_row = record.position + row // c.gqa_ratio < record.q_len
         panel_bytes = c.block_m * 128
         at = shared.storage.q.data_ptr().toint() + row * 128 + half * (2 * panel_bytes)
-        # The other lane of a row reads the same columns of other panels: it starts half a row later, against bank conflicts.
+        # The other lane of a row reads the same columns of other panels. It starts half a row later, to avoid bank conflicts.
         addresses = [at + panel * panel_bytes + (row + 4 * half + i) % 8 * 16 for panel in range(2) for i in range(8)]
         highest = Uint32(0)
         for i in cutlass.range_constexpr(len(addresses)):

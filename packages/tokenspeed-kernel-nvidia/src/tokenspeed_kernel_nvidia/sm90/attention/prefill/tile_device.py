@@ -21,9 +21,9 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         cache_seqlens: sequence lengths in the paged cache. With ragged K/V: offsets of the sequences' keys, ``[batch + 1]``, or
-            None if equal to those of the queries.
+            None if equal to the queries' offsets.
         page_table: None with ragged K/V.
     """
 
@@ -89,7 +89,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory. Addresses are computed at each use, so that none occupies a register in between.
+    """A CTA's shared memory. Addresses are computed at each use. So no address occupies a register between uses.
 
     Attributes:
         storage: see `Tiles.storage`.
@@ -121,10 +121,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class SplitShared(Shared):
-    """`Shared` where each warpgroup has its own Q barriers: a Q cursor's stage is the warpgroup's index.
+    """`Shared` for warpgroups with separate Q barriers. A Q cursor's stage is the warpgroup's index.
 
-    A warpgroup releases its queries before it stores the tile's output, for which it still needs the record. So it has two records,
-    selected by the phase of its cursor.
+    A warpgroup releases its queries before it stores the tile's output. For that store it still needs the tile's record. So each
+    warpgroup has two records, selected by the phase of its cursor.
     """
 
     def record(self, q_at: Cursor) -> Record:
@@ -176,7 +176,7 @@ class Tiles:
         return Storage
 
     def shared_of(self, storage: Any) -> Shared:
-        """A CTA's shared memory: `SplitShared` where each warpgroup has its own Q barriers."""
+        """A CTA's shared memory; `SplitShared` if each warpgroup has its own Q barriers."""
         return SplitShared(storage) if self.config.splits_q else Shared(storage)
 
     @cute.jit
@@ -206,7 +206,7 @@ class Tiles:
 
     @cute.jit
     def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
-        """Returns first and end of the key blocks that at least one row of a tile sees."""
+        """Returns the first and the end of the key blocks that at least one row of a tile sees."""
         n = self.config.block_n
         end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
         first = Int32(0)

@@ -1,1 +1,1 @@
-"""From the residual stream to q, and k and v in the cache, in one launch."""
+"""Computes q from the residual stream, and stores k and v to the cache, in one launch."""

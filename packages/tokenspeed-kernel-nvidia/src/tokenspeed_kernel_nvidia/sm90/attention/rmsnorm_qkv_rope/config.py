@@ -8,11 +8,11 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, ROWS, Config, la
 
 HEAD_DIMS = (64, 128)
 MOST_TOKENS = 8  # columns (n) of an MMA
-# Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel and with separate kernels: 1 token 2.08, 2.08 to 2.10; 2 tokens
-# 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so more tokens gain nothing.
+# Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
+# 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
 SERVED_TOKENS = 4
 MOST_HIDDEN = 8192  # elements of a token; eight such tokens leave room for a ring
-GROUP_PAIRS = GROUP // 2  # pairs of elements whose partial sums are in shared memory together
+GROUP_PAIRS = GROUP // 2  # number of element pairs whose partial sums are in shared memory together
 # Size of the ring: weights are loaded while the tokens are read, and must not stall meanwhile. A decode step of GPT-OSS-120B on an
 # H200 with one token takes 2.17 ms, and 2.24 ms with 100 KB.
 RING_BYTES = 152 * 1024
@@ -24,8 +24,8 @@ class QkvConfig:
     """Configuration of one kernel variant.
 
     Attributes:
-        dtype: of tokens, weights, caches and results.
-        head_dim: elements of a head, all of which are rotated (RoPE).
+        dtype: dtype of tokens, weights, caches and results.
+        head_dim: elements of a head. All of them are rotated (RoPE).
     """
 
     dtype: str

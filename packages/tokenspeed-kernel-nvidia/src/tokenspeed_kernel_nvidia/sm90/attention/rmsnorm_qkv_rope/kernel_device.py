@@ -2,8 +2,8 @@
 
 Weights are loaded through the ring of `mm.kernel_device`, but a CTA has pairs of rows: the two elements of a head that RoPE rotates
 together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both. Every CTA reads all tokens and the
-residual, adds them, and keeps the sums times the norm's weights in shared memory, as operand of the MMAs. The root mean square
-divides a token's results in the epilogue, so no MMA waits for it.
+residual and adds them. It keeps the sums times the norm's weights in shared memory, as the operand of the MMAs. The root mean
+square divides a token's results in the epilogue, so no MMA waits for it.
 """
 
 # mypy: ignore-errors
@@ -67,7 +67,7 @@ def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Indices:
-    """A vector of integers: its address, whether they have 64 bits, and its stride in elements."""
+    """A vector of integers: its address, whether it has 64-bit elements, and its stride in elements."""
 
     address: Int64
     wide: Int32
@@ -140,7 +140,9 @@ class Work:
 
 
 class Qkv(Mm):
-    """The kernel of one configuration: the CTA of `mm.kernel_device`, one producer warp and ``config.warps`` consumer warps."""
+    """The kernel for one configuration: the CTA of `mm.kernel_device`, with one producer warp and
+    ``config.warps`` consumer warps.
+    """
 
     def __init__(self, config: QkvConfig) -> None:
         super().__init__(config.gemm)
@@ -223,7 +225,7 @@ class Qkv(Mm):
         bias: Vector,
         given: Work,
     ):
-        """``given``: its ``pairs`` are those that every CTA has; its ``first_pair`` is the number of CTAs that have one more."""
+        """``given``: ``pairs`` is the number of pairs of every CTA; ``first_pair`` is the number of CTAs with one pair more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -306,7 +308,8 @@ class Qkv(Mm):
             for part in cutlass.range(0, call.row_bytes, config.part_bytes, unroll=1):
                 size = cutlass.min(call.row_bytes - part, config.part_bytes)
                 call.pipe.acquire(at)
-                # PDL: the preceding kernel may have written the weights. The wait comes after everything that does not need them.
+                # PDL: the preceding kernel may have written the weights. Everything that does not need the weights precedes this
+                # wait.
                 cute.arch.griddepcontrol_wait()
                 with cute.arch.elect_one():
                     call.pipe.commit(at, count * size)
@@ -384,7 +387,7 @@ class Qkv(Mm):
         ]
 
     def as_number(self, word: Uint32) -> Float32:
-        """Returns the float32 that has these bits."""
+        """Returns the float32 with these bits."""
         return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 
     # -- mainloop ------------------------------------------------------------------------------------------------------------------

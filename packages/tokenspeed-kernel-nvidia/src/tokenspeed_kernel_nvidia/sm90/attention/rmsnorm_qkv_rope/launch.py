@@ -1,8 +1,8 @@
 """Residual add, RMSNorm, QKV projection, RoPE and KV-cache write of few tokens, fused in one kernel on Hopper.
 
-It is the GEMM of `gemm.mm` with a fused prologue and epilogue. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step of
-GPT-OSS-120B on an H200 it takes 9.8 us for one token, from the end of the preceding kernel to its own. The separate kernels take
-11.3 us: `rmsnorm` 1.5, `mm` 8.7, `apply_rope` 1.1.
+The kernel is the GEMM of `gemm.mm` with a fused prologue and epilogue. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step
+of GPT-OSS-120B on an H200, the kernel takes 9.8 us for one token, from the end of the preceding kernel to its own end. The separate
+kernels take 11.3 us: `rmsnorm` 1.5, `mm` 8.7, `apply_rope` 1.1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _launch_of(
 
 
 def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """A contiguous, 16-byte aligned vector: the tensor, which must live until the launch, its address, and its entry of KINDS."""
+    """Describes a contiguous, 16-byte aligned vector: the tensor, which must live until the launch, its address, and its entry of
+    KINDS.
+    """
     if x is None:
         return None, 0, 0
     if x.dtype not in KINDS:
@@ -62,7 +64,7 @@ def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def _indices(x: Tensor | None) -> tuple[int, int, int]:
-    """A vector of integers: its address, 1 for int64 else 0, and its stride in elements."""
+    """Describes a vector of integers: its address, 1 for int64 else 0, and its stride in elements."""
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 
@@ -91,7 +93,7 @@ def rmsnorm_qkv_rope(
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
     qkv = out if out is not None and out.stride(1) == 1 else x.new_empty(tokens, columns)
-    # All CTAs read x and the residual while some write their sum, so the sum must alias neither.
+    # Some CTAs write the sum of x and the residual while all CTAs read both. So the sum must alias neither.
     total = None if residual is None else x.new_empty(tokens, hidden)
     if tokens:
         rows, weight = aligned(x), aligned(qkv_weight.mT).mT

@@ -9,7 +9,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_D
 
 WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more
 REACH = 128  # keys that are loaded before a tile's first position; a multiple of 8
-SHORT = 17  # queries that fit 24 positions, counted from a multiple of 8, wherever they start
+SHORT = 17  # a sequence with at most this many queries fits 24 positions that start at a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,12 @@ class Config:
     """Configuration of one kernel variant. Times are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 
     Attributes:
-        dtype: of q, k, v and the output.
+        dtype: dtype of q, k, v and the output.
         head_dim: 64 or 128.
         gqa_ratio: GQA group size: query heads per KV head.
         paged: whether K/V lie in a paged cache.
-        short: for sequences of few queries, which are one work item each: shared memory holds the keys of three items at once.
+        short: for sequences of few queries. Each sequence is one work item, and shared memory holds the keys of three items at
+            once.
         capped: whether scores are capped by ``logit_cap``.
     """
 
@@ -89,22 +90,26 @@ class Config:
 
     @property
     def box(self) -> int:
-        """Keys of a TMA box: with a paged cache the smallest page size, so that a box lies in one page."""
+        """Keys of a TMA box. With a paged cache this is the smallest page size, so that a box lies in one page."""
         return 16 if self.paged else 64
 
     @property
     def block(self) -> int:
-        """Maximum positions of an item. With a paged cache its keys may be loaded from 8 rows earlier, at a multiple of 16."""
+        """Maximum positions of an item. With a paged cache, an item's keys may be loaded from 8 rows earlier,
+        at a multiple of 16.
+        """
         return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
     @property
     def consumer_registers(self) -> int:
-        """Registers per consumer thread (setmaxnreg). With the producer's, nearly all 65536 of an SM are used."""
+        """Registers per consumer thread (setmaxnreg). Together with the producer's registers, nearly all 65536 registers of an SM
+        are used.
+        """
         return 152
 
     @property
     def producer_registers(self) -> int:
-        """Registers per producer thread. With 32 the loading warps spill."""
+        """Registers per producer thread. With 32 registers the loading warps spill."""
         return 40
 
 

@@ -1,9 +1,9 @@
 """The device code of `window`: the launch, the work items, and the producer warps. `mma_device` has the consumers.
 
-Tried and slower, with 64 sequences of 16 new tokens over 8192, where this takes 15.8 us in graphs of 7 calls with another kernel
-after each: separate warps for keys and values (16.4 us); that plus an L2 prefetch of the first keys before the PDL wait (16.7 us;
-back to back 14.3 us instead of 14.5); a scheduler warp that prefetches page indices ahead of the others (16.4 us); the KV heads of
-a sequence one after another in one CTA instead of in several CTAs (17.9 us).
+Slower alternatives, for 64 sequences of 16 new tokens over 8192, where this kernel takes 15.8 us in graphs of 7 calls with another
+kernel after each: separate warps for keys and values (16.4 us); the same with an L2 prefetch of the first keys before the PDL wait
+(16.7 us; back to back 14.3 us instead of 14.5); a scheduler warp that prefetches page indices ahead of the other warps (16.4 us);
+the KV heads of a sequence one after another in one CTA instead of in several CTAs (17.9 us).
 """
 
 # mypy: ignore-errors
@@ -56,7 +56,7 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         page_table: None with ragged K/V.
         cache_seqlens: tokens of each sequence in the cache; None with ragged K/V.
     """
@@ -73,9 +73,9 @@ class Sequences:
 class Window(Consumers):
     """The sliding-window kernel of one configuration: warp-specialised, with a static round-robin schedule of work items.
 
-    A CTA has four warpgroups. In the producer warpgroup warp 0 loads K and V by TMA, warp 1 loads Q, and warp 2 zeroes rows of V
-    beyond the sequence, so that 0 * NaN does not occur. The three consumer warpgroups take the CTA's tiles round-robin, each from
-    q @ k through softmax to the store of O; they never wait for each other.
+    A CTA has four warpgroups. In the producer warpgroup, warp 0 loads K and V by TMA, and warp 1 loads Q. Warp 2 zeroes rows of V
+    beyond the sequence, so that 0 * NaN does not occur. The three consumer warpgroups take the CTA's tiles round-robin. Each
+    computes a tile from q @ k through softmax to the store of O. They never wait for each other.
     """
 
     @cute.jit

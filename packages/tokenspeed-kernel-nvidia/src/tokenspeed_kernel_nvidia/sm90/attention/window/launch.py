@@ -1,12 +1,12 @@
 """Sliding-window attention with short windows, of whole sequences and of new tokens to a paged cache.
 
 A query sees itself and at most 127 tokens before it. A kernel that loops over blocks of keys computes two to three times the
-visible scores. Here a tile is 64 rows of one KV head: `Config.heads` query heads at `Config.positions` consecutive positions. One
-GEMM gives all its scores, for the 128 keys before the first position and those of the positions themselves. So there is no online
-softmax and no rescale. A work item is a block of up to 128 positions of a KV head, whose tiles share one copy of K/V in shared
-memory.
+visible scores. In this kernel, a tile is 64 rows of one KV head: `Config.heads` query heads at `Config.positions` consecutive
+positions. One GEMM gives all scores of a tile: for the 128 keys before the first position, and for the keys of the positions
+themselves. So there is no online softmax and no rescale. A work item is a block of up to 128 positions of a KV head. Its tiles
+share one copy of K/V in shared memory.
 
-The declarations at the end of this file state what is supported. Smaller windows than 127 take as long as 127.
+The declarations at the end of this file state what is supported. Windows smaller than 127 take as long as 127.
 
 Times in this file are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 """

@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Record, S
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-# The first named barrier of the warpgroups; each has one.
+# Index of the first of the warpgroups' named barriers, one per warpgroup.
 WARPS = 1
 
 
@@ -51,7 +51,7 @@ class Rows:
 
     Attributes:
         rows: their indices.
-        positions: their positions, relative to the tile's first one.
+        positions: the rows' positions, relative to the tile's first position.
         column: the first of the thread's two columns in each 8.
     """
 
@@ -65,7 +65,7 @@ class TilePosition:
     """A tile's location in its sequence.
 
     Attributes:
-        position, token: its first position in the sequence, and the row of q of that position.
+        position, token: the tile's first position in the sequence, and the row of q of that position.
         first, length: position of the sequence's first query, and end of its positions.
         head: the first of its query heads.
     """
@@ -145,7 +145,7 @@ class Consumers(Tiles):
                 row_sum[r] = quad_sum(row_sum[r])
                 inverse.append(cute.arch.rcp_approx(row_sum[r]))
             warpgroup.wait_group(0)
-            # With `ahead`, q @ k of the next tile overlaps with this tile's epilogue. After the last tile its result is unused.
+            # With `ahead`, q @ k of the next tile overlaps this tile's epilogue. The result after the last tile is unused.
             tile += WARPGROUPS
             if tile >= count:
                 kv_at, count, tile = self.seek(shared, kv_at, count, tile, lane)
@@ -171,7 +171,9 @@ class Consumers(Tiles):
 
     @cute.jit
     def seek(self, shared: Shared, kv_at: Cursor, count: Int32, tile: Int32, lane: Int32):
-        """Advances to the item that holds a tile, and releases the items before it. Count 0: there are no more items."""
+        """Advances to the item that contains a tile, and releases the items before it. Count 0 means that
+        there are no more items.
+        """
         while count > 0 and tile >= count:
             if lane == 0:
                 shared.kv_empty.arrive(kv_at)
@@ -196,7 +198,7 @@ class Consumers(Tiles):
 
     @cute.jit
     def load_sinks(self, record: Record, sinks: Sinks, tile: Int32, mine: Rows):
-        """Sinks of this thread's two rows of a tile, times log2(e); -inf where there are none."""
+        """Sinks of this thread's two rows of a tile, times log2(e); -inf without sinks."""
         head = self.head_of(record, tile)
         sink_0, sink_1 = -Float32.inf, -Float32.inf
         if record.count > 0:
@@ -224,7 +226,8 @@ class Consumers(Tiles):
         """Softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @ V.
 
         Returns:
-            row max of this thread's two rows, and its partial row sums; the sink is in the partial sum of one lane of the quad.
+            the row max of this thread's two rows, and the thread's partial row sums. The partial sum of one lane of the quad
+            includes the sink.
         """
         c = self.config
         groups = c.keys // 8

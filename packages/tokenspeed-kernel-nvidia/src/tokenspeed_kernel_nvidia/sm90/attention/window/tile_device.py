@@ -1,7 +1,7 @@
 """Common to the producer warps and the consumer warpgroups of `kernel_device`: tile shapes, rings, and an item's record.
 
 A Q tile has 64 rows, row = position * heads + head. A stage holds the keys and values of an item. A tile's keys are a view of the
-stage that starts at a multiple of 8 keys, where the swizzle pattern repeats, so all tiles of an item share one copy.
+stage. The view starts at a multiple of 8 keys, where the swizzle pattern repeats. So all tiles of an item share one copy.
 """
 
 # mypy: ignore-errors
@@ -61,7 +61,7 @@ class Record:
 
     @property
     def shift(self) -> Int32:
-        """Keys in the stage before those of the first tile, in units of 8."""
+        """Number of keys in the stage before the first tile's keys, divided by 8."""
         return self.at[SHIFT]
 
     def write(self, *numbers: Int32) -> None:
@@ -78,9 +78,9 @@ class Record:
 class Shared:
     """A CTA's shared memory. Addresses are computed at each use.
 
-    This is not a frozen dataclass, so that CuteDSL carries it through branches and loops like its struct. Otherwise the compiler
-    computes addresses before the branch to the warps' roles, and counters of the producer warps end up in vector registers instead
-    of uniform registers: 2 KiB more code.
+    The class is not a frozen dataclass, so that CuteDSL carries it through branches and loops like its struct. Otherwise the
+    compiler computes addresses before the branch to the warps' roles. Counters of the producer warps are then in vector registers
+    instead of uniform registers: 2 KiB more code.
 
     Attributes:
         storage: see `Tiles.storage`.

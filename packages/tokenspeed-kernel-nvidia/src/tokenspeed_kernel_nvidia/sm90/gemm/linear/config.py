@@ -1,4 +1,4 @@
-"""Configurations that the kernels of `linear` are compiled for, and the choice among them."""
+"""The configurations that the kernels of `linear` are compiled for, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_STRIPS
 from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import LAYOUTS, block_bytes
 
-CLUSTER = 8  # CTAs that split k; each finishes 8 rows of a panel of 64
-GROUPS = 4  # groups of four MMA warps; each group has its own panels
+CLUSTER = 8  # number of CTAs that split k; each finishes 8 rows of a panel of 64
+GROUPS = 4  # number of groups of four MMA warps; each group has its own panels
 MMA_WARPS = 4 * GROUPS  # MMA warps
 LOAD_WARP = MMA_WARPS  # the producer warp
 FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the CTAs' partial sums
 FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
-ROWS = 8  # of a panel that one CTA finishes
+ROWS = 8  # number of a panel's rows that one CTA finishes
 SLAB = 2  # k blocks of a panel in a stage
 HEAD_BYTES = 1024  # at the start of shared memory: mbarriers
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-STAGES = 8  # of a group at most, so that one warp initialises all barriers at once, a lane each
-# Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel, the portable `mm` of the
-# canonical weights, cuBLAS with bfloat16 weights. For 64 and 256 tokens this kernel used wgmma, 64 tokens a launch. It was no
-# faster than `mm`, so it is no longer compiled for more than 16 tokens:
+STAGES = 8  # a group's stages at most, so that one warp initialises all barriers at once, one per lane
+# Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
+# canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. It was
+# no faster than `mm`, so it is not compiled for more than 16 tokens any more:
 #
 #                                1 token           4                 16               64               256
 #   8192 x 8192, nvfp4      20.7  20.9  47.1  20.6  22.0  47.7  22.8  33.6  48.0  47.4  36.1  49.0   187   77   55
@@ -42,7 +42,7 @@ class Config:
     """A configuration that a kernel is compiled for.
 
     Attributes:
-        dtype: of tokens and results.
+        dtype: dtype of tokens and results.
         weights: the weights' format, a key of `LAYOUTS`.
         tokens: the most tokens of a call, from `TOKENS`.
     """
@@ -68,9 +68,7 @@ class Config:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the partial sums that all CTAs send for the rows of a panel that one CTA finishes. Each group has one such
-        buffer.
-        """
+        """Bytes of all CTAs' partial sums for those rows of a panel that one CTA finishes. Each group has one such buffer."""
         return CLUSTER * ROWS * self.tokens * 4
 
     @property

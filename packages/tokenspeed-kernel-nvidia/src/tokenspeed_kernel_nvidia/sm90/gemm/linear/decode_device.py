@@ -11,9 +11,9 @@ from cutlass import Numeric, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import BOTH, multipliers
 
-# Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6, which makes it 2^-126 times the value.
-# Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies bfloat16x2 in
-# one instruction.
+# Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6. The bfloat16 is 2^-126 times the e2m1
+# value. Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies
+# bfloat16x2 in one instruction.
 _BFLOAT16 = """{
 .reg .b32 a, b, z;
 mov.b32 z, 0x80008000;
@@ -33,7 +33,7 @@ shl.b32 b, {$r0}, 1;
 lop3.b32 a, b, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# For float16, e2m1's sign goes to bit 15 and the rest to bits 11...9, which makes 2^-14 times the value.
+# For float16, e2m1's sign goes to bit 15, and the other bits to bits 11...9. The float16 is 2^-14 times the e2m1 value.
 _FLOAT16 = """{
 .reg .b32 a, b;
 and.b32 a, {$r0}, 0x80008000;
@@ -66,14 +66,14 @@ def multipliers_of(dtype: type[Numeric], weights: str, scales: Any, step: int) -
     """Returns a word's scale factors for row ``lane / 4`` and for the row eight further, each duplicated in a register.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         weights: the format.
         scales: the scale words of row ``lane / 4`` of a block.
         step: the word's index in its block.
     """
     if weights == "mxfp4":
         return multipliers(dtype, scales[0])[step // 2]
-    order = "0x4342" if step % 2 else "0x4140"  # this step's two bytes, each followed by a zero
+    order = "0x4342" if step % 2 else "0x4140"  # the two bytes of this step, each followed by a zero
     code = _NUMBERS[dtype].format(order=order)
     both = cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[scales[step // 2]])
     return cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[both])
@@ -83,7 +83,7 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """Dequantises a word to the four registers of an MMA's A operand, 16 rows by 16 elements of k.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
+        dtype: dtype of the operand, BFloat16 or Float16.
         word: the lane's word.
         first, second: the word's scale factors, from `multipliers_of`.
     """

@@ -58,8 +58,8 @@ class Linear(MmaWarps):
 
     Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared memory):
 
-    * warps 0-15, four groups of four: MMA. A group has every fourth panel, each of its warps a strip of 16 rows;
-    * warp 16: the producer. It fills each group's own stages of the ring buffer, and initialises the barriers;
+    * warps 0-15, four groups of four: MMA. A group has every fourth panel, and each of its warps a strip of 16 rows;
+    * warp 16: the producer. It fills the stages of the ring buffer, which each belong to a group, and initialises the barriers;
     * warps 17-18: reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the results.
 
     Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group, and the
@@ -121,7 +121,7 @@ class Linear(MmaWarps):
             x, m, k, out, n, weights, factors, bias, work, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
-        # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
+        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             lane = cute.arch.lane_idx()
@@ -136,7 +136,7 @@ class Linear(MmaWarps):
                 self.expect_sums(call, Cursor(lane, Int32(0)))
             cute.arch.sync_warp()
             cute.arch.cluster_arrive()
-            # Weights depend neither on the preceding kernel nor on other CTAs.
+            # The weights depend neither on the preceding kernel nor on other CTAs.
             self.load(call)
             cute.arch.sync_warp()
             cute.arch.cluster_wait()
@@ -148,7 +148,7 @@ class Linear(MmaWarps):
                 self.multiply(call, warp)
             else:
                 self.finish(call, warp)
-        # No CTA exits while others may still send to its shared memory.
+        # No CTA exits while other CTAs may still send to its shared memory.
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -157,7 +157,7 @@ class Linear(MmaWarps):
 
     @cute.jit
     def load(self, call: Call):
-        """Loads this CTA's k blocks of all panels into the ring buffer, round-robin over the groups' panels, a slab each."""
+        """Loads this CTA's k blocks of all panels into the ring buffer, in slabs, round-robin over the groups' panels."""
         config, work = self.config, call.work
         at = first_to_fill()  # of each group's stages
         if cute.arch.lane_idx() == 0:
@@ -179,7 +179,9 @@ class Linear(MmaWarps):
 
     @cute.jit
     def expect_sums(self, call: Call, at: Cursor):
-        """Expects a panel's partial sums on a buffer's barrier: each CTA that has k blocks sends its own."""
+        """Sets the bytes of a panel's partial sums to expect on a buffer's barrier. Each CTA that has k blocks sends its partial
+        sums.
+        """
         call.sums.commit(at, cutlass.min(call.work.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
 
     @cute.jit

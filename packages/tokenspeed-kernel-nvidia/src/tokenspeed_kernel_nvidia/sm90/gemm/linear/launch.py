@@ -2,16 +2,15 @@
 
 The kernel is memory-bound: reading the weights takes most of the time, so the weight stream never pauses. There is one persistent
 CTA per SM. A producer warp streams weights through a ring buffer in shared memory by bulk copies. It starts before the preceding
-kernel ends (PDL), because that kernel does not write these pre-arranged weights. Sixteen MMA warps dequantise weights to A
-fragments in registers. The B operand, the tokens, stays in shared memory throughout.
+kernel ends (PDL). This is safe, because that kernel does not write these prepared weights. Sixteen MMA warps dequantise weights to
+A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
 The eight CTAs of a cluster split k (cluster split-K), so each needs only a slice of the tokens' features. All eight work on the
-same panels of 64 rows. Each CTA sends its partial sums of a panel through distributed shared memory to the CTAs that finish the
-rows: each CTA finishes eight rows of each panel. Two warps add them in a fixed order while the MMA warps work on the next panels.
-So results are bitwise deterministic, no partial sums pass through global memory, and no CTA waits for one that may not be running
-yet.
+same panels of 64 rows. Each CTA finishes eight rows of each panel. All CTAs send their partial sums of these rows to it through
+distributed shared memory. Two warps add them in a fixed order while the MMA warps work on the next panels. So results are bitwise
+deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that may not be running yet.
 
-More tokens need other kernels and the canonical layout, so only plans that declare few tokens are eligible.
+More tokens need other kernels and the canonical layout. So only plans that declare few tokens are eligible.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
-    # A kernel that is requested by name is not checked against its traits.
+    # The traits of a kernel that is requested by name are not checked.
     if tokens > MAX_TOKENS or plan.in_features > MAX_K:
         most = f"at most {MAX_TOKENS} tokens of {MAX_K} features"
         raise ValueError(f"{plan.kernel} is for {most}, got {tokens} of {plan.in_features}")

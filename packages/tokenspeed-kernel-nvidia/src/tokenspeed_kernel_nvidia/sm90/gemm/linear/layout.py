@@ -2,8 +2,8 @@
 
 The e2m1 values are arranged as in `mxfp4.layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k.
 Three things differ. Row factors and biases are tensors of their own. nvfp4 has other scales. The bit positions minimise the
-instructions for bfloat16: a0's bits are in place, a2's and a1's need a shift by 3 and by 6, and a3's take the remaining positions
-and need three shifts.
+instructions for bfloat16. a0's bits are in place, a2's need a shift by 3, and a1's a shift by 6. a3's bits take the remaining
+positions and need three shifts.
 
     bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
     value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
@@ -13,9 +13,9 @@ and need three shifts.
                                 in mxfp4: [row, half of the block, first or second eight rows] uint8 [8, 4, 2]       scales in
                                 nvfp4: [row, quarter of the block, first or second eight rows]
 
-A scale in mxfp4 is an exponent field relative to its row's largest, and the row's factor is that largest scale. A scale in nvfp4
-has five exponent bits, three mantissa bits and no subnormals: 2^(e - 22) * (1 + m / 8), so that few instructions convert it. A
-negative scale's sign moves into the e2m1 values, and a zero scale makes them zero. The row's factor in nvfp4 is the global scale.
+A scale in mxfp4 is an exponent field relative to the largest scale of its row. That largest scale is the row's factor. A scale in
+nvfp4 has five exponent bits, three mantissa bits and no subnormals, so that few instructions convert it: 2^(e - 22) * (1 + m / 8).
+A negative scale's sign moves into the e2m1 values, and a zero scale makes them zero. The row's factor in nvfp4 is the global scale.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
 LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
 SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # of a strip's block
-# Converted nvfp4 scales are smaller by this factor, so that the largest scale has float16's largest exponent.
+# Converted nvfp4 scales are smaller by this factor. The largest scale then has float16's largest exponent.
 NVFP4_FACTOR = 2.0**-7
 # Panels that are arranged at once. Intermediates take several times the memory of that many panels.
 _AT_ONCE = 128
@@ -57,7 +57,8 @@ def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
     """Arranges canonical mxfp4 or nvfp4 weights in the layout above.
 
     Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` in place of scales; and a
-    bias like the factors. Waits for the device, because kernels read these tensors without waiting for preceding kernels (PDL).
+    bias of the factors' shape and dtype. Waits for the device, because kernels read these tensors without waiting for preceding
+    kernels (PDL).
     """
     assert weights.weight_scale is not None  # checked by the operator
     codes, scale = weights.weight, weights.weight_scale.view(torch.uint8)
@@ -96,7 +97,7 @@ def _padded(rows: Tensor, more: int) -> Tensor:
 
 
 def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns e2m1 values and scales of the same weights, with no scale negative, zero or subnormal."""
+    """Returns e2m1 values and scales that represent the same weights. No scale is negative, zero or subnormal."""
     table = torch.tensor(_multiplier_bytes(), dtype=torch.uint8, device=scale.device)
     magnitude = scale & 0x7F
     change = torch.where(scale >= 0x80, 0x88, 0).to(torch.uint8).repeat_interleave(8, -1)

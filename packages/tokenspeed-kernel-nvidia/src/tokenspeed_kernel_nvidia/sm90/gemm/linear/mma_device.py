@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table
 
 MMA_BARRIER = 1  # named barrier of the MMA warps
 CORE_BYTES = 128  # 8 elements of k of eight tokens
-STEPS = 4  # MMA steps (k = 16) of a block, one word each
+STEPS = 4  # MMA steps (k = 16) of a block, with one word each
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class WorkSlice:
     """A CTA's slice of the weights.
 
     Attributes:
-        rank: of the CTA in its cluster.
-        first, panels: the first panel and the number of panels, the same for all CTAs of the cluster.
+        rank: rank of the CTA in its cluster.
+        first, panels: the first panel and the number of panels. Both are the same for all CTAs of the cluster.
         first_block, blocks: the first k block and the number of k blocks of this CTA.
         all_blocks: the k blocks of all CTAs.
     """
@@ -60,7 +60,7 @@ class Call:
         m, k: the number of tokens and of features.
         out: the results, with ``n`` columns.
         weights, factors: addresses of the tensors of `layout`.
-        bias: the address of the bias; 0 if there is none.
+        bias: the address of the bias; 0 without a bias.
         work: this CTA's slice of the weights.
         ring: the barriers of the ring buffer; the groups' stages follow one another.
         sums: the barriers of the buffers of partial sums.
@@ -89,7 +89,7 @@ def arrive_at(barrier: Int32, rank: Int32) -> None:
 
 
 def send_pair(address: Int32, values: Any, barrier: Int32) -> None:
-    """Stores two words to another CTA's shared memory; its barrier counts the bytes. Both addresses come from `of_rank`."""
+    """Stores two words to another CTA's shared memory; its barrier counts the bytes. Both addresses are results of `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
         read_only_args=[address, *values, barrier],
@@ -107,7 +107,9 @@ class MmaWarps:
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32):
-        """Multiplies this CTA's k blocks of every panel by the tokens. A group has every fourth panel, each warp a strip of it."""
+        """Multiplies this CTA's k blocks of every panel by the tokens. A group has every fourth panel, and
+        each warp a strip of it.
+        """
         self.copy_tokens(call, warp)
         if call.work.blocks > 0:
             self.multiply_panels(call, warp // PANEL_STRIPS, warp % PANEL_STRIPS)
@@ -182,7 +184,9 @@ class MmaWarps:
         return [decode(self.dtype, words[step], *multipliers_of(self.dtype, c.weights, scales, step)) for step in range(STEPS)]
 
     def columns_of(self, columns: Int32, step: int, lane: Int32) -> list:
-        """Returns the B fragments of a step, two registers for each eight tokens. With only eight tokens, those of two steps."""
+        """Returns the B fragments of a step, two registers for each eight tokens. With only eight tokens, returns the fragments of
+        two steps.
+        """
         chunk, tile = (2 * step + lane // 8, 0) if self.tiles == 1 else (2 * step + lane // 8 % 2, lane // 16)
         return [*ldmatrix(columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16, False)]
 

@@ -11,29 +11,30 @@ ROWS = 8  # rows of weights in a tile: the MMA's n
 TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's m is 16
 LOAD_BYTES = 16  # of a row of weights, which a lane loads at once
 QUAD_BYTES = 4 * LOAD_BYTES  # of a row, which a quad of lanes loads at once
-GROUP = 40  # rows of weights whose partial sums are in shared memory together; on 132 SMs, 5280 rows are one group each
+GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
 STAGES = 12  # maximum of the ring buffer
 HEAD_BYTES = 512  # at the start of shared memory: barriers, with 16 zero bytes at the end
 SHARED_BYTES = 227 * 1024  # maximum of a CTA
 CLUSTER = 8  # CTAs that split k if there are few rows
 PREFETCHED, PACE = 160 * 1024, 70  # see `Config`
-PIECE_BYTES = 4096  # most bytes of a row that one prefetch brings to L2
-# Ring buffer size. A larger one gained nothing; at this size CTAs of two successive launches fit on an SM if activations are few.
+PIECE_BYTES = 4096  # the most bytes of a row that one prefetch loads into L2
+# Ring buffer size. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if activations are
+# few.
 RING_BYTES = 100 * 1024
 
-# Ring buffer size of a long GEMM, which no other kernel needs to overlap with. One H200, 201088 rows of 2880 in bfloat16, one row
-# of activations: 260 us, with 100 KB 300 us, PyTorch 278 us.
+# Ring buffer size of a long GEMM, which need not overlap another kernel. One H200, 201088 rows of 2880 in bfloat16, one row of
+# activations: 260 us; with 100 KB 300 us; PyTorch 278 us.
 LONG_RING_BYTES = 200 * 1024
 LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of rows than this
 
-# How weights are stored, and the number of weights in 16 bytes.
+# The storage format of weights, with the number of weights in 16 bytes.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
 ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
 # Scale granularities: "row": whole rows of activations and weights. "block": 128 elements of a row of activations and 128 x 128
 # weights. "mx": 32 elements of a row of weights.
 Scales = Literal["none", "row", "block", "mx"]
 BLOCK = 128
-Sharing = Literal["", "weights", "activations"]  # what the CTAs of a cluster split or multicast
+Sharing = Literal["", "weights", "activations"]  # the operand that the CTAs of a cluster split or multicast
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,21 @@ class Config:
     """Configuration of a kernel.
 
     Attributes:
-        dtype: of the activations.
+        dtype: dtype of the activations.
         weights: how the weights are stored.
         scales: granularity of the scales of weights, and of 8-bit activations.
         out: dtype of the result.
         tokens: the most rows of activations.
-        warps: the number of MMA warps, which split k of a stage. One more warp is the producer.
+        warps: the number of MMA warps, which split k of a stage. The producer is one further warp.
         loads: how many 16-byte loads of a row a lane has in a stage.
         cluster: the number of CTAs that split k of the same rows of weights.
-        pair: whether the two CTAs of a cluster multicast activations to each other, half of the rows each. They have different rows
-            of weights, and shared memory holds whole rows of activations.
+        pair: whether the two CTAs of a cluster multicast activations to each other, half of the rows each. The two CTAs have
+            different rows of weights. Shared memory holds whole rows of activations.
         prefetched: the most bytes of weights that a CTA prefetches into L2 while the preceding kernel runs.
-        pace: cycles from one KB of prefetch to the next, so that the preceding kernel's loads do not queue behind many of them.
-        dependent: whether the launch uses PDL. For a row by 2880 x 5120 weights on an H200, PDL saves 0.8 of 11.3 us after a kernel
-            that triggers an early launch. It costs 0.6 us after one that does not.
+        pace: cycles from one KB of prefetch to the next. The delay keeps the preceding kernel's loads from queueing behind many
+            prefetches.
+        dependent: whether the launch uses PDL. For one row and 2880 x 5120 weights on an H200, PDL saves 0.8 of 11.3 us if the
+            preceding kernel triggers an early launch. PDL costs 0.6 us if the preceding kernel does not.
     """
 
     dtype: str
@@ -86,12 +88,14 @@ class Config:
 
     @property
     def copied(self) -> bool:
-        """Whether activations arrive by bulk copies, which is faster for many rows. It requires that they need no conversion."""
+        """Whether activations arrive by bulk copies, which is faster for many rows. Bulk copies require that activations need no
+        conversion.
+        """
         return self.weights == "dense" and self.tokens > ROWS
 
     @property
     def planes(self) -> int:
-        """How many 16-byte planes hold the activation operands that belong to 16 bytes of weights."""
+        """How many 16-byte planes hold the activation operands for 16 bytes of weights."""
         return self.elements // 8
 
     @property
@@ -145,13 +149,13 @@ class Layout:
 
 
 def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYTES, stages: int = STAGES) -> Layout | None:
-    """Returns the layout for some rows of activations and weights, or None if not even one part of a row fits.
+    """Returns the layout for some rows of activations and weights; None if not even one part of a row fits.
 
     Args:
         row_bytes: this CTA's part of a row of weights.
-        ring_bytes: the preferred size of the ring buffer; it has at least 4 stages if they fit.
-        stages: the most stages that can be filled. A CTA with little to load then leaves room for another one on its SM. Without
-            that, not all clusters of 8 may run at once.
+        ring_bytes: the preferred size of the ring buffer. The buffer has at least 4 stages if they fit.
+        stages: the most stages that can be filled. A CTA with little to load then leaves room for another CTA on its SM. Without
+            that room, not all clusters of 8 may run at once.
     """
     part, stage = config.part_bytes, config.stage_bytes
     sums = 4 * GROUP * m * (config.warps + (config.cluster > 1))
@@ -184,7 +188,7 @@ def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: in
 
 
 def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
-    """Returns what the CTAs of a cluster split or multicast; "" means no clusters.
+    """Returns the operand that the CTAs of a cluster split or multicast; "" means no clusters.
 
     "weights": with few rows of weights, the CTAs split k, so each reads less of the activations. "activations": with many
     activations, pairs of CTAs multicast them.
@@ -196,7 +200,7 @@ def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> 
     """
     if weights != "dense":
         return ""
-    # Each CTA of a cluster gets a part, and a cluster's rows are one group.
+    # Each CTA of a cluster gets a part of k, and a cluster's rows are one group.
     if n <= count // CLUSTER * GROUP and row_bytes >= CLUSTER * (CLUSTER - 1) * QUAD_BYTES:
         return "weights"
     config = Config("bfloat16", weights, "none", "bfloat16", max(TOKENS), pair=True)

@@ -1,7 +1,7 @@
 """MMA operands of `kernel_device`, converted from activations and weights, and their scales.
 
-A lane's 16 bytes of weights are 8, 16 or 32 elements, consecutive along k. MMAs take them in pairs, in the order in which
-dequantisation yields them. Activations are reordered to match.
+A lane's 16 bytes of weights are 8, 16 or 32 elements, consecutive along k. MMAs use these elements in pairs, in the order that
+dequantisation produces. Activations are reordered to match.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ TWO_126 = 0x7E807E80  # two bfloat16 of 2^126
 def wait_after(addresses: list[Int64]) -> None:
     """Computes these (nonzero) addresses, then waits for the preceding kernel (PDL).
 
-    The wait's predicate depends on the addresses. Otherwise the compiler would wait first and compute them afterwards.
+    The wait's predicate depends on the addresses. Otherwise the compiler would wait first and compute the addresses afterwards.
     """
     some = addresses[0]
     for address in addresses[1:]:
@@ -62,8 +62,8 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
     """Dequantises eight e2m1 values with one scale; a pair holds elements j and j + 4.
 
-    The sign goes to bfloat16's sign, the other three bits to the border of its exponent and mantissa. That bfloat16 is 2^-126 times
-    the e2m1 value. 2^126 and the scale are applied one after the other, because their product may overflow.
+    The sign goes to bfloat16's sign. The other three bits go to the border of its exponent and mantissa. That bfloat16 is 2^-126
+    times the e2m1 value. 2^126 and the scale are applied one after the other, because their product may overflow.
     """
     pairs = []
     for each in range(4):
@@ -95,8 +95,8 @@ class Formats:
 
     # -- activations, in shared memory ---------------------------------------------------------------------------------------------
     #
-    # A vector is one 16-byte load of weights. A plane holds 16 bytes of operands per vector, so that lanes that read consecutive
-    # vectors have no bank conflicts.
+    # A vector is one 16-byte load of weights. A plane holds 16 bytes of operands per vector. So lanes that read consecutive vectors
+    # have no bank conflicts.
 
     def activation_pitch(self, call: Call):
         """Returns the row pitch of a plane in bytes."""
@@ -107,7 +107,7 @@ class Formats:
         """Waits until the preceding kernel has ended (PDL), since it may have written any input.
 
         Args:
-            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp does, at its first wait.
+            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp signals it, at its first wait.
         """
         cute.arch.griddepcontrol_wait()
         if tells:
@@ -130,7 +130,7 @@ class Formats:
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
             sources = []
             if const_expr(config.scales == "none"):
-                # Compute addresses before the wait, so that loads are issued immediately after it.
+                # Addresses are computed before the wait, so that loads are issued immediately after it.
                 sources = [self.source_of(call, begin + turn * config.threads, vectors, done) for turn in range(turns)]
                 wait_after([from_ for from_, _ in sources])
                 self.wait_for_kernel_before(call, first & (begin == thread))

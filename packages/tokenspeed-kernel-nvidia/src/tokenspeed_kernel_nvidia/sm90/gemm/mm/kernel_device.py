@@ -1,18 +1,18 @@
 """Device code of `mm`: the launch, the ring buffer of weights, the loop over tiles, and the reduction.
 
-A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams them by bulk copies into a ring buffer in shared
-memory, each stage a part of a tile's rows. All other warps split k of every stage. The activations lie in shared memory as MMA
-operands. A chunk is the part of k for which there is room. If a chunk is a whole row, activations are loaded once; otherwise once
-for each group of rows. They are not in registers, because then each part of a row would need code of its own. A call runs its code
-only a few times, so it would stall on instruction fetches.
+A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams the rows by bulk copies into a ring buffer in shared
+memory. Each stage holds a part of a tile's rows. All other warps split k of every stage. The activations lie in shared memory as
+MMA operands. A chunk is the part of k for which there is room. If a chunk is a whole row, activations are loaded only once.
+Otherwise they are loaded once for each group of rows. Activations are not in registers, because each part of a row would then need
+its own code. A call runs such code only a few times, so it would stall on instruction fetches.
 
-At the end of a group the partial sums of all warps meet in shared memory. If the CTAs of a cluster split k, they send theirs to the
-CTA that writes a row.
+At the end of a group, the partial sums of all warps are added through shared memory. If the CTAs of a cluster split k, each sends
+its partial sums to the CTA that writes the row.
 
-In a stage a warp has a part of all 8 rows: 64 bytes that a quad of lanes loads, 16 bytes each. `formats_device` converts them to
-MMA operands. The order of k within an MMA does not matter as long as activations and weights agree. An MMA multiplies 16 rows of
-activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of activations. Per 16 bytes of bfloat16 a lane
-then has two loads, two MMAs and about four moves. With FMAs it would have 25 instructions.
+In a stage, a warp has a part of all 8 rows: 64 bytes per row, which a quad of lanes loads, 16 bytes each. `formats_device` converts
+them to MMA operands. The order of k within an MMA does not matter, provided that activations and weights have the same order. An
+MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of activations. Per 16
+bytes of bfloat16 a lane then has two loads, two MMAs and about four moves. With FMAs a lane would have 25 instructions.
 """
 
 # mypy: ignore-errors
@@ -84,13 +84,14 @@ class Mm(Formats):
 
     One persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
 
-    * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). Then it keeps
-      the ring buffer full, one bulk copy per row of a stage;
-    * the MMA warps store the activations (and scales) in shared memory, split k of each stage, and reduce over warps at the end of
-      each group of ``GROUP`` rows. With ``cluster > 1`` they also reduce over the cluster through distributed shared memory.
+    * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). After that,
+      it keeps the ring buffer full, with one bulk copy per row of a stage;
+    * the MMA warps store the activations (and scales) in shared memory and split k of each stage. At the end of each group of
+      ``GROUP`` rows, they reduce over warps. With ``cluster > 1`` they also reduce over the cluster through distributed shared
+      memory.
 
     Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring buffer, about 100 KB (200 KB for
-    long GEMMs). It is memory-bound: the ring buffer's bytes in flight hide the latency of global memory.
+    long GEMMs). The kernel is memory-bound. The ring buffer's bytes in flight hide the latency of global memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -125,7 +126,7 @@ class Mm(Formats):
         row_bytes, n = weights.shape[0] * size, out.shape[1]
         clusters = ctas // config.cluster
         share = n // clusters
-        # The part of a row that each CTA of a cluster has, except the last.
+        # The part of a row that each CTA of a cluster handles; the last CTA's part may be smaller.
         part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
         self.kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages,
@@ -163,8 +164,8 @@ class Mm(Formats):
         """Weights are the first arguments, because the weight loads are issued first.
 
         Args:
-            part: bytes of a row that each CTA of a cluster has; the last CTA may have less.
-            share, more: rows of weights of each cluster, and how many of the first clusters have one more.
+            part: how many bytes of a row each CTA of a cluster handles; the last CTA may have fewer.
+            share, more: the number of rows of weights per cluster, and how many of the first clusters have one row more.
             vectors_inverse: see `Call`.
         """
         config = self.config
@@ -192,7 +193,7 @@ class Mm(Formats):
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
-        # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
+        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
             with cute.arch.elect_one():
@@ -239,7 +240,8 @@ class Mm(Formats):
     def prefetch(self, call: Call):
         """Prefetches weights into L2, chunk by chunk, until the preceding kernel has ended.
 
-        That kernel may still be writing them. Its writes are seen, because the prefetch stops at L2, which is coherent.
+        The preceding kernel may still be writing the weights. Its writes are seen, because the prefetch goes only to L2, which is
+        coherent.
         """
         config = self.config
         ended = Barriers(call.ended)
@@ -277,10 +279,11 @@ class Mm(Formats):
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
-                        # The preceding kernel may have written the weights. Wait as late as possible: everything above does not
-                        # depend on it.
+                        # The preceding kernel may have written the weights. So wait as late as possible: nothing above depends on
+                        # that kernel.
                         cute.arch.griddepcontrol_wait()
-                        # One lane issues one instruction for each row: bulk copies take their operands from uniform registers.
+                        # One lane issues one instruction for each row, because bulk copies take their operands from uniform
+                        # registers.
                         with cute.arch.elect_one():
                             call.pipe.commit(at, count * size)
                             for row in cutlass.range_constexpr(ROWS):
@@ -378,16 +381,18 @@ class Mm(Formats):
 
     @property
     def step(self) -> int:
-        """How many rows of activations all threads write at once."""
+        """How many rows of activations all threads together write at once."""
         return self.config.threads // self.own_rows
 
     def row_of(self, call: Call, own: Int32) -> Int32:
-        """Returns the group's row that is the CTA's ``own``-th. CTAs of a cluster alternate, which balances their rows."""
+        """Returns the group's row that is the CTA's ``own``-th. CTAs of a cluster take rows alternately, which balances their
+        numbers of rows.
+        """
         return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 
     @cute.jit
     def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
-        """Loads the bias and the scale of a thread's results, early so that `finish` does not wait for them."""
+        """Loads the bias and the scale of a thread's results. This is done early, so that `finish` does not wait for them."""
         cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)
@@ -398,7 +403,7 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the partial sums of all warps in a fixed order, then those of the cluster's CTAs, and writes the results."""
+        """Adds the partial sums of all warps in a fixed order. Then adds those of the cluster's CTAs, and writes the results."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
@@ -429,7 +434,7 @@ class Mm(Formats):
 
     @cute.jit
     def send(self, call: Call, rows: Int32):
-        """Sends each CTA of the cluster the partial sums of its rows, and waits for those of the others."""
+        """Sends each CTA of the cluster the partial sums of its rows. Waits for the partial sums that the other CTAs send."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:

@@ -1,24 +1,25 @@
 """`mm` of a few rows of activations by weights, as in a decode step, on Hopper.
 
-The kernels are memory-bound: each weight is read once, for at most 16 rows of activations. There is one CTA per SM, and the
-weights' rows are divided evenly among them, to within one row. Partial sums are added in a fixed order, so results are bitwise
+The kernels are memory-bound: each weight is read once, for at most 16 rows of activations. There is one CTA per SM. The rows of
+weights are divided evenly among the CTAs, to within one row. Partial sums are added in a fixed order, so results are bitwise
 deterministic. There are two kernels:
 
 - Few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each reads little of
-  the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128 took 2.1, 2.3 and 2.4 us on an
-  H200, and 3.2, 3.5 and 3.6 us with the ring buffer.
-- Otherwise weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, pairs of CTAs multicast
-  them: 16 rows of 2880 x 5120 took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too long for the first
-  kernel, the CTAs of a cluster split k.
+  the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128 took 2.1, 2.3 and 2.4 us on an H200.
+  With the ring buffer they took 3.2, 3.5 and 3.6 us.
+- Otherwise weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a pair
+  multicast them: 16 rows of 2880 x 5120 took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too long for the
+  first kernel, the CTAs of a cluster split k.
 
-Nothing in a call says that the preceding kernel does not write the weights, so they are read only after it has ended (PDL wait).
-Until then some are prefetched into L2, which is coherent. Continuing the prefetch while weights are read was slower: after that
-rmsnorm a row of 2880 x 5120 took 10.3 to 11.2 us instead of 9.3 us.
+A call does not say whether the preceding kernel writes the weights. So weights are read only after that kernel has ended (PDL
+wait). Until then, some weights are prefetched into L2, which is coherent. Continuing the prefetch while weights are read was
+slower. After the same rmsnorm, a row of 2880 x 5120 took 10.3 to 11.2 us instead of 9.3 us.
 
-A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. That is worth more than loads without a ring buffer:
-a kernel that filled the registers of all SMs with weights took 7.5 us after that rmsnorm where this one takes 7.7 to 8.2 us (a row
-of 4096 x 2880). But it could not overlap with attention, nor the router with it. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens
-took 2.12 to 2.16, 2.64 and 3.49 ms with it, and take 2.10, 2.51 and 3.37 ms with this one.
+A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. This room is worth more than loads without a ring
+buffer. A kernel that filled the registers of all SMs with weights took 7.5 us for a row of 4096 x 2880 after that rmsnorm; this
+kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the router overlap it. Decode steps of
+GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel. They take 2.10, 2.51 and 3.37 ms with
+this kernel.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import SplitConfig, ever
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 E4M3 = torch.float8_e4m3fn
-# Largest n for which this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early
-# launch (PDL), 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 us on an H200, and PyTorch's GEMM 12.3 to 12.6 us. But 1 and 16 rows of
-# 2880 x 5120 took 10.9 and 12.0 us, and PyTorch's GEMM 10.6 us.
+# Up to this n, this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early launch
+# (PDL), 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 us on an H200. PyTorch's GEMM took 12.3 to 12.6 us. But 1 and 16 rows of 2880
+# x 5120 took 10.9 and 12.0 us, and PyTorch's GEMM took 10.6 us.
 QUICK_N = 4096
-# Most rows of activations for which this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
-# kernel that does not trigger an early launch, 2880 x 5120, this kernel and the portable one: fp8 weights 9.7 and 10.1 (4 rows),
-# 10.7 and 10.1 (8), 13.2 and 10.2 (16). mxfp4 weights 11.4 and 12.7 (4), 12.8 and 12.7 (8), 15.7 and 12.8 (16). Block-scaled fp8 by
-# fp8 8.9 and 10.0 (4), 9.9 and 9.9 (8), 10.3 and 9.4 (16).
+# Up to this many rows of activations, this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
+# kernel that does not trigger an early launch, 2880 x 5120, for this kernel and the portable kernel. fp8 weights 9.7 and 10.1 (4
+# rows), 10.7 and 10.1 (8), 13.2 and 10.2 (16). mxfp4 weights 11.4 and 12.7 (4), 12.8 and 12.7 (8), 15.7 and 12.8 (16). Block-scaled
+# fp8 by fp8 8.9 and 10.0 (4), 9.9 and 9.9 (8), 10.3 and 9.4 (16).
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
@@ -92,7 +93,7 @@ def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
 def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
-    """The compiled kernel, and those launch arguments that depend only on sizes."""
+    """The compiled kernel, and the launch arguments that depend only on sizes."""
     count = multiprocessors(device)
     if scales == "none" and is_split(m, n, row_bytes):
         split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
@@ -128,7 +129,7 @@ def ctas_of(config: Config, n: int, count: int) -> int:
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:
-    """Address of the scales, and their strides along rows and columns; a stride of 0 if one scale applies to all."""
+    """The address of the scales, and their strides along rows and columns. A stride is 0 if one scale applies to all."""
     if scale is None:
         return 0, 0, 0
     row, column = scale.stride() if scale.ndim == 2 else (0, 0)
@@ -136,12 +137,12 @@ def _table(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
-    """How weights are stored, and the granularity of their scales."""
+    """The storage format of weights, and the granularity of their scales."""
     if b_scale is None:
         return "dense", "none"
     if b.dtype == torch.uint8:
         return "mxfp4", "mx"
-    # A scale shape that fits both granularities means the same scaling in both.
+    # If a scale's shape fits both granularities, the scaling is the same in both.
     return "float8_e4m3fn", "row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"
 
 
@@ -203,8 +204,8 @@ def mm(
 ) -> Tensor:
     """A GEMM of at most 16 rows: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Weights whose rows are not contiguous along k are copied, or go to
-    PyTorch's own GEMM where that computes the same.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights whose rows are not contiguous along k are copied. If PyTorch's own
+    GEMM computes the same, it is called instead.
     """
     dtype = out_dtype or (torch.bfloat16 if a.dtype == E4M3 else a.dtype)
     if bias is not None and not bias.is_contiguous():

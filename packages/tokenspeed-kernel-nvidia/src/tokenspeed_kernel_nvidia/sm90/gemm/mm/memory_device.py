@@ -24,7 +24,7 @@ def type_of(name: str) -> type[Numeric]:
 def load_words_if(address: Any, condition: Boolean) -> Any:
     """Loads four consecutive words from global memory if a condition holds, else zeros.
 
-    Not ``.nc``: the preceding kernel may have written them (PDL).
+    The load is not ``.nc``, because the preceding kernel may have written the words (PDL).
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
@@ -89,18 +89,20 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A contiguous vector with one value for each column of the result; its dtype is known at run time only.
+    """A contiguous vector with one value for each column of the result. Its dtype is known only at run time.
 
     Attributes:
-        address: of the first value.
-        kind: the dtype, see `launch.KINDS`; 0 if there is no vector.
+        address: address of the first value.
+        kind: the dtype, see `launch.KINDS`; 0 without a vector.
     """
 
     address: Int64
     kind: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads a value as stored if a condition holds, else 0. `number` converts it, so that nothing waits for it earlier."""
+        """Loads a value as stored if a condition holds, else 0. `number` converts the value, so that nothing
+        waits for it before.
+        """
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; setp.eq.s32 p, {$r1}, 1; setp.gt.s32 q, {$r1}, 1; mov.b32 {$w0}, 0; "
@@ -118,7 +120,7 @@ class Vector:
         )
 
     def number(self, stored: Uint32) -> Any:
-        """Converts what `load` returned to float32."""
+        """Converts a result of `load` to float32."""
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
             "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
@@ -162,10 +164,10 @@ class Call:
     Attributes:
         a, weights: rows of activations and of weights; whole rows.
         out: the result.
-        begin: where this CTA's part of each row of weights begins, in bytes.
+        begin: the offset in bytes at which this CTA's part of each row of weights begins.
         row_bytes: bytes of that part.
         bias: added to the result.
-        a_scale, b_scale: scales of a's rows and b's columns, as the operator defines them; strides of 0 if one scale applies to
+        a_scale, b_scale: scales of a's rows and b's columns, as the operator defines them. Strides are 0 if one scale applies to
             all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.

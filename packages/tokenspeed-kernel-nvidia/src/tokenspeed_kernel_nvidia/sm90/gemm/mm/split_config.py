@@ -11,7 +11,7 @@ CLUSTER = 8  # CTAs that split k of 8 rows of weights
 WARPS = 16
 QUADS = (1, 2)  # 64-byte parts of a row that a warp has
 HEAD_BYTES = 16  # at the start of shared memory: a barrier
-MOST_ROWS = 256  # rows of weights; above this, `kernel_device` is faster, which gives a CTA more work
+MOST_ROWS = 256  # rows of weights; with more rows `kernel_device` is faster, because it gives a CTA more work
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SplitConfig:
     """Configuration of a kernel.
 
     Attributes:
-        dtype: of the activations and the weights.
+        dtype: dtype of the activations and the weights.
         out: dtype of the result.
         tokens: the most rows of activations.
         quads: the number of 64-byte parts of a row that a warp has.
@@ -63,7 +63,9 @@ def split_of(dtype: str, out: str, m: int, row_bytes: int) -> SplitConfig:
 
 
 def split_numbers_of(m: int, n: int) -> tuple[int, int]:
-    """Returns the number of CTAs, and each one's shared memory: a barrier, the warps' partial sums, and the other CTAs' ones."""
+    """Returns the number of CTAs, and the shared memory of each: a barrier, the warps' partial sums, and the other CTAs' partial
+    sums.
+    """
     return CLUSTER * -(-n // ROWS), HEAD_BYTES + 4 * m * (WARPS * ROWS + CLUSTER)
 
 

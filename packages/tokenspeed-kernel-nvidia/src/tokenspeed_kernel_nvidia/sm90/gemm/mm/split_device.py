@@ -1,8 +1,8 @@
 """Device code of `mm` for few rows of weights, such as a router's: the CTAs of a cluster split k of 8 rows.
 
-It is latency-bound. Each CTA has a part of every row, so it reads only that part of the activations. All CTAs together read no more
-bytes of activations than of weights. A lane has one or two loads of weights, and as many of activations for each 8 rows. Each CTA
-adds its warps' partial sums and sends them to the CTA that writes a row.
+It is latency-bound. Each CTA handles a part of every row, so it reads only this part of the activations. All CTAs together read no
+more bytes of activations than of weights. A lane has one or two loads of weights, and equally many loads of activations for each 8
+rows. Each CTA adds its warps' partial sums, and sends the result to the CTA that writes the row.
 """
 
 # mypy: ignore-errors
@@ -55,7 +55,8 @@ def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
 class Split:
     """Launches and runs the kernel of one configuration.
 
-    A cluster of 8 CTAs computes 8 rows of weights; each CTA has an eighth of k, which its 16 warps split again. There is no ring
+    A cluster of 8 CTAs computes 8 rows of weights. Each CTA handles an eighth of k, which is split again among its 16 warps. There
+    is no ring
     buffer: every lane issues all its loads at once, directly to registers, right after the preceding kernel ends (PDL). Shared
     memory holds only the reduction over warps and, through st.async, over the cluster; the CTA of rank r writes row r.
     """
@@ -95,7 +96,7 @@ class Split:
 
         Args:
             row_bytes: bytes of a row of weights.
-            part: bytes of a row that each CTA of a cluster has; the last ones may have less or none.
+            part: how many bytes of a row each CTA of a cluster handles; the last CTAs may have fewer or none.
         """
         config = self.config
         cta, _, _ = cute.arch.block_idx()
@@ -117,7 +118,8 @@ class Split:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, m * (CLUSTER * 4))
             cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
-        # The preceding kernel may be writing the weights. Its writes are seen, because the prefetch stops at L2, which is coherent.
+        # The preceding kernel may be writing the weights. Its writes are seen, because the prefetch goes only to L2, which is
+        # coherent.
         if warp == 1:
             if (lane < count) & (left > 0):
                 prefetch_bulk(weights.row(first + lane) + begin, left)

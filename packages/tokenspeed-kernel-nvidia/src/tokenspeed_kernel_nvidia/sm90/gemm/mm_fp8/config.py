@@ -7,7 +7,7 @@ from typing import Literal
 
 BLOCK = 128  # elements along k of a stage
 ROWS = 128  # of a CTA's tile, 64 for each of two warpgroups
-PAIR = 2  # CTAs of a cluster: neighbouring rows, the same columns
+PAIR = 2  # CTAs of a cluster, which have neighbouring rows and the same columns
 HALF = 128  # n of a wgmma
 RING_BYTES = 192 * 1024
 OUT_BYTES = 2  # of a bfloat16 result element
@@ -17,7 +17,7 @@ GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse in L2
 # Scale granularities. "block": 128 elements of a row of activations and 128 x 128 weights. "column": parts of rows of both
 # operands, or blocks of fewer than 128 x 128 weights.
 Scales = Literal["block", "column"]
-# How they are stored: as float32, or as an e8m0 byte.
+# The storage format of scales: float32, or an e8m0 byte.
 Stored = Literal["float32", "byte"]
 
 
@@ -75,10 +75,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Supported:
-    """A kind of calls that is supported, and the configurations for it.
+    """A kind of call that is supported, and the configurations for it.
 
     Attributes:
-        name: of the kind, in names of kernels.
+        name: name of the kind, in names of kernels.
         scales, stored, block: as in `Config`.
     """
 
@@ -91,8 +91,8 @@ class Supported:
         return [Config(self.scales, self.stored, self.block, halves) for halves in (2, 1)]
 
 
-# Calls for which this kernel is faster than the portable one. Microseconds on one H100: tiles of 128 columns, tiles of 256 columns,
-# the portable kernel.
+# The calls for which this kernel is faster than the portable kernel. Microseconds on one H100: tiles of 128 columns, tiles of 256
+# columns, the portable kernel.
 #
 # | m x k x n          | e8m0 blocks         | columns             | e8m0 columns        | blocks of 64        |
 # |--------------------|---------------------|---------------------|---------------------|---------------------|
@@ -102,9 +102,9 @@ class Supported:
 # | 4096 x 2048 x 7168 |                     | 167.9 156.7  192.4  | 149.8 142.5  182.8  |                     |
 # | 4096 x 7168 x 4096 | 239.3 215.2  311.0  |                     | 288.0 276.1  344.7  | 399.3 371.5  514.9  |
 #
-# Three kinds of scales are left to faster kernels. PyTorch's GEMM takes one scale per row: 794 us for 8192 x 8192 x 8192, where
-# this kernel took 837 us, and 1467 us for 2048 x 8192 x 57344, where this one took 1546 us. It also takes float32 scales of 128 x
-# 128 weights: 107.3 us for 4096 x 2048 x 7168, 109.0 us here. The portable kernel takes mxfp8: 770 us for 4096 x 8192 x 8192, 1804
+# Three kinds of scales are left to faster kernels. PyTorch's GEMM takes one scale per row. 8192 x 8192 x 8192 took 794 us; this
+# kernel took 837 us. 2048 x 8192 x 57344 took 1467 us; this kernel took 1546 us. It also takes float32 scales of 128 x 128 weights.
+# 4096 x 2048 x 7168 took 107.3 us; this kernel took 109.0 us. The portable kernel takes mxfp8: 770 us for 4096 x 8192 x 8192, 1804
 # us here.
 SUPPORTED = (
     Supported("e8m0_blocks", "block", "byte"),
@@ -112,10 +112,10 @@ SUPPORTED = (
     Supported("e8m0_columns", "column", "byte"),
     Supported("blocks_of_64", "column", "float32", 64),
 )
-# The smallest m and n of eligible calls. Each of these sizes has 64 tiles of 128 columns for the 66 pairs of CTAs of an H100. With
-# e8m0 scales of columns a kernel takes the same time for both sizes, so both are eligible for all scales, though the others were
-# measured at one size only. Smaller calls are left to the portable kernel. With a quarter of the tiles (256 x 7168 x 2048) this
-# kernel takes as long as with all of them, because most SMs are idle.
+# The smallest m and n of eligible calls. With each of these sizes, there are 64 tiles of 128 columns for the 66 pairs of CTAs of an
+# H100. With e8m0 scales of columns, a kernel takes the same time for both sizes. So both sizes are eligible for all scales,
+# although the other scales were measured at one size only. Smaller calls are left to the portable kernel. With a quarter of the
+# tiles (256 x 7168 x 2048), this kernel takes as long as with all of them, because most SMs are idle.
 SIZES = ((512, 4096), (1024, 2048))
 # Smallest k; smaller ones have not been measured.
 FEWEST_K = 2048
@@ -124,7 +124,7 @@ FEWEST_K = 2048
 def config_of(scales: Scales, stored: Stored, block: int, m: int, n: int, count: int) -> Config:
     """Returns the configuration for a call on ``count`` SMs.
 
-    A tile of twice the columns takes 1.6 to 1.9 times as long, so it pays off only if narrow tiles need at least twice as many
+    A tile of twice the columns takes 1.6 to 1.9 times as long. So it pays off only if narrow tiles need at least twice as many
     waves.
     """
     wide, narrow = (Config(scales, stored, block, halves) for halves in (2, 1))

@@ -1,7 +1,8 @@
 """Device code of `mm_fp8`: the launch and the producer warps. `sum_device` has the MMA warpgroups.
 
-The two CTAs of a cluster have tiles of the same columns. Each loads its own rows of activations, and multicasts half of the weights
-to both. One warp loads operands, another one the bias, two more the scales of columns; two warpgroups compute 64 rows each.
+The two CTAs of a cluster have tiles of the same columns. Each CTA loads its own rows of activations, and multicasts half of the
+weights to both CTAs. One warp loads operands, another warp the bias, and two warps the scales of columns. Two warpgroups compute 64
+rows each.
 """
 
 # mypy: ignore-errors

@@ -52,12 +52,12 @@ def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored
     """Classifies the scales of a call.
 
     Returns:
-        Their granularity and how they are stored, as in `Config`; the elements along k of a scale; and the columns of ``b`` of a
-        scale.
+        The scales' granularity and storage format, as in `Config`; the number of elements along k per scale; and the number of
+        columns of ``b`` per scale.
     """
     k, n = b.shape
     packed = b_scale.dtype == torch.int32
-    # If k or n is so small that a scale's shape fits several sizes, all of them give every element the same scale.
+    # If k or n is small, a scale's shape may fit several sizes. Then all of them give every element the same scale.
     along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
     lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
     stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
@@ -113,7 +113,7 @@ _STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
 
 
 def signatures_of(served: Supported) -> set[FormatSignature]:
-    """The formats of calls that have these scales."""
+    """The formats of calls with these scales."""
     block = served.block
     # Scales of 128 x 128 weights need another configuration than scales of columns.
     several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
@@ -126,7 +126,7 @@ def signatures_of(served: Supported) -> set[FormatSignature]:
 
 for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
-        # Every size but the last applies to exactly these rows, a power of two: sizes that vary are rounded up.
+        # Every size except the last applies to exactly these rows, a power of two, because varying sizes are rounded up.
         _last = _place == len(SIZES) - 1
         register_kernel(
             "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,

@@ -1,9 +1,9 @@
 """The MMA warpgroups of `kernel_device`: wgmma, accumulation, epilogue.
 
 Hopper's tensor cores accumulate fp8 with fewer bits than float32 has. So wgmma accumulates over at most 128 elements of k, as block
-scales require anyway, and these partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
-halves of 128 columns, whose wgmma results take turns in the same registers. While one warpgroup accumulates, the other one's wgmmas
-run.
+scales require anyway. The resulting partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
+halves of 128 columns. The halves' wgmma results use the same registers in turn. While one warpgroup accumulates, the wgmmas of the
+other warpgroup run.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import BLOCK, GROUP, HALF,
 
 LANES = 32
 WARPS = 8  # MMA warps
-WARP_ROWS = 16  # of a tile, whose accumulators one warp has
+WARP_ROWS = 16  # rows of a tile whose accumulators one warp has
 PANEL_BYTES = WARP_ROWS * 128  # an output buffer: 64 columns of these rows
 STEP = 32  # k of a wgmma
 
@@ -35,7 +35,7 @@ class Scales:
     """Addresses of scales.
 
     Attributes:
-        address: of the first scale.
+        address: address of the first scale.
         line: stride in bytes from one row of activations, or group of columns, to the next.
         four: stride in bytes from a block along k to the fourth after it.
         one: stride in bytes between blocks within four.
@@ -143,7 +143,7 @@ class Consumers:
         return cute.arch.block_idx()[0] % PAIR
 
     def tiles(self, call: Call):
-        """Returns the first of this cluster's tiles, and their scheduler."""
+        """Returns the index of this cluster's first tile, and the tile scheduler."""
         index, step = own_indices(PAIR)
         return index, Raster(step, call.m, call.n, PAIR * ROWS, self.config.columns, GROUP)
 
@@ -169,7 +169,7 @@ class Consumers:
         shape = mine.partition_shape_C((ROWS, HALF))
         partials = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
-        # Scales of a thread's two rows and of each half's columns for the blocks along k of this stage, and of the next stage.
+        # Scales of a thread's two rows and of each half's columns, for this stage's blocks along k and for the next stage's.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
         at, biases_at = first_to_read(), first_to_read()
         index, tiles = self.tiles(call)
@@ -181,7 +181,7 @@ class Consumers:
             for block in cutlass.range(call.blocks, unroll=1):
                 for each in cutlass.range_constexpr(cute.size(factors)):
                     factors[each] = following[each]
-                # Prefetch the next stage's scales; nothing waits for them in this stage.
+                # Prefetch the next stage's scales. Nothing in this stage waits for them.
                 self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
                 pipe.wait(at)
                 a = left[None, None, None, at.stage]
@@ -212,7 +212,9 @@ class Consumers:
 
     @cute.jit
     def load_factors(self, call: Call, factors: cute.Tensor, row: Int32, column: Int32, block: Int32):
-        """Loads the scales of a stage. Rows and columns out of range read the last one's scale; their sums are discarded."""
+        """Loads the scales of a stage. Rows and columns out of range read the scale of the last row or column; their sums are
+        discarded.
+        """
         c = self.config
         own = row + (cute.arch.thread_idx()[0] - 128) // LANES * WARP_ROWS + cute.arch.lane_idx() // 4
         for part in cutlass.range_constexpr(c.parts):
@@ -265,7 +267,7 @@ class Consumers:
 
     @cute.jit
     def store(self, call: Call, storage: Any, sums: list, biases_at: Cursor, row: Int32, column: Int32):
-        """Stores a tile: each warp its own rows, 64 columns at a time, through shared memory by TMA."""
+        """Stores a tile. Each warp stores its own rows, 64 columns at a time, through shared memory by TMA."""
         c = self.config
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // LANES)
@@ -275,7 +277,7 @@ class Consumers:
         for panel in cutlass.range_constexpr(c.columns // PANEL):
             buffer = warp * c.panels + panel % c.panels
             smem_at = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
-            # Wait until the TMA store that used this buffer has read it.
+            # Wait until the TMA store that last used this buffer has read it.
             cute.arch.cp_async_bulk_wait_group(c.panels - 1, read=True)
             cute.arch.sync_warp()
             words = []
@@ -284,7 +286,7 @@ class Consumers:
                 results = self.results(storage, sums[first // HALF], first, lane)
                 words += [pack(BFloat16, *results[r]) for r in range(2)]
                 if const_expr(eight % 2 == 1):
-                    # Lanes 0-15 address rows of the first eight columns, lanes 16-31 those of the second.
+                    # Lanes 0-15 address rows of the first eight columns, lanes 16-31 rows of the second eight columns.
                     chunk16 = eight - 1 + lane // 16
                     stmatrix(smem_at + lane % 16 * 128 + ((chunk16 ^ (lane % 8)) * 16), words)
                     words = []
@@ -297,7 +299,7 @@ class Consumers:
 
     @cute.jit
     def results(self, storage: Any, sums: cute.Tensor, first: cutlass.Constexpr[int], lane: Int32):
-        """Returns a thread's four results of eight columns: two of each of its rows."""
+        """Returns a thread's four results of eight columns, two for each of its rows."""
         j = first % HALF // 8
         bias = load_floats("shared", self.biases(storage) + (first + lane % 4 * 2) * 4, 2)
         return [[sums[4 * j + 2 * r + column] + bias[column] for column in range(2)] for r in range(2)]

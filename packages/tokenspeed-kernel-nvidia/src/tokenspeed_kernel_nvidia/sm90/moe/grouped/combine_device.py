@@ -47,10 +47,11 @@ class Slots:
     """The arguments of a launch, as addresses.
 
     Attributes:
-        results, result_stride: 16-bit, or float32 if `Combine.wide`; one row for each sorted pair, and the row pitch in elements.
+        results, result_stride: results in 16 bits, or float32 if `Combine.wide`, one row for each sorted pair; and the row pitch in
+            elements.
         positions: int32 ``[tokens, top_k]``, the row of each pair, or -1.
         weights: float32 ``[tokens, top_k]``.
-        out, out_stride: 16-bit, one row for each token, and the row pitch in elements.
+        out, out_stride: the output in 16 bits, one row for each token; and the row pitch in elements.
         tokens, top_k, hidden: sizes.
     """
 

@@ -9,7 +9,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
-COLUMN_WARPS = 3  # warps that gather columns, besides the one that streams weights
+COLUMN_WARPS = 3  # warps that gather columns; one further warp streams weights
 COLUMN_BYTES = 128  # of a column in a panel, which is a row of the 128-byte swizzle
 CHUNK = 32  # columns that a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # maximum of a CTA
@@ -20,11 +20,11 @@ MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # elements of a row that a thread rounds at once
 RECORD = 4  # int32 fields of a tile in the schedule
 
-# Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the same quantised
-# values, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
+# Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
+# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
-# float32 rows that may exceed float16's range, converted to float16 with a power of two for each row. The MMAs take them as
-# `VALUES`.
+# float32 rows that may exceed float16's range. They are converted to float16 with a power of two for each row. The MMAs take them
+# as `VALUES`.
 FITTED = "fitted"
 SPLIT = 2  # fp8 values of an element of `PARTS`
 REST = 16.0  # factor of the second one
@@ -39,12 +39,12 @@ class Tile:
 
     Attributes:
         warpgroups: number of MMA warpgroups, each with 64 rows of weights.
-        widths: the numbers of columns that loops are compiled for, ascending; a tile uses the first that holds its columns.
+        widths: the numbers of columns that loops are compiled for, ascending. A tile uses the first width that holds its columns.
         k_step: k blocks of weights that are dequantised and multiplied together: a k step.
         blocks: k blocks in a stage of weights. Narrow tiles are memory-bound, which long copies suit better.
         column_blocks: panels of columns in flight.
         registers: registers of an MMA thread.
-        strips: strips of 16 rows of an MMA warp, each of another panel. For more than one see `panel_device`.
+        strips: strips of 16 rows of an MMA warp, each of another panel. For more than one strip, see `panel_device`.
         by_warps: up to this many columns, warps with several strips use mma.sync, see `warp_device`.
     """
 
@@ -59,13 +59,14 @@ class Tile:
 
 
 # Tiles by their largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the sum of all
-# kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz.
-# Dequantising a part of a k step after each MMA was slower than dequantising all of it after the last one.
+# kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7 and 1.9
+# GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
 _TILES = {
     # Elements split into two fp8 values, see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
-    # 1024 tokens: 655, 512: 570, 256: 503. All widths by warps: 756, 585 and 502; all by panels: 650, 565 and 535. By warps up to
-    # 64 columns: 660, 569 and 499. With MMA groups of half a block, and the A fragments of four in registers: 659 and 588.
+    # 1024 tokens: 655, 512: 570, 256: 503. With all widths by warps: 756, 585 and 502. With all widths by panels: 650, 565 and 535.
+    # With widths up to 64 columns by warps: 660, 569 and 499. With MMA groups of half a block, and the A fragments of four groups
+    # in registers: 659 and 588.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
     # 2048 tokens: 928 where 160 columns took 1035; 1024 tokens: 759. Measured with MMA groups of half a block.
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
@@ -74,7 +75,7 @@ _TILES = {
     # 8192 tokens: 2996. Loading words ahead made it slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2723, and 3000 when it has run for a second. Dequantisation takes time and power from the MMAs, and twice as many
-    # columns amortise it. A warpgroup that dequantises for the others into shared memory made it slower: 3193.
+    # columns amortise it. It was slower if one warpgroup dequantised for the others into shared memory: 3193.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
 SPLIT_COLUMNS = 24
@@ -86,14 +87,14 @@ SUPPORTED = {
     PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-_SORTED_ALONE = 2048  # pairs up to which one CTA sorts
-# Mean pairs per expert up to which elements are split. A layer of GPT-OSS-120B on an H200, with and without the split: 447 and 517
-# us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs an expert).
+_SORTED_ALONE = 2048  # up to this many pairs, one CTA sorts
+# Mean pairs per expert up to which elements are split. A layer of GPT-OSS-120B on an H200, with the split and without: 447 and 517
+# us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
 _SPLIT_PAIRS = 16
-_FEWEST_PAIRS = 32  # mean pairs per expert up to which tiles are narrowest
-_FEW_PAIRS = 84  # up to which they are narrow
-_VALUE_PAIRS = 56  # up to which fp8 activations use 16-bit MMAs
-_MANY_PAIRS = 140  # up to which most experts' pairs are one tile of `MANY_COLUMNS`
+_FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles are narrowest
+_FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
+_VALUE_PAIRS = 56  # up to this mean of pairs per expert, fp8 activations use 16-bit MMAs
+_MANY_PAIRS = 140  # up to this mean of pairs per expert, most experts' pairs are one tile of `MANY_COLUMNS`
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Schedule:
 
     Attributes:
         columns: the most columns of a tile.
-        ctas: the number of CTAs that sort, one cluster.
+        ctas: the number of CTAs that sort; they form one cluster.
     """
 
     columns: int
@@ -120,11 +121,12 @@ class Gemm:
 
     Attributes:
         dtype: the name of the activations' dtype.
-        gated: whether it is the first GEMM, which gathers tokens and applies the activation.
+        gated: whether this is the first GEMM, which gathers tokens and applies the activation.
         columns: the most columns of a tile.
         inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because float16 may overflow.
-        repairs: whether it recomputes only tiles with columns that `PARTS` cannot represent, marked by a negative scale.
+        repairs: whether the GEMM recomputes only tiles with columns that `PARTS` cannot represent. A negative scale marks such
+            columns.
     """
 
     dtype: str
@@ -193,7 +195,8 @@ class Gemm:
     def promoted(self) -> bool:
         """Whether every two k steps are accumulated separately and then added to the accumulators in registers (promotion).
 
-        wgmma keeps about 14 bits of an fp8 accumulator. Without promotion the error was twice that of `VALUES` (2.4e-2, 1.2e-2).
+        wgmma keeps about 14 bits of an fp8 accumulator. Without promotion, the error was twice the error of `VALUES` (2.4e-2,
+        1.2e-2).
         """
         return self.inputs == CODES
 
@@ -239,7 +242,7 @@ class Gemm:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of the buffers that results are stored from, two for each warpgroup."""
+        """Bytes of the buffers from which results are stored, two for each warpgroup."""
         return 2 * self.tile.warpgroups * CHUNK * self.store_bytes
 
     @property
@@ -255,19 +258,19 @@ class Gemm:
 
     @property
     def producer_registers(self) -> int:
-        """The registers of a producer thread: those that the other threads leave."""
+        """The registers of a producer thread, which are those that the other threads leave."""
         return left_by(self.threads, self.tile.warpgroups, self.tile.registers)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Configuration of a kernel that converts rows to float8_e4m3fn or float16, with a scale each.
+    """Configuration of a kernel that converts rows to float8_e4m3fn or float16, with one scale per row.
 
     Attributes:
         dtype: the name of the activations' dtype.
         result: `CODES`, `VALUES` (in that dtype), `PARTS` (the dtype must be bfloat16), or `FITTED`.
-        early: whether the preceding kernel does not write the rows, and had waited for all kernels before it when it triggered this
-            one. Then rows are converted while it runs, and this kernel waits for it at its end.
+        early: true if the preceding kernel does not write the rows, and had waited for all kernels before it when it triggered this
+            kernel. Then rows are converted while that kernel runs, and this kernel waits for it at the end.
         wide: whether the rows are float32.
     """
 
@@ -339,7 +342,9 @@ def every_gemm() -> list[Gemm]:
 
 
 def repair_of(dtype: str, gated: bool) -> Gemm:
-    """Returns the GEMM that recomputes what `PARTS` cannot represent. Its tiles have at most `SPLIT_COLUMNS` columns."""
+    """Returns the GEMM that recomputes tiles with elements that `PARTS` cannot represent. Its tiles have at most `SPLIT_COLUMNS`
+    columns.
+    """
     return Gemm(dtype, gated, FEWEST_COLUMNS, repairs=True)
 
 

@@ -44,11 +44,11 @@ class GroupedGemm(Loader, Consumers):
     * warpgroup 0 gives up registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
       the rows of tokens (the columns of the MMA) by cp.async;
     * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
-      activation, and store the results through a buffer in shared memory.
+      activation, and store results through a buffer in shared memory.
 
-    Shared memory holds a ring buffer of columns, the columns' scales, result buffers, and a ring buffer of weights that takes the
-    rest (227 KB in all). While a k step is multiplied, the same warps dequantise the next one. Narrow tiles are limited by memory
-    and by dequantisation, wide ones by MMAs and dequantisation.
+    Shared memory holds a ring buffer of columns, the columns' scales, and result buffers. A ring buffer of weights takes the
+    remaining memory (227 KB in all). While a k step is multiplied, the same warps dequantise the next k step. Narrow tiles are
+    limited by memory and by dequantisation, wide ones by MMAs and dequantisation.
     """
 
     @cute.jit
@@ -94,8 +94,8 @@ class GroupedGemm(Loader, Consumers):
                     storage.scales.data_ptr()[0] = Float32(0.0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first one has already waited for the
-        # schedule. So the second one waits only before it reads columns and their scales; its weights are in flight earlier.
+        # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first GEMM has already waited for
+        # the schedule. So the second GEMM waits only before it reads columns and their scales. Its weights are in flight earlier.
         if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -119,7 +119,7 @@ class GroupedGemm(Loader, Consumers):
                 self.load_columns(call, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
-            # They read the columns' scales, which the preceding kernel writes along with the columns.
+            # The MMA warps also read the columns' scales, which the preceding kernel writes along with the columns.
             if const_expr(c.scaled and not c.gated):
                 cute.arch.griddepcontrol_wait()
             self.consume(call, storage)

@@ -1,23 +1,23 @@
 """MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
 
-(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. So a captured
-graph stays valid when the routing changes. Both GEMMs are swap-AB: weights are the A operand, dequantised in registers, and pairs
-are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few columns; a warpgroup then processes three
-panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and 576 rows. One producer warp of a CTA streams weights
-by bulk copies, three gather the columns of tokens, and two or three warpgroups issue MMAs. Bias and activation are applied in
-registers, because one thread has gate and up of a feature. The sum over slots is a kernel of its own, which adds them in slot
-order.
+(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. A captured graph
+stays valid when the routing changes, because the device does this. Both GEMMs are swap-AB: weights, dequantised in registers, are
+the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few columns. With 576
+rows, a warpgroup processes three panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and 576 rows. In a
+CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of tokens. Two or three warpgroups issue
+MMAs. Bias and activation are applied in registers, because one thread has gate and up of a feature. A separate kernel sums over
+slots, in slot order.
 
-With few pairs, dequantising weights takes most of the time. Then a kernel before each GEMM splits bfloat16 values into two
-float8_e4m3fn values that together have all their bits (`PARTS`). The MMAs are fp8, for which dequantising the weights takes a third
-of the instructions, and block scales multiply the partial sums over 32 elements of k. Rows with outliers lose small values. If that
-affects more than a quarter of a row, one more kernel recomputes the row's tiles with 16-bit MMAs.
+With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
+float8_e4m3fn values, which together have all their bits (`PARTS`). The MMAs are then fp8, for which dequantising the weights takes
+a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose small values. If
+a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit MMAs.
 
 With fp8 activations a kernel before each GEMM quantises its rows. With many pairs, experts whose weights float8_e5m2 represents
-exactly use fp8 MMAs. Other experts, and all experts with few pairs, use 16-bit MMAs on the quantised values (`moe_apply_rounded`).
+exactly use fp8 MMAs. Other experts use 16-bit MMAs on the quantised values; with few pairs, all experts do (`moe_apply_rounded`).
 
-float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, it is
-float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
+float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, the
+activation is float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class _Programs(NamedTuple):
 
     Attributes:
         schedules: sort pairs and divide them into tiles; keyed by the number of CTAs.
-        rounding: for each kind of inputs, the kernel that makes each GEMM's inputs, or None if rows are used as given.
+        rounding: for each kind of inputs, the kernel that makes each GEMM's inputs; None if rows are used as given.
         gemms: for each kind of inputs, both GEMMs.
-        repairs: both GEMMs that recompute the rows that `PARTS` cannot represent, or none.
+        repairs: the two GEMMs that recompute the rows that `PARTS` cannot represent; empty if there are none.
         combine: adds up the slots of each token.
         sm_count: the number of CTAs of a GEMM, one per SM.
     """
@@ -127,7 +127,8 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         first = second = None
         gemm_input = kind
         if kind != PLAIN:
-            # The first split kernel follows the schedule kernel, which does not write its input rows, so the two overlap.
+            # The first split kernel follows the schedule kernel. The latter does not write the former's input rows, so the two
+            # overlap.
             first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
         elif wide:
@@ -146,7 +147,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
 
 
 class _Memory:
-    """One allocation and its parts. Only the kernels of one call access it."""
+    """One allocation, divided into parts. Only the kernels of a single call access it."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -177,12 +178,12 @@ def moe_apply_many(
     """`moe_apply` on checked arguments, weights in the layout of `mxfp4.layout`.
 
     Args:
-        columns: the widest tile, one of those in `config`; None chooses by the number of pairs. At most `MANY_COLUMNS` if
+        columns: the widest tile, one of those in `config`. None chooses by the number of pairs. It is at most `MANY_COLUMNS` if
             float16 activations may exceed their range.
-        inputs: the kinds of GEMM inputs, from `config`; several kinds mean that each is for some experts. None means
-            unconverted 16-bit inputs if ``columns`` is given, and otherwise chooses by the number of pairs.
-        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for those of `VALUES`; None if there is one kind
-            only.
+        inputs: the kinds of GEMM inputs, from `config`. With several kinds, each is for some of the experts. None means unconverted
+            16-bit inputs if ``columns`` is given. Otherwise None chooses by the number of pairs.
+        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts of the `VALUES` GEMMs; None if there
+            is only one kind.
     """
     tokens, hidden = x.shape
     pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
@@ -200,7 +201,7 @@ def moe_apply_many(
         columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
     programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
-    # Buffers for quantised rows, one for each kind of inputs, reused by both GEMMs.
+    # Buffers for quantised rows, one for each kind of inputs. Both GEMMs use the same buffers.
     most = max(tokens * hidden, pairs * between)
     activated_as = torch.float32 if wide else x.dtype
     results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
@@ -250,9 +251,9 @@ def moe_apply_rounded(
     """`moe_apply_many` with fp8 activations.
 
     Args:
-        codes: whether to use fp8 MMAs, for experts whose weights float8_e5m2 represents exactly, rather than 16-bit MMAs on the
-            quantised values. None chooses fp8 MMAs for many pairs. Their partial sums are accumulated in float32 every 256 elements
-            of k. They took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
+        codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised
+            values. None chooses fp8 MMAs for many pairs. The partial sums of fp8 MMAs are accumulated in float32 every 256 elements
+            of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see `moe_apply_many`.
     """
     if not isinstance(weights, RoundedWeights):

@@ -1,4 +1,4 @@
-"""The producer warps of `kernel_device`: one streams weights, the others gather columns."""
+"""The producer warps of `kernel_device`. One warp streams weights, the other warps gather columns."""
 
 # mypy: ignore-errors
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUM
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
 
 CHUNK_BYTES = 16  # bytes of a lane's cp.async
-AT_ONCE = 4  # columns that a warp copies per instruction, eight lanes each
+AT_ONCE = 4  # number of columns that a warp copies per instruction, by eight lanes each
 
 
 class Loader(Shapes):
@@ -26,7 +26,7 @@ class Loader(Shapes):
 
     @cute.jit
     def load_weights(self, call: Call, storage: Any):
-        """Streams the panels of all items of this CTA, by one warp: a lane for each panel of a tile."""
+        """Streams the panels of all items of this CTA. One warp does this, with one lane for each panel of a tile."""
         c = self.config
         pipe = self.weight_pipe(storage)
         lane = cute.arch.lane_idx()
@@ -59,7 +59,7 @@ class Loader(Shapes):
 
     @cute.jit
     def load_columns(self, call: Call, storage: Any, warp: Int32):
-        """Gathers the columns of all items of this CTA. Each warp copies four columns at a time, interleaved with the other warps.
+        """Gathers the columns of all items of this CTA. The warps copy four columns at a time, round-robin.
 
         A column is a row of 128 bytes in the 128-byte swizzle: its 16-byte chunks are permuted by the column index modulo 8.
 
@@ -84,11 +84,11 @@ class Loader(Shapes):
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
             source = call.rows + chunk16 * CHUNK_BYTES
-            # In the last stage, elements beyond k are zero-filled, since NaN times a zero weight would be NaN.
+            # In the last stage, elements beyond k are zero-filled, because NaN times a zero weight would be NaN.
             left = call.k - chunk16 * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                # Opaque to the compiler, which would otherwise recompute the addresses for each copy.
+                # Opaque to the compiler. Otherwise it would recompute the addresses for each copy.
                 in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)
@@ -113,7 +113,7 @@ class Loader(Shapes):
             offsets[turn] = Int32(-1)
             part = Int32(0)
             if const_expr(self.config.slots > 1):
-                # MMA columns 2 i and 2 i + 1 are the two parts of one column, so one thread has both. The pairs are ordered so that
+                # MMA columns 2 i and 2 i + 1 are the two parts of one column. So one thread has both. The pairs are ordered so that
                 # a thread's columns of sixteen are neighbours.
                 part = column % 2
                 column = column // 16 * 8 + column % 8 // 2 * 2 + column // 8 % 2

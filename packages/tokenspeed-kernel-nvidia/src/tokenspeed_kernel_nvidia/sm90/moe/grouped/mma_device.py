@@ -1,7 +1,7 @@
 """The MMA warpgroups of `kernel_device`: dequantisation of weights to registers, MMAs, and the epilogue.
 
-Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up of
-a feature are rows g and g + 8 of a strip, which one thread has.
+Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of the warpgroup's 64 rows. Gate and
+up of a feature are rows g and g + 8 of a strip. One thread has both.
 """
 
 # mypy: ignore-errors
@@ -42,8 +42,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
-WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
-STORE = 1  # named barriers, one for each warpgroup: its result buffer is written
+WORDS = 4  # a lane's 32-bit words of e2m1 values in a block
+STORE = 1  # named barriers, one per warpgroup, which signal that its result buffer is written
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -65,14 +65,14 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """Computes all items of the CTA; each warpgroup has 64 rows, or several panels of 64 rows, of each item."""
+        """Computes all items of the CTA. Each warpgroup handles 64 rows, or several panels of 64 rows, of each item."""
         index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
         if const_expr(self.config.several_panels):
             left = self.a_fragments_of_panels()
         else:
-            # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this one.
+            # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this k step.
             mma = self.mma_of(8).get_slice(0)
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
             for registers in left:
@@ -81,7 +81,7 @@ class Consumers(WarpMainloop, PanelMainloop):
             item = self.read_item(call, index)
             working = Boolean(True)
             while working:
-                # Read the next item early, so that nothing waits for it.
+                # Read the next item early, so that nothing waits for the read.
                 index = items.next(index)
                 following = item
                 working = items.has(index)
@@ -121,11 +121,11 @@ class Consumers(WarpMainloop, PanelMainloop):
     ):
         """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
-        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
         # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
-        # wgmma has at most 256 columns. More are two wgmmas with the same A operand.
+        # wgmma has at most 256 columns. More columns are two wgmmas with the same A operand.
         wgmmas = -(-width // 256)
         mma = self.mma_of(width // wgmmas)
         mine = mma.get_slice(wg * 128)
@@ -176,7 +176,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         weights, words = self.next_k_step(call, storage, weights, words, Boolean(False), slot, lane, k_steps - 1)
         before, ready = columns, Boolean(False)
         given = call, storage, mma, acc, right, slot, lane
-        # Unrolled by two, so that each k step of a pair has its own A registers.
+        # Unrolled by two. So each k step of a pair has its own A registers.
         pairs = (k_steps - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = k_steps - 2 * pair
@@ -228,7 +228,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         """
         if not ready:
             self.column_pipe(storage).wait(columns)
-        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
+        warpgroup.fence()  # orders earlier register writes before the wgmmas that read the registers
         for part in cutlass.range_constexpr(self.config.parts):
             atom = cute.make_mma_atom(mma.op)
             atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not fresh)
@@ -267,13 +267,13 @@ class Consumers(WarpMainloop, PanelMainloop):
             before: the previous stage of columns, which may still be in use.
             words: of the next k step.
             ready: whether this k step's columns are known to have arrived.
-            first: whether there is no previous k step.
+            first: whether this is the item's first k step.
             fresh: whether the accumulators start at zero with this k step.
-            k_steps: k steps left, this one included; at least 2.
+            k_steps: number of remaining k steps, including this one; at least 2.
 
         Returns:
-            the next position in the ring buffer of weights; this k step's and the next one's stage of columns; the words of the k
-            step after that; and whether the next k step's columns are known to have arrived.
+            the next position in the ring buffer of weights; the stages of columns of this k step and of the next; the words of the
+            k step after that; and whether the next k step's columns are known to have arrived.
         """
         c = self.config
         self.multiply_k_step(storage, mma, acc, right, left, columns, ready, fresh)
@@ -299,7 +299,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns the position of the next k step's weights. ``last``: whether that one belongs to another item."""
+        """Returns the position of the next k step's weights. ``last``: whether the next k step belongs to another item."""
         at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
@@ -321,12 +321,12 @@ class Consumers(WarpMainloop, PanelMainloop):
         """Advances to the next k step, and releases the stage of weights if it is used up.
 
         Args:
-            words: of this k step, which is dequantised.
+            words: the words of this k step, to be dequantised.
             ready: whether the next k step's weights are known to have arrived.
-            k_steps: k steps of the item after this one.
+            k_steps: number of the item's k steps after this one.
 
         Returns:
-            the position of the next k step, and its words if there is one.
+            the position of the next k step, and that k step's words if it exists.
         """
         following = self.following_k_step(weights, k_steps == 0)
         if following.block == 0:
@@ -340,9 +340,9 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Returns the lane's words of a k step: for each block its e2m1 words, then its word of scales.
+        """Returns the lane's words of a k step: for each block, its e2m1 words followed by its word of scales.
 
-        ``last``: whether it is the last k step, which may have one block less.
+        ``last``: whether this is the last k step, which may have one block less.
         """
         c = self.config
         begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
@@ -359,9 +359,9 @@ class Consumers(WarpMainloop, PanelMainloop):
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
         """Dequantises some of a k step's words.
 
-        The condition always holds. It makes the registers' former contents a possible result, so that the loops of all widths use
-        the same registers. ptxas reserves the registers of wgmma's A operands for these alone. Without the condition each width
-        would get its own, and soon all registers would be taken.
+        The condition always holds. The condition makes the registers' former contents a possible result. So the loops of all widths
+        use the same registers. ptxas reserves the registers of wgmma's A operands for these alone. Without the condition, each
+        width would get its own registers, and soon all registers would be taken.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -379,7 +379,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Returns the scales that a thread loads for its warpgroup, early because of global memory's latency."""
+        """Returns the scales that a thread loads for its warpgroup. They are loaded early, because of global memory's latency."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -436,7 +436,7 @@ class Consumers(WarpMainloop, PanelMainloop):
             self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
         else:
             self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
-        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # the next panel reuses a buffer that others may still read
+        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # the next panel reuses a buffer that other warps may still read
             self.sync_warpgroup(wg)
 
     # -- results ---------------------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Applies the activation to gates and ups, and stores one feature for each pair of them."""
+        """Applies the activation to gates and ups. Stores one feature for each pair of gate and up."""
         lane, warp = thread % 32, thread % 128 // 32
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             words = []
@@ -467,7 +467,7 @@ class Consumers(WarpMainloop, PanelMainloop):
                     words.append(pack(self.dtype, *results))
                 else:
                     words.append(words[0])  # of columns beyond the tile's, which are not stored
-            # A lane addresses a column, in which a warp's eight features are one of four 16-byte chunks.
+            # A lane addresses a column. In each column, a warp's eight features are one of four 16-byte chunks.
             buffer = self.buffer(storage, wg, chunk)
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
             self.sync_warpgroup(wg)

@@ -1,10 +1,10 @@
-"""The mainloops of `mma_device` in which a warpgroup multiplies several panels by the same columns, one after another.
+"""The mainloops of `mma_device` in which a warpgroup multiplies several panels, one after another, by the same columns.
 
-The fixed work of a stage, such as waiting for barriers, is amortised over several panels. It took a third of all instructions with
-few columns. While one block is multiplied, the next one is dequantised.
+The fixed work of a stage, such as waiting for barriers, is amortised over several panels. With few columns, this fixed work took a
+third of all instructions. While one block is multiplied, the next block is dequantised.
 
-With the fewest columns, weights are multiplied without their scales, by fp8 MMAs, with columns that are split in two (`PARTS`).
-Each half of a block has its scale, so its MMAs have an accumulator of their own, which is scaled and added in registers.
+With the fewest columns, fp8 MMAs multiply weights without their scales. Columns are then split in two (`PARTS`). Each half of a
+block has its own scale. So its MMAs have a separate accumulator, which is scaled and added in registers.
 """
 
 # mypy: ignore-errors
@@ -41,7 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
 HALVES = 2  # of a block, with a scale each
-WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
+WORDS = 4  # a lane's 32-bit words of e2m1 values in a block
 
 
 class PanelMainloop(Shapes):
@@ -71,7 +71,7 @@ class PanelMainloop(Shapes):
         """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
         panels = c.tile.strips
-        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
         # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
@@ -145,7 +145,7 @@ class PanelMainloop(Shapes):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(part == parts - 1):
-                    # All words of the stage are in A registers of wgmmas that have been issued.
+                    # All words of the stage are now in A registers of issued wgmmas.
                     cute.arch.sync_warp()
                     self.weight_pipe(storage).release(at)
                     at = following
@@ -186,8 +186,9 @@ class PanelMainloop(Shapes):
     ):
         """fp8 mainloop: multiplies all blocks of an item's panels without scales, and scales the partial sums of each half block.
 
-        It takes fewer instructions with few columns. While a half block is multiplied, the next one is dequantised and the previous
-        one's partial sums are added. Returns the accumulators and the next positions in the ring buffers.
+        With few columns this loop takes fewer instructions. While a half block is multiplied, the next half block is dequantised,
+        and the partial sums of the previous half block are added. Returns the accumulators and the next positions in the ring
+        buffers.
         """
         c = self.config
         panels = c.tile.strips
@@ -227,7 +228,7 @@ class PanelMainloop(Shapes):
                     self.add_scaled_partials(acc[0], sums[panel], scales, 0)
                     self.decode_half(call, words, left[0], 0)
                 else:
-                    # No accumulator is in flight across the loop's back edge; otherwise ptxas would serialise the wgmmas.
+                    # No accumulator may be in flight across the loop's back edge, because ptxas would serialise the wgmmas.
                     warpgroup.wait_group(0)
                     self.column_pipe(storage).release(columns)
                     self.weight_pipe(storage).release(at)
@@ -257,10 +258,10 @@ class PanelMainloop(Shapes):
         """Issues the wgmmas of a panel's block (16-bit) or half block (fp8) as one group.
 
         Args:
-            sums: the accumulator; 16-bit MMAs add to it, fp8 MMAs overwrite it.
+            sums: the accumulator. 16-bit MMAs add to it, fp8 MMAs overwrite it.
             part: index of the block or half block in the stage of columns.
         """
-        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
+        warpgroup.fence()  # orders earlier register writes before the wgmmas that read the registers
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
         steps = cute.size(left, mode=[2])
@@ -272,8 +273,8 @@ class PanelMainloop(Shapes):
     def decode_values(self, call: Call, words: list, left: cute.Tensor):
         """Dequantises the words of a block, with their scales.
 
-        The condition always holds. It makes the registers' former contents a possible result, so that all loops use the same
-        registers. Without it ptxas gives each wgmma its own registers and serialises the wgmmas.
+        The condition always holds. The condition makes the registers' former contents a possible result. So all loops use the same
+        registers. Without the condition, ptxas gives each wgmma its own registers and serialises the wgmmas.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -310,7 +311,7 @@ class PanelMainloop(Shapes):
 
         Args:
             part: index of the block, over panels first, then k.
-            last: whether it is in the last k step, which may have one block less.
+            last: whether the block is in the last k step, which may have one block less.
         """
         c = self.config
         panel, block = part % c.tile.strips, part // c.tile.strips

@@ -1,5 +1,5 @@
-"""The device code of `grouped` that converts rows, with a scale each: to float8_e4m3fn as `quantize_fp8` does for tokens, to two
-such values (`PARTS`), or into float16's range.
+"""The device code of `grouped` that converts rows, with one scale per row. Rows are converted to float8_e4m3fn as `quantize_fp8`
+does for tokens, to two such values (`PARTS`), or into float16's range.
 """
 
 # mypy: ignore-errors
@@ -68,7 +68,7 @@ class Rows:
         given, given_stride: 16-bit, or float32 if `Rounding.wide`, and the row pitch in elements.
         result, result_stride: receives fp8 values, or 16-bit values in the dtype given. `PARTS` have two rows for each row: the
             first parts, then the second parts.
-        scales: float32, receives one for each row; negative for rows with too many elements that `PARTS` cannot represent.
+        scales: float32, receives one scale per row; negative for rows with too many elements that `PARTS` cannot represent.
         k: elements of a row.
     """
 
@@ -81,10 +81,10 @@ class Rows:
 
 
 class RoundRows:
-    """The kernel of one configuration: a CTA of four warps for each row.
+    """The kernel for one configuration: a CTA of four warps for each row.
 
-    A thread keeps up to two groups of 16 elements in registers between amax and rounding, so rows of up to 4096 elements are read
-    once. Longer rows are partly read again. It is memory-bound.
+    A thread keeps up to two groups of 16 elements in registers between amax and rounding. So rows of up to 4096 elements are read
+    only once. Longer rows are partly read again. It is memory-bound.
     """
 
     def __init__(self, config: Rounding):
@@ -242,7 +242,7 @@ class RoundRows:
                 store_words(rows.result + 2 * at + 16 * half, [value[half] for value in values])
 
     def values(self, codes: Uint32) -> Any:
-        """Converts four fp8 values to 16 bits: the first and third byte in one word, the others in another."""
+        """Converts four fp8 values to 16 bits. One word has the first and third value, the other word the second and fourth."""
         wide = (
             "cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; prmt.b32 {$w0}, a, b, 0x5410; prmt.b32 {$w1}, a, b, 0x7632;"
         )
@@ -282,7 +282,7 @@ def power_below(x: Float32, octaves: int) -> Float32:
 
 
 def is_small(x: Float32) -> Int32:
-    """Returns 1 for an element that `PARTS` cannot represent, 0 for others and for zero."""
+    """Returns 1 for an element that `PARTS` cannot represent, and 0 for all other elements, zero included."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 a; .reg .b32 b; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; setp.gt.and.f32 p, a, 0f00000000, p;"
         " selp.b32 {$w0}, 1, 0, p; }",

@@ -1,9 +1,9 @@
-"""The device code of the schedule of `grouped`: sorts pairs by expert and divides them into tiles, by one CTA or a cluster.
+"""The device code of the schedule of `grouped`. One CTA or a cluster sorts pairs by expert and divides them into tiles.
 
-It is a stable counting sort. Each warp has a range of the pairs. It counts them by expert in its own row of a table in shared
-memory, and stores each pair's index within that count. Prefix sums over the rows then give the start of each warp's pairs of an
-expert. So the order is deterministic and keeps each expert's pairs in order. The CTAs of a cluster exchange their counts, and each
-computes the experts' starts for itself; CTA 0 lists the tiles.
+The sort is a stable counting sort. Each warp has a range of the pairs. The warp counts the pairs of each expert in its own row of a
+table in shared memory. It also stores each pair's index within its expert's count. Prefix sums over the rows then give the start of
+each warp's pairs of an expert. So the order is deterministic, and each expert's pairs stay in order. The CTAs of a cluster exchange
+their counts. Each CTA computes the experts' starts for itself, and CTA 0 lists the tiles.
 """
 
 # mypy: ignore-errors
@@ -43,7 +43,7 @@ class Pairs:
     """The arguments of a launch, as addresses.
 
     Attributes:
-        ids, token_stride, slot_stride: int32 ``[tokens, top_k]``, and its strides in elements.
+        ids, token_stride, slot_stride: int32 ``[tokens, top_k]`` and the strides of its axes, in elements.
         count: number of pairs.
         top_k, experts: as the plan's.
         sources: int32 ``[pairs]``, receives the token of each pair, sorted by expert.
@@ -66,7 +66,7 @@ class Pairs:
 
 
 class SchedulePairs:
-    """The kernel of one configuration: one CTA, or a cluster of `SORTING_CTAS`, of 32 warps. It is latency-bound."""
+    """The kernel for one configuration: one CTA of 32 warps, or a cluster of `SORTING_CTAS` such CTAs. It is latency-bound."""
 
     def __init__(self, config: Schedule):
         self.config = config
@@ -76,12 +76,12 @@ class SchedulePairs:
         class Storage:
             counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
             begins: cute.struct.MemRange[Int32, MAX_EXPERTS]
-            # For each expert ``4 * columns + tiles`` of its tiles that are not full. ``columns``: of the last tile, or of the first
-            # of two balanced ones.
+            # For each expert, ``4 * columns + tiles`` of its tiles that are not full. ``columns``: of the last tile, or of the
+            # first of two balanced ones.
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
             pair_sums: cute.struct.MemRange[Int32, WARPS]
             full_sums: cute.struct.MemRange[Int32, WARPS]
-            # Each CTA's pairs of each expert, and the barrier that counts the bytes of these.
+            # The number of each CTA's pairs of each expert, and the barrier that counts the bytes of these numbers.
             of_ctas: cute.struct.MemRange[Int32, self.config.ctas * MAX_EXPERTS]
             arrived: cute.struct.MemRange[Int64, 1]
 
@@ -131,7 +131,7 @@ class SchedulePairs:
                 cute.arch.mbarrier_init(storage.arrived.data_ptr(), 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.mbarrier_arrive_and_expect_tx(storage.arrived.data_ptr(), pairs.experts * (4 * self.config.ctas))
-            # Other CTAs may send once the barrier is initialised; `exchange` waits for the cluster before it sends.
+            # Other CTAs may send once the barrier is initialised. `exchange` waits for the cluster before it sends.
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
@@ -187,10 +187,11 @@ class SchedulePairs:
 
     @cute.jit
     def count_pair(self, own: cute.Pointer, expert: Int32, lane: Int32) -> Int32:
-        """Adds a warp's pairs, one a lane, to its counts by expert. Returns each pair's index in its count. Called by
-        whole warps.
+        """Adds a warp's pairs, one per lane, to its counts by expert. Returns each pair's index within its expert's count. Called
+        by whole warps.
         """
-        # The lanes with the same expert. A ballot for each bit is faster than `match`, whose time grows with the number of experts.
+        # A mask of the lanes with the same expert. A ballot for each bit is faster than `match`, whose time grows with the number
+        # of experts.
         same = Int32(-1)
         for bit in cutlass.range_constexpr(ID_BITS + 1):  # and the sign bit
             mine = expert << (31 - bit) >> 31 if bit < ID_BITS else expert >> 31
@@ -222,7 +223,7 @@ class SchedulePairs:
         before = Int32(0)  # pairs of the expert in lower-ranked CTAs
         if const_expr(c.ctas > 1):
             before, count = self.exchange(pairs, storage, rank, thread, count)
-        # All tiles but the last are full. If the last would have few pairs, it is balanced with the one before.
+        # All tiles except the last are full. If the last tile would have few pairs, it is balanced with the tile before it.
         tiles = (count + (c.columns - 1)) // c.columns
         left = count - (tiles - 1) * c.columns  # columns of the last tile
         parts, rest = cutlass.min(tiles, 1), left

@@ -1,6 +1,6 @@
 """Shared by all warps of `kernel_device`: the call's arguments, the work items, and shared memory.
 
-An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Gemm.rows` rows of that expert's
+An *item* (work item) combines a tile of the schedule, that is, some pairs of one expert, with `Gemm.rows` rows of that expert's
 weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
 """
 
@@ -31,12 +31,12 @@ class Call:
         k: elements of a row of activations.
         rows, row_stride: the activations, and the row pitch in elements, a multiple of 8.
         count: number of rows.
-        row_scales: float32, one for each row, or 0.
-        exact: int32 ``[experts]``, or 0: 1 for experts that the `CODES` GEMM computes, 0 for the others.
+        row_scales: address of float32 scales, one per row; or 0.
+        exact: address of int32 ``[experts]``, or 0. 1 for experts that the `CODES` GEMM computes, 0 for all others.
         sources: int32, the row of each column, for the first GEMM.
         tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
         tile_count: int32, the number of tiles.
-        out, out_stride: results, one row for each column, and the row pitch in elements.
+        out, out_stride: the results, one row for each column, and the row pitch in elements.
         alpha, limit, beta: of the activation; an infinite limit means none.
     """
 
@@ -79,7 +79,7 @@ class Item:
 
     Attributes:
         expert: whose weights.
-        first: the first column, among those of all experts.
+        first: the tile's first column, counted over the columns of all experts.
         count: columns; 0 if another kernel computes the item, or if it needs no repair.
         strip: the first strip.
     """
@@ -133,8 +133,8 @@ class Shapes:
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring buffer of weights. A stage has `Tile.blocks` k blocks of each of a tile's panels, a slot
-        for each panel.
+        """Returns the ring buffer of weights. A stage has `Tile.blocks` k blocks of each of a tile's panels, and one slot per
+        panel.
         """
         return pipeline(storage.weights_full, storage.weights_empty)
 
@@ -155,7 +155,7 @@ class Shapes:
         return (call.strips + (self.config.strips - 1)) // self.config.strips
 
     def items(self, call: Call):
-        """Returns this CTA's first item, and their scheduler. The schedule must have been written."""
+        """Returns the index of this CTA's first item, and the tile scheduler. The schedule must have been written."""
         index, step = own_indices()
         return index, RoundRobin(step, load_int(call.tile_count, False) * self.row_tiles(call))
 
@@ -165,7 +165,7 @@ class Shapes:
 
     @cute.jit
     def any_beyond(self, call: Call, storage: Any):
-        """Whether there is a row that `PARTS` cannot represent. All threads of a CTA call it."""
+        """Whether there is a row that `PARTS` cannot represent. All threads of a CTA call this method."""
         thread, _, _ = cute.arch.thread_idx()
         beyond = Int32(0)
         for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):
@@ -178,7 +178,7 @@ class Shapes:
 
     @cute.jit
     def read_item(self, call: Call, index: Int32) -> Item:
-        """Returns an item. Every thread reads it for itself."""
+        """Returns an item. Every thread reads the item by itself."""
         row_tiles = self.row_tiles(call)
         tile = index // row_tiles
         expert, first, count, _ = load_words("global", call.tiles + Int64(tile) * (4 * RECORD), 4)

@@ -1,8 +1,8 @@
-"""The mainloop of `mma_device` for few columns: each warp multiplies its strips of weights by itself, with mma.sync.
+"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights, with mma.sync.
 
 wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. mma.sync takes time in
-proportion to the columns, but more instructions. A warp has two strips or more, so that columns are loaded from shared memory once
-for all of them. The accumulator layout is that of wgmma.
+proportion to the columns, but more instructions. A warp has at least two strips. So each column is loaded from shared memory once
+for all strips. The accumulator layout is that of wgmma.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ldmatrix, load_flo
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
-STEPS = 4  # MMA steps (k = 16) of a block, one word each
+STEPS = 4  # MMA steps (k = 16) of a block, with one word each
 
 
 class WarpMainloop(Shapes):
@@ -48,13 +48,13 @@ class WarpMainloop(Shapes):
     ):
         """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
-        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
         # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
-        # A warpgroup has neighbouring panels; a warp has one strip of each.
+        # A warpgroup has neighbouring panels, and a warp has one strip of each panel.
         slot = storage.weights.data_ptr().toint() + wg * (c.tile.strips * c.slot_bytes)
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
@@ -68,9 +68,9 @@ class WarpMainloop(Shapes):
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        # ldmatrix addresses: a lane addresses a row of an 8 x 8 matrix, of the first or second eight columns and the first or
-        # second eight elements of k. 16-byte chunks of a column are permuted by its index modulo 8. A last group of eight columns
-        # has four matrices along k.
+        # ldmatrix addresses: a lane addresses a row of an 8 x 8 matrix. The matrix is one of four: the first or second eight
+        # columns, by the first or second eight elements of k. 16-byte chunks of a column are permuted by its index modulo 8. A last
+        # group of eight columns has four matrices along k.
         column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
         chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
@@ -82,7 +82,7 @@ class WarpMainloop(Shapes):
         ready = Boolean(False)
         for k_step in cutlass.range(k_steps, unroll=1):
             last = k_step + 1 == k_steps
-            # If k has an odd number of blocks, the second block of the last k step is loaded but not used.
+            # If k has an odd number of blocks, the second block of the last k step is loaded but unused.
             second = self.load_strips(weights.at, 1, slot, lane)
             if not ready:
                 self.column_pipe(storage).wait(columns)
@@ -124,7 +124,7 @@ class WarpMainloop(Shapes):
         odd_chunk16: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Dequantises a block of each strip and multiplies it by the columns; ``column + chunk16`` addresses the lane's
+        """Dequantises a block of each strip and multiplies the block by the columns. ``column + chunk16`` addresses the lane's
         first chunk.
         """
         odd = []
@@ -155,7 +155,7 @@ class WarpMainloop(Shapes):
         self.weight_pipe(storage).release(weights)
 
     def load_strips(self, weights: Cursor, block: int, slot: Int32, lane: Int32) -> list:
-        """Returns the lane's words of each strip in a block, each strip's followed by its word of scales."""
+        """Returns the lane's words of each strip in a block. The words of a strip are followed by its word of scales."""
         c = self.config
         begin = slot + weights.stage * c.stage_bytes + block * PANEL_BLOCK_BYTES
         words = []

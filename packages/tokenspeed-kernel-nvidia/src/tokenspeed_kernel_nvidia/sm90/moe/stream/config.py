@@ -1,4 +1,4 @@
-"""Configurations that the kernel of `stream` is compiled for, and the choice of one of them."""
+"""The configurations that the kernel of `stream` is compiled for, and the choice among them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ LOAD_WARP = MMA_WARPS  # the producer warp
 FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the warpgroups' partial sums
 FINISHERS = 2  # the number of these warps
 THREADS = 32 * (FINISH_WARP + FINISHERS)
-# fp8 parts that an element of a row is split into, each with four of its significant bits: bfloat16 has 8, float16 11.
+# Number of fp8 parts into which an element of a row is split. Each part has four of its significant bits; bfloat16 has 8, float16
+# 11.
 PARTS = {"bfloat16": 2, "float16": 3}
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
 STAGES = 24  # the most slabs in flight
-COUNTERS = 4  # global counters before those of the entries
-BUFFERS = 2  # panels whose partial sums may wait for the reduction
+COUNTERS = 4  # number of global counters before the entries' counters
+BUFFERS = 2  # number of panels whose partial sums may wait for the reduction
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # the lists of experts and pairs, see `tile_device`
 OTHER_BYTES = 3 * 1024  # barriers and other small arrays
-# Largest numbers of k blocks that kernels are compiled for: inputs of up to 768, 2880, 4096 and 7168 features. Each maps columns,
-# as many as shared memory allows, to the blocks of a slab.
+# Largest numbers of k blocks that kernels are compiled for: inputs of up to 768, 2880, 4096 and 7168 features. Each entry maps the
+# number of columns, as far as shared memory allows, to the number of blocks of a slab.
 _SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 5}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
 
 
@@ -34,9 +35,9 @@ class Config:
     """A configuration that a kernel is compiled for.
 
     Attributes:
-        dtype: of tokens and output.
+        dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
-        columns: MMA columns: two for each pair of an expert that is computed at once, four with float16.
+        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16.
         slab: the number of k blocks in a stage of the ring buffer.
     """
 
@@ -67,12 +68,12 @@ class Config:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of an expert for which its weights are read once."""
+        """How many pairs of an expert share one read of its weights."""
         return 4 * self.tiles
 
     @property
     def group(self) -> int:
-        """The number of k blocks whose MMAs are issued together, as many as there are registers for their results."""
+        """How many k blocks have their MMAs issued together, limited by the registers for their results."""
         return max(1, (40 if self.columns < 32 else 64) // self.columns)
 
     @property
@@ -82,7 +83,7 @@ class Config:
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of shared memory for the partial sums of a panel: for each warpgroup one for each row and pair."""
+        """Bytes of shared memory for the partial sums of a panel: one sum per warpgroup, row and pair."""
         return GROUPS * PANEL_STRIPS * self.tiles * 256
 
     @property
@@ -92,7 +93,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """The number of stages, a multiple of `GROUPS`, so that a warpgroup always has the same ones."""
+        """The number of stages. It is a multiple of `GROUPS`, so that a warpgroup always uses the same stages."""
         used = LIST_BYTES + OTHER_BYTES + self.rows_bytes + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
         return min(STAGES, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
 
@@ -103,9 +104,9 @@ def max_k() -> int:
 
 
 def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
-    """Returns the configuration for a layer whose two GEMMs have at most ``k`` input features.
+    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features.
 
-    It has room for twice the mean number of pairs of an expert and two more, which an expert rarely exceeds.
+    The configuration has room for twice the mean number of pairs of an expert plus two, which an expert rarely exceeds.
     """
     blocks = next(blocks for blocks in _SLABS if blocks >= blocks_of(k))
     configs = _configs(dtype, blocks)
@@ -114,31 +115,33 @@ def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
 
 def _configs(dtype: str, blocks: int) -> list[Config]:
     """Returns the configurations for strips of ``blocks`` k blocks, from few columns to many."""
-    # With three parts and the most columns, registers suffice for one block less.
+    # With three parts and the most columns, registers suffice for one block fewer.
     less = {32: 1} if PARTS[dtype] > 2 else {}
     every = [Config(dtype, blocks, columns, slab - less.get(columns, 0)) for columns, slab in _SLABS[blocks].items()]
     return [config for config in every if config.tiles]
 
 
 def wanted_experts(pairs: int, experts: int) -> float:
-    """Returns the expected number of distinct experts that so many pairs choose, if they choose independently."""
+    """Returns the expected number of distinct experts for this many pairs, if they choose experts independently."""
     return experts * (1 - (1 - 1 / experts) ** pairs)
 
 
 def turns_of(items: float) -> int:
     """Returns the number of ranges of w13, and of w2, that a CTA takes; ``items``: panels of w13 per CTA.
 
-    With several ranges, faster CTAs take more of them (load balancing), and the first entries of w2 need not wait for all CTAs. But
-    each range begins with preparing rows. On an H200, microseconds for GPT-OSS-120B with one, two and three ranges: 64.4, 59.9 and
-    62.1 for 4 tokens; 106.3, 101.3 and 101.7 for 8; 170.2, 166.2 and 164.9 for 16; 363, 362 and 361 for 64. Splitting panels of w2
-    along k as well, so that all CTAs have equally many of few, gains nothing: 25.2 whole, 25.6 in three parts, 26.6 in five for 1
-    token.
+    With several ranges, faster CTAs take more of them (load balancing). Also, the first entries of w2 need not wait for all CTAs.
+    But each range begins with the preparation of rows. On an H200, microseconds for GPT-OSS-120B with one, two and three ranges:
+    64.4, 59.9 and 62.1 for 4 tokens; 106.3, 101.3 and 101.7 for 8; 170.2, 166.2 and 164.9 for 16; 363, 362 and 361 for 64.
+    Splitting panels of w2 along k as well, so that all CTAs have equally much work, gains nothing. For 1 token: 25.2 whole, 25.6 in
+    three parts, 26.6 in five.
     """
     return 1 if items < 8 else 2 if items < 24 else 3
 
 
 def entries_of(config: Config, pairs: int, experts: int) -> int:
-    """Returns the largest number of entries that so many pairs can make: groups of pairs for which weights are read once."""
+    """Returns the largest number of entries for this many pairs. An entry is a group of pairs that share one
+    read of the weights.
+    """
     return min(pairs, experts + pairs // config.pairs)
 
 

@@ -1,8 +1,8 @@
-"""Exact dot products of `stream`, for rows that their fp8 parts do not represent.
+"""Exact dot products of `stream`, for rows that fp8 parts cannot represent.
 
-A row with outliers loses small values when it is split, see `rows_device`. The MMA warps detect such rows while they split
-them. The epilogue warps then replace these rows' sums: they read the weights again from global memory, and multiply in float32.
-That takes many times as long as the MMAs, for rows that models rarely have.
+A row with outliers loses small values when it is split, see `rows_device`. The MMA warps detect such rows while they split rows.
+The epilogue warps then replace these rows' sums. They read the weights again from global memory, and multiply in float32. This
+takes many times as long as the MMAs, but models rarely have such rows.
 """
 
 # mypy: ignore-errors

@@ -64,17 +64,17 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Stream(Schedule, Consumers):
     """The kernel of one configuration.
 
-    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert for itself. Then:
+    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert, for its own use. Then:
 
-    * warps 0-11, three warpgroups: MMA. Each warpgroup has every third slab of a panel, each of its warps a strip of 16 rows.
+    * warps 0-11, three warpgroups: MMA. A warpgroup has every third slab of a panel, and each of its warps a strip of 16 rows.
       Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
       memory;
-    * warp 12: the producer. It takes ranges from the global counter and keeps the ring buffer full with slabs of panels;
-    * warps 13-14: the epilogue. They add the warpgroups' partial sums, apply factors, bias and activation, or weight them, and
-      store them in global memory.
+    * warp 12: the producer. It takes ranges from the global counter, and keeps the ring buffer full with slabs of panels;
+    * warps 13-14: the epilogue. They add the warpgroups' partial sums. In the first GEMM they apply factors, bias and activation;
+      in the second, factors, bias and routing weight. They store the results in global memory.
 
-    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums.
-    The ring buffer of up to 24 slabs takes the rest (227 KB in all), and its bytes in flight hide the latency of global memory.
+    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums. The ring buffer of up to 24
+    slabs takes the remaining memory (227 KB in all). Its bytes in flight hide the latency of global memory.
     """
 
     @cute.jit
@@ -194,7 +194,7 @@ class Stream(Schedule, Consumers):
                 index = ticket - w13_ranges
                 at = self.load_range(call, at, W2, index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges)
                 if layer.turns == 1:
-                    # There is one range for each CTA. Without this wait, CTAs that start early would take two.
+                    # There is one range for each CTA. Without this wait, CTAs that start early would take two ranges.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
         at = self.tell(call, at, item_code(COMBINE))
@@ -203,7 +203,7 @@ class Stream(Schedule, Consumers):
     def ranges_of(self, items: Int32, most: Int32, entries: Int32) -> Int32:
         """Returns the number of equal ranges that ``items`` panels are divided into.
 
-        If there are many ranges for each entry, no range crosses entries. Then at most one in eight CTAs is idle, and none prepares
+        If there are many ranges per entry, no range crosses entries. Then at most one in eight CTAs is idle, and no CTA prepares
         the rows of two entries.
         """
         ranges = cutlass.min(items, most)
@@ -238,7 +238,7 @@ class Stream(Schedule, Consumers):
                 source += count
                 head = Int32(0)
                 at = advance(at, self.stages)
-            # Pad with empty stages, so that each warpgroup gets equally many stages of a panel.
+            # Pad with empty stages, so that each warpgroup gets the same number of stages of a panel.
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, item)
             left -= 1
@@ -252,7 +252,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def tell(self, call: Call, at: Any, item: Int32):
-        """Fills one stage without data for each warpgroup, as a message. Returns the next position in the ring buffer."""
+        """As a message, fills one stage without data for each warpgroup. Returns the next position in the ring buffer."""
         for _ in cutlass.range_constexpr(GROUPS):
             at = self.tell_one(call, at, item)
         return at

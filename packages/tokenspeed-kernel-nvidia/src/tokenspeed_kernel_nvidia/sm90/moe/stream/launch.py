@@ -1,11 +1,11 @@
 """MoE experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both GEMMs, the activation and the sum over slots.
 
-It is memory-bound: reading weights takes most of the time. The weights of each routed expert are read once for every 4 to 16
-(token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs take
-ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by bulk
-copies. It never waits for results, so panels of w2 arrive while the last panels of w13 are computed. Twelve MMA warps use swap-AB:
-weights are the A operand and pairs the columns. Panels of w2 wait until all panels of w13 of the same expert are done, which a
-counter of each expert signals. At the end each CTA sums over slots for its part of the output.
+The kernel is memory-bound: reading weights takes most of the time. The weights of each routed expert are read once for every 4 to
+16 (token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs
+take ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by
+bulk copies. The producer never waits for results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA
+warps use swap-AB: weights are the A operand and pairs the columns. Computing panels of w2 waits until all panels of w13 of the same
+expert are done. A counter per expert signals this. At the end each CTA sums over slots for its part of the output.
 
 CTAs take ranges from a global counter, so nothing requires all of them to run at once. Results are deterministic, because the terms
 of every sum have a fixed order.
@@ -56,7 +56,7 @@ class _Launch(NamedTuple):
     Attributes:
         program: the compiled kernel.
         ctas: the number of CTAs.
-        turns: the number of ranges of each GEMM that a CTA takes on average.
+        turns: how many ranges of each GEMM a CTA takes on average.
         slots_at: offset of the second GEMM's results in the workspace's memory.
         nbytes: bytes of that memory.
         counters: the number of counters in global memory.
@@ -87,7 +87,7 @@ def moe_apply_few(
 ) -> Tensor:
     """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4.layout`.
 
-    More pairs than a launch takes need several launches, each of which reads the weights again.
+    More pairs than one launch handles need several launches, and each launch reads the weights again.
     """
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()

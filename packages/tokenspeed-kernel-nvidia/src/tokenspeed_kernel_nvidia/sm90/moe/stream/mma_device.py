@@ -1,8 +1,8 @@
 """The MMA and epilogue warps of `kernel_device`: MMAs of panels, activation or weighting, and the sums over slots.
 
-A panel has four strips, one for each warp of a warpgroup, and its slabs alternate between the warpgroups. Weights are the A
+A panel has four strips, one for each warp of a warpgroup. The panel's slabs alternate between the warpgroups. Weights are the A
 operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
-half of a block has its own scales, so its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
+half of a block has its own scales. So its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
 meet in shared memory, where the epilogue warps add them in a fixed order.
 """
 
@@ -117,7 +117,9 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def meet(self, warp: Int32, flag: Int64, value: Int32):
-        """Makes all MMA warps wait for a flag. Only one of them polls, because polling by many slows down the CTA that sets it."""
+        """Makes all MMA warps wait for a flag. Only one warp polls, because polling by many warps slows down the CTA that sets the
+        flag.
+        """
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
@@ -126,8 +128,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
-        """Computes this warpgroup's partial sums of a panel and stores them in a buffer. Returns the next position in
-        the ring buffer.
+        """Computes this warpgroup's partial sums of a panel, and stores them in a buffer. Returns the next position in the ring
+        buffer.
         """
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
@@ -145,8 +147,8 @@ class Consumers(ExactDotProducts):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # The MMAs depend on their blocks' words, but nothing depends on this load. It must complete before the stage is
-                # released, because a copy into the stage may start then.
+                # MMAs depend on the words of their blocks, but nothing depends on this load. The load must complete before the
+                # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
@@ -164,7 +166,7 @@ class Consumers(ExactDotProducts):
         call.partial.acquire(to)
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
-            # Multiply in this order: sums are about 2^60, and a row factor above 2^67 would make them infinite.
+            # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, if applied first, would make them infinite.
             store_floats("shared", sums_at + tile * 256, [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)])
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
@@ -179,7 +181,7 @@ class Consumers(ExactDotProducts):
     def multiply_blocks(
         self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
     ):
-        """Accumulates some blocks in this lane's sums. Their MMAs are issued together and waited for once."""
+        """Accumulates some blocks in this lane's sums. The blocks' MMAs are issued together, with a single wait."""
         scales, operands = [], []
         for each in cutlass.range_constexpr(count):
             words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
@@ -197,8 +199,8 @@ class Consumers(ExactDotProducts):
                     sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
-        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns, of which
-        each lane has four values for every 8 columns.
+        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns. Each lane
+        has four values for every 8 columns.
         """
         tiles = self.tiles * self.layers
         each = 4 * tiles
@@ -266,8 +268,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns (-1 for none), whether the fp8 parts fail to represent their rows, and for the
-        second GEMM their weights.
+        """Finds the pairs of this lane's columns (-1 without a pair), and whether fp8 parts fail to represent their rows. For the
+        second GEMM, also finds the pairs' routing weights.
         """
         entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
@@ -292,7 +294,7 @@ class Consumers(ExactDotProducts):
         beyond: cute.Tensor,
         weights: cute.Tensor,
     ):
-        """The epilogue of a strip. Each lane has two rows of it."""
+        """The epilogue of a strip. Each lane has two rows of the strip."""
         layer = call.layer
         whole = panel_of(item) * PANEL_STRIPS + strip
         first = kind_of(item) == W13
@@ -346,7 +348,7 @@ class Consumers(ExactDotProducts):
     def combine(self, call: Call, warp: Int32):
         """Waits until the second GEMM is done, and writes this CTA's part of the output: sums over slots, in slot order.
 
-        All MMA warps call it.
+        All MMA warps call this method.
         """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)

@@ -1,14 +1,15 @@
 """The rows of an entry as B operands: float8_e4m3 parts in shared memory.
 
 e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit type, and fp8 MMAs take fp8 on both sides. So each row
-has two columns: its elements rounded to four significant bits, and the remainders times 32. float16 has more bits, and so a third
-column for the remainders of those. A row is first scaled by a power of 2, so that its amax is at least 128 and below 256. The error
-of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16 tokens the first
-GEMM's results are float32, because they may exceed float16's range.
+has two columns: its elements rounded to four significant bits, and the remainders, multiplied by 32. float16 has more bits, so a
+third column holds the remainders of the remainders. A row is first scaled by a power of 2, so that its amax is at least 128 and
+below
+256. The error of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16 tokens
+the first GEMM's results are float32, because they may exceed float16's range.
 
-Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. The other groups of columns follow,
-then the next 16 elements of k. Four pairs have their first two columns in one group of eight, and a third column in the next group.
-Elements are in the order that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
+Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. Other groups of eight columns
+follow, then the next 16 elements of k. With three columns per pair, four pairs have their first two columns in one group of eight,
+and their third column in the next group. Elements are in the order that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
 """
 
 # mypy: ignore-errors
@@ -44,7 +45,7 @@ PREPARING_THREADS = 32 * MMA_WARPS
 ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
 ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
 
-# Converts two values to fp8, the first in the lower byte, and replaces them by their remainders.
+# Converts two values to fp8, the first in the lower byte. Replaces the values by their remainders.
 _ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
 _REST = """
 cvt.rn.f16x2.e4m3x2 back, both;
@@ -69,11 +70,11 @@ class Rows(Shapes):
 
     @cute.jit
     def prepare_rows(self, call: Call, item: Int32, factors: cute.Tensor):
-        """Splits the rows of an entry into fp8 parts in shared memory. All MMA warps call it when they are done with the previous
-        rows.
+        """Splits the rows of an entry into fp8 parts in shared memory. All MMA warps call this method when they have finished the
+        previous rows.
 
-        Half of the warps have one row, and the other half the next. The code is short, because its first execution is bound by
-        instruction fetches.
+        Half of the warps process one row, and the other half the next row. The code is short, because its first execution is bound
+        by instruction fetches.
 
         Args:
             factors: receives the factors of the sums of this lane's columns.
@@ -89,7 +90,7 @@ class Rows(Shapes):
             row = begin + half
             ahead = self.chunks_of_row(call, item, entry, row + ROWS_AT_ONCE)
             largest = cute.arch.warp_redux_sync(self.largest_of(numbers), "max")
-            # Two sets of maxima alternate, so that the next rows need not wait until these have been read.
+            # Two sets of maxima alternate. So the next rows need not wait until this set has been read.
             maxima = shared_int(call.maxima + (begin // ROWS_AT_ONCE % 2 * ROWS_AT_ONCE + half) * (4 * ROW_WARPS))
             if lane == 0:
                 maxima[warp] = largest
@@ -120,7 +121,7 @@ class Rows(Shapes):
 
     @cute.jit
     def mark_rows(self, call: Call, item: Int32, entry: Any):
-        """Marks pairs whose rows have too many elements that their fp8 parts do not represent, see `exact_device`."""
+        """Marks pairs whose rows have too many elements that fp8 parts cannot represent, see `exact_device`."""
         thread, _, _ = cute.arch.thread_idx()
         k = cutlass.select_(kind_of(item) == W13, call.layer.hidden, call.layer.intermediate)
         if thread < entry.count:
@@ -137,7 +138,7 @@ class Rows(Shapes):
 
     @property
     def chunk_words(self) -> int:
-        """The number of registers of a chunk: two elements each, or one float32 if results are wide."""
+        """The number of registers of a chunk. A register holds two elements, or one float32 if results are wide."""
         return CHUNK if self.wide else CHUNK // 2
 
     def largest_of(self, numbers: Any) -> Int32:
@@ -154,8 +155,8 @@ class Rows(Shapes):
 
     @cute.jit
     def chunks_of_row(self, call: Call, item: Int32, entry: Any, row: Int32) -> Any:
-        """Returns a thread's elements of a row, `chunk_words` registers a chunk; zeros past its end, and for rows
-        that do not exist.
+        """Returns a thread's elements of a row, `chunk_words` registers per chunk. Past the row's end, and for rows that do not
+        exist, they are zeros.
         """
         layer = call.layer
         thread, _, _ = cute.arch.thread_idx()
@@ -178,7 +179,7 @@ class Rows(Shapes):
         return found
 
     def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
-        """Returns the address of a pair's row: of its token for the first GEMM, of its activation for the second."""
+        """Returns the address of a pair's row: of its token in the first GEMM, of its activation in the second."""
         token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
         activated_at = call.activated + Int64(pair) * (call.layer.intermediate * (4 if self.wide else 2))
         return cutlass.select_(first, token_at, activated_at)
@@ -192,7 +193,7 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Splits sixteen elements of a row and stores them in its columns. Returns how many of them are inexact."""
+        """Splits sixteen elements of a row, and stores the parts in the row's columns. Returns how many of them are inexact."""
         words = [[] for _ in range(self.config.parts)]
         if const_expr(self.wide):
             values = [as_float(word) for word in numbers]

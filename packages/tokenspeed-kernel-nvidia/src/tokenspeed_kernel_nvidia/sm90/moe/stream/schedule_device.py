@@ -12,16 +12,16 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, lanes_with,
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
-_INDEX_BIT = 9  # of a pair in `experts_of_pairs`: its expert below this bit, its index among the expert's pairs above
+_INDEX_BIT = 9  # in `experts_of_pairs`, a pair's expert is below this bit, its index among the expert's pairs above
 _TOTAL_BIT = 16  # of a total: pairs below this bit, entries above
 
 
 class Schedule(Shapes):
-    """The part of the kernel that lists the pairs of each expert."""
+    """The part of the kernel that makes the lists of each expert's pairs."""
 
     @cute.jit
     def clear(self, counts: cute.Pointer):
-        """Zeroes the counts of pairs. It is called before ids are read."""
+        """Zeroes the counts of pairs. Must be called before ids are read."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < MAX_EXPERTS:
             counts[thread] = Int32(0)
@@ -29,11 +29,11 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists the pairs of each expert, and the entries. All threads of a CTA call it, and each CTA makes its own lists.
+        """Lists the pairs of each expert, and the entries. All threads of a CTA call this method, and each CTA makes its own lists.
 
-        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``experts_of_pairs`` is
-        negative for pairs that have no expert here. Loops are not unrolled: the code runs once per launch, so instruction fetches
-        take longer than execution.
+        ``order`` has the pairs sorted by expert. The sort is stable, because an entry must have the same pairs in all CTAs.
+        ``experts_of_pairs`` is negative for pairs that have no expert here. Loops are not unrolled: the code runs once per launch,
+        so instruction fetches take longer than execution.
         """
         experts_of_pairs = call.experts_of_pairs
         thread, _, _ = cute.arch.thread_idx()
@@ -54,9 +54,9 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_few_pairs(self, call: Call):
-        """Makes the same lists as `sort_pairs` for at most 32 pairs, by one warp.
+        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp.
 
-        Entries are in the order in which their experts first occur.
+        Entries have the order in which their experts first occur.
         """
         lane = cute.arch.lane_idx()
         step = self.config.pairs
@@ -84,7 +84,9 @@ class Schedule(Shapes):
 
     @cute.jit
     def count_pairs(self, pairs: Int32, counts: cute.Pointer, experts_of_pairs: cute.Pointer):
-        """Counts the pairs of each expert, and stores each pair's index among them in `experts_of_pairs`. One warp calls it."""
+        """Counts the pairs of each expert. Stores each pair's index among its expert's pairs in `experts_of_pairs`. One warp calls
+        it.
+        """
         lane = cute.arch.lane_idx()
         for first in cutlass.range(0, pairs, 32, unroll=1):
             pair = first + lane
@@ -105,7 +107,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_entries(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists where the pairs of each expert begin, and the entries. Each thread has an expert."""
+        """Lists where the pairs of each expert begin, and the entries. Each thread handles an expert."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         step = self.config.pairs
@@ -134,7 +136,9 @@ class Schedule(Shapes):
 
     @cute.jit
     def leave(self, call: Call):
-        """Resets all counters if this CTA is the last one. One warp calls it when no thread of the CTA needs them any more."""
+        """Resets all counters if this CTA is the last one to leave. One warp calls this method, once no thread of the CTA needs the
+        counters any more.
+        """
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()
         before = Int32(0)

@@ -1,9 +1,9 @@
 """Types shared by all warps of `kernel_device`: the call's arguments, entries, and items.
 
-An *entry* is some pairs of one expert, at most as many as are computed at once; weights are read once for them. An *item* is a work
-item: one panel for one entry. Items of w13 and w2 are divided into *ranges*, which a global counter hands out, all of w13 before
-any of w2. So a CTA only ever waits for CTAs that are already running, whatever their number. At the end each CTA writes a part of
-the output, for which no other CTA waits.
+An *entry* is some pairs of one expert, at most as many as are computed at once. They share one read of the weights. An *item* is a
+work item: one panel for one entry. Items of w13 and w2 are divided into *ranges*, which a global counter hands out, all of w13
+before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of CTAs. At the end each CTA writes a
+part of the output. No other CTA waits for that.
 """
 
 # mypy: ignore-errors
@@ -81,8 +81,8 @@ class Call:
         partial: the barriers of the buffers of partial sums.
         ring: the address of the ring buffer.
         rows: the address of an entry's rows, see `rows_device`.
-        maxima, small, factors: the addresses of each warp's amax of rows, of its counts of inexact elements, and of the rows'
-            factors.
+        maxima, small, factors: the addresses of three arrays: each warp's amax of rows, its counts of inexact elements, and the
+            rows' factors.
         items: the item of each stage, see `item_code`.
         partial_items: the item of each buffer of partial sums.
         sums, heads: the addresses of the buffers: partial sums, and factors and biases of their strips.
@@ -124,7 +124,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
-    """Some pairs of an expert: the index of the first of them in ``order``, and their number."""
+    """Some pairs of an expert: the index in ``order`` of the first pair, and the number of pairs."""
 
     expert: Int32
     first: Int32
@@ -148,7 +148,7 @@ def pair_of(place: Int32) -> Int32:
 
 
 def beyond_bit(item: Int32) -> Int32:
-    """Returns the bit that marks a pair whose row the fp8 parts do not represent, in the GEMM of an item."""
+    """Returns the bit that marks a pair for the GEMM of an item: the fp8 parts cannot represent the pair's row."""
     return Int32(MAX_PAIRS) << kind_of(item)
 
 
@@ -163,12 +163,14 @@ def kind_of(item: Int32) -> Int32:
 
 
 def is_last(item: Int32) -> Any:
-    """Whether it is the last item of an entry in its range."""
+    """Whether the item is the last of its entry within its range."""
     return (item >> _LAST_BIT & 1) == 1
 
 
 def ahead_of(item: Int32) -> Int32:
-    """Returns the message that items of this one's entry follow. Its rows are prepared while their weights are in flight."""
+    """Returns the message that items of this item's entry follow. The entry's rows are then prepared while the items' weights are
+    in flight.
+    """
     return item | 1 << _AHEAD_BIT
 
 
@@ -183,7 +185,7 @@ def index_of(item: Int32) -> Int32:
 
 
 def panel_of(item: Int32) -> Int32:
-    """Returns the index of an item's panel among those of its expert."""
+    """Returns the index of an item's panel within the panels of its expert."""
     return item >> _INDEX_BIT
 
 
@@ -193,7 +195,7 @@ def rows_of(item: Int32) -> Int32:
 
 
 class Shapes:
-    """The sizes of a configuration, and its shared memory."""
+    """The sizes that follow from a configuration, and the shared memory."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
