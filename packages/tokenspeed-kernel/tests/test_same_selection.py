@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parents[3] / "ci" / "same_selection.py"
 
 
+@pytest.mark.slow
 def test_fresh_processes_select_the_same_kernels() -> None:
     command = [sys.executable, str(PROGRAM), "--processes", "3", "--operator", "rmsnorm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -213,7 +213,7 @@ def _request_row(explanation: Explanation) -> Row:
         (),
         "" if chosen is None else chosen.name,
         "" if chosen is None else chosen.solution,
-        (explanation.problem or "no kernel is eligible") if taken is None else taken.reason,
+        "; ".join(((explanation.problem or "no kernel is eligible") if taken is None else taken.reason, *explanation.notes)),
         {} if taken is None else dict(taken.config),
         tuple(_passed(explanation)),
         str(request.signature),
