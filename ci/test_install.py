@@ -75,12 +75,13 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 def required() -> Iterator[tuple[str, str]]:
-    """Third-party requirements of our wheels and the pages, each with a version that all of them accept."""
+    """Third-party requirements of our wheels and the pages, each with the newest version that it names and accepts."""
     asked = [text for found in METADATA.values() for text in found.get_all("Requires-Dist") or []]
     for requirement in map(Requirement, [*asked, "nox"]):
         name = canonicalize_name(requirement.name)
         if name not in OURS and name != "torch":
-            yield name, str(max((Version(part.version) for part in requirement.specifier), default=Version("1.0")))
+            named = (Version(part.version) for part in requirement.specifier)
+            yield name, str(max((version for version in named if version in requirement.specifier), default=Version("1.0")))
 
 
 @pytest.fixture(scope="session")

@@ -86,10 +86,27 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"damaged: cutedsl/{program.name}" in said
 
 
+def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration alone is enough: each call of its steps is compiled, and another process finds all programs."""
+    config = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ("--batch", 2, "--tokens", 16, "--context", 64, "--page-size", 16)
+    folder = tmp_path / "pack"
+    shown = json.loads(pack("build", tmp_path / "config.json", "--arch", "gfx942", "-o", folder, "--json", *sizes))
+    kernels = {each["kernel"] for each in packs.read_pack(folder).manifest["calls"]}
+    assert {"triton_rmsnorm", "triton_mha_prefill", "triton_mha_decode_with_kvcache"} <= kernels
+    assert {each["compiler"] for each in shown["programs"]} == {"Triton"}
+    assert "0 of" in pack("check", folder, tmp_path / "config.json", *sizes)
+    assert "rmsnorm_kernel is not compiled yet for norm.rmsnorm" in pack("check", folder, "llama-3-8b", *sizes, code=1)
+
+
 def test_what_cannot_be_packed(tmp_path: Path) -> None:
     said = pack("build", "no-such-model", "--arch", "sm_90a", "-o", tmp_path / "pack", code=2)
-    assert "no-such-model is neither a file of captured calls, nor in the name of an operator's case" in said
-    assert "unknown platform 'gtx'" in pack("build", "gpt-oss-120b decode 4", "--arch", "gtx", "-o", tmp_path / "pack", code=2)
+    assert "no-such-model is no file, and no preset" in said
+    assert "unknown platform 'gtx'" in pack("build", "gpt-oss-120b", "--arch", "gtx", "-o", tmp_path / "pack", code=2)
     assert "is not used: pack.json cannot be read" in pack("check", tmp_path, code=2)
 
 

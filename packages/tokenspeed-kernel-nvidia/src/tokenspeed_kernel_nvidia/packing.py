@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_nvidia import _programs
@@ -40,5 +43,7 @@ def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
     """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep what they were given, so this process
     must not launch afterwards either."""
     os.environ[_programs.VARIABLE] = str(folder)
-    with use_backend(_NoLaunches()):
+    # Launchers key workspaces by the current stream, which PyTorch's builds for CPUs do not have.
+    no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
+    with use_backend(_NoLaunches()), no_stream:
         yield

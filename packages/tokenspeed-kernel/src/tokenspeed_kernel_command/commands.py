@@ -231,7 +231,19 @@ def warmup(words: o.Words = None, plugin: o.Warmed = None) -> None:
 
 @_command("pack", _pack, "build")
 def pack_build(
-    source: o.PackSource, arch: o.PackArch, output: o.PackFolder, jobs: o.Jobs = None, as_json: o.AsJson = False
+    source: o.PackSource,
+    arch: o.PackArch,
+    output: o.PackFolder,
+    batch: o.Batches = None,
+    tokens: o.PromptTokens = None,
+    context: o.Context = 4096,
+    page_size: o.PageSize = 64,
+    dtype: o.ModelDtype = "bfloat16",
+    cache_dtype: o.CacheDtype = None,
+    activation_dtype: o.ActivationDtype = "none",
+    ranks: o.Ranks = 1,
+    jobs: o.Jobs = None,
+    as_json: o.AsJson = False,
 ) -> None:
     """Compile what calls need into a folder, for a device that this machine need not have. Exit code 1 if a call cannot be run.
 
@@ -241,7 +253,20 @@ def pack_build(
 
 
 @_command("pack", _pack, "check")
-def pack_check(folder: o.PackName, source: o.CheckedSource = None, jobs: o.Jobs = None, as_json: o.AsJson = False) -> None:
+def pack_check(
+    folder: o.PackName,
+    source: o.CheckedSource = None,
+    batch: o.Batches = None,
+    tokens: o.PromptTokens = None,
+    context: o.Context = 4096,
+    page_size: o.PageSize = 64,
+    dtype: o.ModelDtype = "bfloat16",
+    cache_dtype: o.CacheDtype = None,
+    activation_dtype: o.ActivationDtype = "none",
+    ranks: o.Ranks = 1,
+    jobs: o.Jobs = None,
+    as_json: o.AsJson = False,
+) -> None:
     """Say whether a pack can be used here, and what calls would still compile. Exit code 1 for a damaged file, or if any would.
 
     Where a call needs several programs, the first missing one is named.

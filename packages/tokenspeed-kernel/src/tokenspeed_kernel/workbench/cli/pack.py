@@ -6,20 +6,24 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from tokenspeed_kernel.workbench import packing
 from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, progress
-from tokenspeed_kernel.workbench.packing import Outcome
+from tokenspeed_kernel.workbench.cli.receipt import dtype_named
+from tokenspeed_kernel.workbench.models import DECODE_SIZES, PREFILL_SIZES, steps_of
+from tokenspeed_kernel.workbench.packing import Outcome, Source
 from tokenspeed_kernel.workbench.watching import ReplayError
 from tokenspeed_kernel_base.packs import PackError, read_pack, toolchain_gap
 
 _INTERRUPTED = 130
 
 
-def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: bool) -> None:
-    outcomes = _followed(source, packing.build(source, arch, output, _jobs(jobs)), "compiling")
+def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: bool, **of_model: Any) -> None:
+    packed = _source(source, **of_model)
+    outcomes = _followed(packed, packing.build(packed, arch, output, _jobs(jobs)), "compiling")
     pack = read_pack(output)
     programs, failed = pack.manifest["programs"], [outcome for outcome in outcomes if outcome.error]
     if as_json:
@@ -32,7 +36,7 @@ def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: 
     raise typer.Exit(bool(failed))
 
 
-def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool) -> None:
+def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool, **of_model: Any) -> None:
     try:
         pack = read_pack(folder)
     except PackError as error:
@@ -46,17 +50,18 @@ def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool
     outcomes: list[Outcome] = []
     if source is not None:
         with tempfile.TemporaryDirectory() as cache:
-            work = packing.run(source, pack.manifest["arch"], Path(cache), folder.absolute(), _jobs(jobs))
-            outcomes = _followed(source, work, "checking")
+            checked = _source(source, **of_model)
+            work = packing.run(checked, pack.manifest["arch"], Path(cache), folder.absolute(), _jobs(jobs))
+            outcomes = _followed(checked, work, "checking")
     missing, failed = [o for o in outcomes if o.missing], [o for o in outcomes if o.error]
     if as_json:
         calls = [{"operator": o.operator, "case": o.case, "kernel": o.kernel, "missing": o.missing} for o in missing]
         print_json({"pack": str(folder), "damaged": damaged, "other_versions": gaps, "calls": len(outcomes), "missing": calls})
     else:
-        for name in damaged:
-            typer.echo(f"damaged: {name}")
-        for name, gap in gaps.items():
-            typer.echo(f"programs of {name} are not used: {gap}")
+        for file in damaged:
+            typer.echo(f"damaged: {file}")
+        for compiler, gap in gaps.items():
+            typer.echo(f"programs of {compiler} are not used: {gap}")
         for outcome in missing:
             typer.echo(outcome.missing)
         typer.echo(f"{len(pack.files)} files for {pack.manifest['arch']}, {len(damaged)} damaged")
@@ -66,20 +71,43 @@ def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool
     raise typer.Exit(bool(damaged or gaps or missing or failed))
 
 
+def _source(
+    name: str,
+    batch: list[int] | None,
+    tokens: list[int] | None,
+    context: int,
+    page_size: int,
+    dtype: str,
+    cache_dtype: str | None,
+    activation_dtype: str,
+    ranks: int,
+) -> Source:
+    steps = steps_of(
+        batch or DECODE_SIZES,
+        tokens or PREFILL_SIZES,
+        context=context,
+        page_size=page_size,
+        dtype=dtype_named(dtype),
+        cache_dtype=None if cache_dtype is None else dtype_named(cache_dtype),
+        activation_dtype=activation_dtype,
+    )
+    return Source(name, tuple(steps), ranks)
+
+
 def _jobs(given: int | None) -> int:
     return given or max(1, len(os.sched_getaffinity(0)))
 
 
-def _followed(source: str, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
+def _followed(source: Source, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
     """All outcomes, with a progress bar."""
     done = []
     try:
-        with progress(len(packing.calls_of(source)), what) as begin:
+        with progress(len(source.calls()), what) as begin:
             for outcome in outcomes:
                 begin(f"{outcome.operator} {outcome.case}")
                 done.append(outcome)
-    except (OSError, LookupError, ReplayError, ValueError) as error:
-        fail(error.args[0] if isinstance(error, LookupError) else error)
+    except (OSError, ReplayError, ValueError) as error:
+        fail(error)
     except KeyboardInterrupt:
         typer.echo(f"interrupted after {len(done)} calls; the same command goes on with the rest", err=True)
         raise typer.Exit(_INTERRUPTED) from None

@@ -11,10 +11,9 @@ import typer
 from tokenspeed_kernel.workbench.benchmark.results import ReportError, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
 from tokenspeed_kernel.workbench.cli.output import fail, print_json, unknown
-from tokenspeed_kernel.workbench.models import ModelError
+from tokenspeed_kernel.workbench.models import DECODE_SIZES, PREFILL_SIZES, ModelError
 from tokenspeed_kernel.workbench.receipts import Receipt, ReceiptError, difference_lines, differences, read_receipt
 from tokenspeed_kernel.workbench.receipts import receipt as made
-from tokenspeed_kernel.workbench.receipts.making import DECODE_SIZES, PREFILL_SIZES
 from tokenspeed_kernel.workbench.watching import ReplayError
 from tokenspeed_kernel_base.installation import requirement
 from tokenspeed_kernel_base.platform import named_platform
@@ -58,8 +57,8 @@ def receipt(
             prefill_sizes=tokens or PREFILL_SIZES,
             context=context,
             page_size=page_size,
-            dtype=_dtype(dtype),
-            cache_dtype=None if cache_dtype is None else _dtype(cache_dtype),
+            dtype=dtype_named(dtype),
+            cache_dtype=None if cache_dtype is None else dtype_named(cache_dtype),
             activation_dtype=activation_dtype,
             ranks=ranks,
             roofline=None if roofline is None else _roofline(roofline),
@@ -75,7 +74,8 @@ def receipt(
     raise typer.Exit(any(not row.kernel for row in found.rows))
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """A model's dtype by its name."""
     if name not in _DTYPES:
         unknown("dtype", name, _DTYPES)
     found: torch.dtype = getattr(torch, name)

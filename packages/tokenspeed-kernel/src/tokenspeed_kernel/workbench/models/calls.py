@@ -7,7 +7,7 @@ those of a runtime that uses the operators which combine most steps, like `tools
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import cpu_platform
 
+# Sequences of decode steps and tokens of prefills, unless a caller names others.
+DECODE_SIZES = (1, 4, 16, 64, 256)
+PREFILL_SIZES = (128, 1024, 4096, 8192)
 _FP8, _BLOCK = torch.float8_e4m3fn, 128
 _MX = 32
 
@@ -53,6 +56,19 @@ class Step:
     def lengths(self) -> list[int]:
         """Tokens in the cache after this step, by sequence."""
         return [self.context] * self.size if self.decodes else [self.size]
+
+
+def steps_of(
+    decode_sizes: Iterable[int] = DECODE_SIZES, prefill_sizes: Iterable[int] = PREFILL_SIZES, **options: Any
+) -> list[Step]:
+    """A decode step of each number of sequences, then a prefill of each number of tokens.
+
+    Args:
+        decode_sizes, prefill_sizes: the sizes, in any order.
+        options: fields of all steps, see `Step`.
+    """
+    sizes = (("decode", decode_sizes), ("prefill", prefill_sizes))
+    return [Step(phase, size, **options) for phase, some in sizes for size in sorted(set(some))]
 
 
 @dataclass(frozen=True)
@@ -305,11 +321,11 @@ class _Calls:
         logits = self._fake(rows, model.vocab)
         yield Call("argmax", "greedy sampling", 1, {"logits": logits})
         of_row: dict[str, Any] = {
-            "temperature": self._fake(rows, dtype=torch.float32),
-            "top_k": self._fake(rows, dtype=torch.int32),
-            "top_p": self._fake(rows, dtype=torch.float32),
-            "seed": self._fake(rows, dtype=torch.int64),
-            "offset": self._fake(rows, dtype=torch.int64),
+            "temperature": torch.ones(rows),
+            "top_k": torch.full((rows,), 40, dtype=torch.int32),
+            "top_p": torch.full((rows,), 0.95),
+            "seed": torch.arange(rows),
+            "offset": torch.zeros(rows, dtype=torch.int64),
         }
         yield Call("sample_top_k_top_p", "sampling", 1, {"logits": logits, **of_row})
 

@@ -1,7 +1,7 @@
 """Makes kernel packs, on a machine without a GPU: runs calls as on a device, compiles what they need, and launches nothing.
 
-The calls are captured ones, or the operators' cases of a model. Each call goes through the operator's function, so selection,
-launchers and configurations are those of the device. Worker processes share the work.
+The calls are those of a capture or of a model. Each call goes through the operator's function, so selection, launchers and
+configurations are those of the device. Worker processes share the work.
 
 A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``, a module with ``COMPILER``, its name;
 ``toolchain()``, its versions; ``is_program(name)``, whether a file belongs into a pack; and ``compiling_into(folder, platform)``, a
@@ -27,13 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from tokenspeed_kernel.workbench import models
 from tokenspeed_kernel.workbench.watching import load_cases
 from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
-from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
+from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
 
 GROUP = "tokenspeed_kernel.packing"
@@ -54,19 +57,54 @@ def device_of(arch: str) -> PlatformInfo:
     return dataclasses.replace(platform, sm_count=SM_COUNTS.get(platform.arch, _OTHER_SM_COUNT))
 
 
-def calls_of(source: str) -> list[Call]:
-    """The calls of a capture's file, or the operators' cases whose name contains the source: a model's name.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the calls of a pack come from.
 
-    Raises:
-        OSError, ReplayError: the file cannot be read, or a call in it cannot be recreated.
-        LookupError: there is no such file, and no case has this in its name.
+    Attributes:
+        name: a file of captured calls; or a model, as `models.model_of` takes it: a preset, or a config.json or its folder.
+        steps: the steps of the model that the pack covers.
+        ranks: ranks of tensor parallelism of the model; the calls are those of one rank, without communication.
     """
-    if Path(source).is_file():
-        return [(found.operator, found.case) for found in load_cases(source)]
-    found = [(str(op), case) for op in operators() for case in op.all_cases() if source.lower() in case.name.lower()]
-    if not found:
-        raise LookupError(f"{source} is neither a file of captured calls, nor in the name of an operator's case")
-    return found
+
+    name: str
+    steps: tuple[models.Step, ...] = tuple(models.steps_of())
+    ranks: int = 1
+
+    def calls(self) -> list[Call]:
+        """The calls.
+
+        Raises:
+            OSError, ReplayError: the file cannot be read, or a call in it cannot be recreated.
+            ModelError: there is no such model.
+        """
+        path = Path(self.name)
+        if path.is_file() and path.suffix != ".json":
+            return [(found.operator, found.case) for found in load_cases(self.name)]
+        model = models.model_of(self.name).on_rank(self.ranks)
+        return [
+            (call.operator, Case(f"{model.name}, {step.phase} {step.size}, {call.role or call.operator}", _Drawn(call), large=True))
+            for step in self.steps
+            for call in models.calls_of(model, step)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """Makes the arguments of a model's call: zeros in place of fake tensors, in memory that the system provides once it is used."""
+
+    call: models.Call
+
+    def __call__(self, draw: Draw) -> dict[str, Any]:
+        op = get_operator(self.call.operator)
+        return with_tensors(op.parameters, op.complete(self.call.arguments), _zeros)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.zeros(elements if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def compilers() -> list[Any]:
@@ -97,12 +135,12 @@ class Outcome:
     error: str = ""
 
 
-def build(source: str, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
+def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
     """Makes a pack. Yields the outcome of each call as it completes; the pack is complete when the iterator is exhausted.
 
     Raises:
         FileExistsError: the folder has files that are not an interrupted build's.
-        ValueError, OSError, LookupError: the architecture or the source is unknown, see `device_of` and `calls_of`.
+        ValueError, OSError: the architecture or the source is unknown, see `device_of` and `Source.calls`.
     """
     platform, building = device_of(arch), folder / BUILDING
     if folder.exists() and {path.name for path in folder.iterdir()} - {BUILDING}:
@@ -128,17 +166,17 @@ def build(source: str, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
     )
 
 
-def run(source: str, arch: str, cache: Path, pack: Path | None, jobs: int) -> Iterator[Outcome]:
+def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) -> Iterator[Outcome]:
     """Runs calls as on a device, in worker processes, and yields their outcomes as they complete. Nothing is launched.
 
     Args:
-        source: see `calls_of`.
+        source: the calls.
         arch: see `device_of`.
         cache: the folder that programs are compiled into.
         pack: compile nothing, but find what the pack does not have; None compiles.
         jobs: the number of processes.
     """
-    count = len(calls_of(source))
+    count = len(source.calls())
     context = multiprocessing.get_context("spawn")  # the compilers' threads do not survive a fork
     work = (source, arch, str(cache), str(pack) if pack else None)
     with ProcessPoolExecutor(min(jobs, count), mp_context=context, initializer=_begin, initargs=work) as pool:
@@ -180,14 +218,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _begin(source: str, arch: str, cache: str, pack: str | None) -> None:
+def _begin(source: Source, arch: str, cache: str, pack: str | None) -> None:
     # A worker whose parent was killed would wait for work for ever.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ[config.PREFIX + "PACKS"] = pack or config.OFF
     config.reload_settings()
     set_compile_policy("forbid" if pack else "allow")
-    _calls[:] = calls_of(source)
+    _calls[:] = source.calls()
     # Emulated: kernels take CPU tensors.
     platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
     _open.enter_context(torch.no_grad())

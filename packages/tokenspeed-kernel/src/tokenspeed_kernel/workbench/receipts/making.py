@@ -15,7 +15,16 @@ from tokenspeed_kernel.plugins import list_plugins, plugin_failures
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, share_of
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import kept_roofline
 from tokenspeed_kernel.workbench.doctor import versions
-from tokenspeed_kernel.workbench.models import Call, Model, Step, calls_of, model_of
+from tokenspeed_kernel.workbench.models import (
+    DECODE_SIZES,
+    PREFILL_SIZES,
+    Call,
+    Model,
+    Step,
+    calls_of,
+    model_of,
+    steps_of,
+)
 from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values
 from tokenspeed_kernel.workbench.receipts.records import Receipt
 from tokenspeed_kernel.workbench.receipts.rows import Passed, Row
@@ -29,8 +38,6 @@ from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.selection import RANKS, Explanation, Request, consider, override_in_force, selections_made
 from tokenspeed_kernel_base.signature import dtype_name
 
-DECODE_SIZES = (1, 4, 16, 64, 256)
-PREFILL_SIZES = (128, 1024, 4096, 8192)
 _MOST_PASSED = 3  # rejected kernels that a row names
 # Kernels that these gates reject are for other devices, callers or formats: no call of the same model could take them.
 _FOR_OTHERS = (None, "package", "solution", "platform", "formats")
@@ -92,11 +99,8 @@ def receipt(
     if model is not None:
         described = (model if isinstance(model, Model) else model_of(model)).on_rank(ranks)
         subject = described.name
-        steps = [
-            Step(phase, size, context, page_size, dtype, cache_dtype, activation_dtype)
-            for phase, sizes in (("decode", decode_sizes), ("prefill", prefill_sizes))
-            for size in sorted(set(sizes))
-        ]
+        options = {"context": context, "page_size": page_size, "dtype": dtype, "cache_dtype": cache_dtype}
+        steps = steps_of(decode_sizes, prefill_sizes, **options, activation_dtype=activation_dtype)
         rows = _model_rows(described, steps, where, roof)
         settings = {
             "context": context,
