@@ -38,12 +38,16 @@ def is_program(name: str) -> bool:
     return name.endswith(_programs.SUFFIXES) and not name.startswith(".")
 
 
+def _default_stream(device: int) -> int:
+    return 0
+
+
 @contextlib.contextmanager
 def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
     """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep what they were given, so this process
     must not launch afterwards either."""
     os.environ[_programs.VARIABLE] = str(folder)
     # Launchers key workspaces by the current stream, which PyTorch's builds for CPUs do not have.
-    no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
+    no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True)
     with use_backend(_NoLaunches()), no_stream:
         yield
