@@ -284,8 +284,8 @@ def test_it_is_measured_once(tmp_path: Path) -> None:
 def test_another_machine_is_measured_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     counter = Counter()
     cached_roofline(CPU, directory=tmp_path, measured=counter)
-    key = roofline_cache._key(CPU)
-    monkeypatch.setattr(roofline_cache, "_key", lambda device: {**key, what: "other"})
+    key = roofline_cache._key(roofline_cache.platform_of(CPU))
+    monkeypatch.setattr(roofline_cache, "_key", lambda platform: {**key, what: "other"})
     cached_roofline(CPU, directory=tmp_path, measured=counter)
     assert counter.calls == 2
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "receipt": "Say which kernel serves which call of a model or a capture, why not the next best, and the predicted time.",
     "warmup": "Let plugins compile ahead of time what they would compile when it is first called.",
     "plugins": "Packages that bring kernels.",
+    "pack": "Kernels that are compiled ahead of time, to ship with an image.",
     "capture": "What was really called.",
 }
 _HELP = """Usage: tokenspeed-kernel [OPTIONS] COMMAND [ARGS]...

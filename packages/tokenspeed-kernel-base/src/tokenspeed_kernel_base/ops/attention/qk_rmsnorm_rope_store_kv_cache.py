@@ -72,7 +72,7 @@ def qk_rmsnorm_rope_store_kv_cache(
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
-        v_scale: the scale of v; otherwise as k_scale.
+        v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
         mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with
             mrope_section.

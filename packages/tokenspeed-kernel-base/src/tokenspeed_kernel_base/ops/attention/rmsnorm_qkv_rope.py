@@ -85,7 +85,7 @@ def rmsnorm_qkv_rope(
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to. k_cache, v_cache and
             slot_mapping are given together or not at all.
-        v_cache: the value cache; dtype and shape as k_cache.
+        v_cache: the value cache, like k_cache.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.

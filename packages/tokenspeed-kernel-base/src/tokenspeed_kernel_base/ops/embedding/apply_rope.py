@@ -101,7 +101,7 @@ def apply_rope(
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
-        v_scale: the scale of v; otherwise as k_scale.
+        v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use time, height and width, ``rotary_dim / 2`` in total; None: a token has one position.
         mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Only with mrope_section.
         q_out: receives the rotated q; may be q.

@@ -42,7 +42,7 @@ def qk_rmsnorm(
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided.
         q_weight: float16, bfloat16, float32 or float64 ``[head_dim]``.
-        k_weight: the weight of k; otherwise as q_weight.
+        k_weight: the weight of k, like q_weight.
         eps: added to the mean square, > 0.
         q_out: receives the normalised q; may be q.
         k_out: receives the normalised k; may be k.

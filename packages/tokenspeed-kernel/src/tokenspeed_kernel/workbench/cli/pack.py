@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -21,8 +20,22 @@ from tokenspeed_kernel_base.packs import PackError, read_pack, toolchain_gap
 _INTERRUPTED = 130
 
 
-def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: bool, **of_model: Any) -> None:
-    packed = _source(source, **of_model)
+def pack_build(
+    source: str,
+    arch: str,
+    output: Path,
+    batch: list[int] | None,
+    tokens: list[int] | None,
+    context: int,
+    page_size: int,
+    dtype: str,
+    cache_dtype: str | None,
+    activation_dtype: str,
+    ranks: int,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    packed = _source(source, batch, tokens, context, page_size, dtype, cache_dtype, activation_dtype, ranks)
     outcomes = _followed(packed, packing.build(packed, arch, output, _jobs(jobs)), "compiling")
     pack = read_pack(output)
     programs, failed = pack.manifest["programs"], [outcome for outcome in outcomes if outcome.error]
@@ -36,7 +49,20 @@ def pack_build(source: str, arch: str, output: Path, jobs: int | None, as_json: 
     raise typer.Exit(bool(failed))
 
 
-def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool, **of_model: Any) -> None:
+def pack_check(
+    folder: Path,
+    source: str | None,
+    batch: list[int] | None,
+    tokens: list[int] | None,
+    context: int,
+    page_size: int,
+    dtype: str,
+    cache_dtype: str | None,
+    activation_dtype: str,
+    ranks: int,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
     try:
         pack = read_pack(folder)
     except PackError as error:
@@ -50,7 +76,7 @@ def pack_check(folder: Path, source: str | None, jobs: int | None, as_json: bool
     outcomes: list[Outcome] = []
     if source is not None:
         with tempfile.TemporaryDirectory() as cache:
-            checked = _source(source, **of_model)
+            checked = _source(source, batch, tokens, context, page_size, dtype, cache_dtype, activation_dtype, ranks)
             work = packing.run(checked, pack.manifest["arch"], Path(cache), folder.absolute(), _jobs(jobs))
             outcomes = _followed(checked, work, "checking")
     missing, failed = [o for o in outcomes if o.missing], [o for o in outcomes if o.error]

@@ -35,7 +35,6 @@ from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
 
@@ -238,14 +237,13 @@ def _run(index: int) -> Outcome:
     outcome = Outcome(operator, case.name)
     begun = len(compilations())
     try:
-        with as_rank_of(case.world_size):
-            op = get_operator(operator)
-            arguments = op.complete(case.make(blank_draw()) if case.large else case.build("cpu"))
-            chosen = op.consider_prepared(op.request(arguments), arguments, None).chosen
-            if chosen is not None:
-                outcome = dataclasses.replace(outcome, kernel=chosen.name)
-                if chosen.solution not in _UNCOMPILED:
-                    op.function(**op.prepared(arguments, chosen))
+        op = get_operator(operator)
+        arguments = op.complete(case.make(blank_draw()) if case.large else case.build("cpu"))
+        chosen = op.consider_prepared(op.request(arguments), arguments, None).chosen
+        if chosen is not None:
+            outcome = dataclasses.replace(outcome, kernel=chosen.name)
+            if chosen.solution not in _UNCOMPILED:
+                op.function(**op.prepared(arguments, chosen))
     except CompilationForbiddenError as error:
         return dataclasses.replace(outcome, missing=str(error))
     except Exception as error:  # a call that cannot be run is an outcome like the others
