@@ -231,7 +231,7 @@ def test_captured_calls_reach_the_file_soon(tmp_path: Path) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_processes_leave_readable_files(tmp_path: Path, times: int) -> None:
     """The next process that ends merges the files that killed ones left."""
     path = tmp_path / "shapes"
