@@ -1,4 +1,4 @@
-"""Experts in transformers' own models: logits and greedy tokens of eager experts."""
+"""Experts in transformers' own models: logits and greedy tokens are compared with eager experts."""
 
 from __future__ import annotations
 
