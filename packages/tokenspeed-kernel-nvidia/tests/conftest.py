@@ -1,4 +1,5 @@
-"""Tests that launch kernels use the fixture ``sm90``, and run only if there is such a device."""
+"""Fixtures of the package's tests. Tests that launch kernels use the fixture ``sm90``, and run only on a machine with an sm_90
+device."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def sm90() -> torch.device:
-    """The device of the tensors that kernels are launched on."""
+    """Returns the sm_90 device of the tests' tensors."""
     reason = CUTEDSL_HOPPER.gap(current_platform())
     if reason is not None:
         pytest.skip(reason)
@@ -43,7 +44,7 @@ def sm90() -> torch.device:
 
 @contextlib.contextmanager
 def every_kernel() -> Iterator[KernelRegistry]:
-    """The registry with this package's kernels inside the block, as if CuteDSL were installed."""
+    """Inside the block, this package's kernels are registered as if CuteDSL were installed. Yields the registry."""
     registry = KernelRegistry.get()
     names = {spec.name for spec in registry.list_kernels()}
     with pytest.MonkeyPatch.context() as patch:
@@ -58,14 +59,14 @@ def every_kernel() -> Iterator[KernelRegistry]:
 
 @pytest.fixture
 def registered() -> Iterator[KernelRegistry]:
-    """See `every_kernel`."""
+    """The registry of `every_kernel`."""
     with every_kernel() as registry:
         yield registry
 
 
 @pytest.fixture
 def source() -> Callable[[str], str]:
-    """A reader of FlashInfer's source files."""
+    """Returns a function that reads FlashInfer's source files."""
     found = source_reader()
     if isinstance(found, str):
         pytest.skip(found)
@@ -74,7 +75,7 @@ def source() -> Callable[[str], str]:
 
 @pytest.fixture
 def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
-    """FlashInfer's kernels as the package declares them, with no load state left over from before or for later tests."""
+    """Yields FlashInfer's kernels as the package declares them. Which kernels are loaded is reset before and after the test."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     tokenspeed_kernel_nvidia.register()

@@ -17,7 +17,7 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 
 
 class RandomLayer:
-    """A layer in canonical form and prepared for the kernels. Subclasses whose layers are run have an `apply`."""
+    """A layer with its canonical weights and its prepared weights. Subclasses whose layers are run implement `apply`."""
 
     def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
         self.plan: MoEPlan = moe_apply.plan(
@@ -30,11 +30,11 @@ class RandomLayer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Prepares the canonical weights, again if a test has changed them."""
+        """Prepares the canonical weights. Tests that change the canonical weights call this method again."""
         self.prepared = mxfp4_weights.prepare_weights(self.given, self.plan)
 
     def spread_scales(self, experts: Any) -> None:
-        """Gives a row of each of these experts scales too far apart for float8_e5m2."""
+        """Gives one row of each of these experts scales that are too far apart for float8_e5m2."""
         scale = self.given.w13_weight_scale
         assert scale is not None
         for expert in experts:
@@ -42,7 +42,8 @@ class RandomLayer:
         self.prepare()
 
     def pad_rows(self, experts: Any) -> None:
-        """Gives two rows of each of these experts all-zero blocks, some of negative zeros, whose scales are far from the others."""
+        """Gives two rows of each of these experts all-zero blocks, some with negative zeros. The scales of these blocks are far
+        from the other scales."""
         for expert in experts:
             for codes, scale in (
                 (self.given.w13_weight, self.given.w13_weight_scale),
@@ -66,18 +67,20 @@ class RandomLayer:
         return torch.randn(shape, generator=self.random, device=self.device)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, topk_weights and topk_ids, with distinct experts for each token."""
+        """Returns random x, topk_weights and topk_ids. The experts of a token are distinct."""
         chosen = torch.rand(count, self.plan.num_experts, generator=self.random, device=self.device).topk(self.plan.top_k).indices
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int()
 
     def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` whose activations and slot results exceed float16's range, while the results do not."""
+        """Returns `tokens` whose activations and top-k slots' results exceed float16's range, while the sums over the slots do
+        not."""
         x, weights, ids = self.tokens(count)
         return x * 512, weights / 2**18, ids
 
     def outlier_tokens(self, count: int, outlier: float) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` of 1.25 with an outlier in the first feature, whose weights in w13 become zero."""
+        """Returns `tokens` whose elements are 1.25, except for an outlier in the first feature. The weights of this feature in w13
+        become zero."""
         self.given.w13_weight[..., 0] &= 0xF0
         self.prepare()
         x, weights, ids = self.tokens(count)
@@ -85,7 +88,7 @@ class RandomLayer:
         return x, weights, ids
 
     def apply(self, *arguments: Any, **options: Any) -> Tensor:
-        """The function under test: it takes the arguments of `moe_apply`, and options of its own."""
+        """Calls the function under test, which takes the arguments of `moe_apply` and possibly further options."""
         raise NotImplementedError
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None, **options: Any) -> Tensor:

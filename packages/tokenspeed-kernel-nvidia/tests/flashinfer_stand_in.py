@@ -1,4 +1,5 @@
-"""Shared by the tests of FlashInfer's adapters: its source, if available, and stand-in modules for it."""
+"""Code that the tests of FlashInfer's adapters share: access to FlashInfer's source, if available, and stand-in modules for
+FlashInfer."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ Body = Callable[[dict[str, Any]], Any]
 
 @functools.cache
 def source_reader() -> Callable[[str], str] | str:
-    """A reader of a source file of FlashInfer 0.7.2 or a post-release, installed or from the wheel that TOKENSPEED_FLASHINFER_WHEEL
-    names. If there is none, the reason. Imports nothing of FlashInfer.
+    """Returns a function that reads a source file of FlashInfer 0.7.2 or a post-release. The source is the installed package, or
+    the wheel that TOKENSPEED_FLASHINFER_WHEEL names. If there is no source, returns the reason. Imports nothing of FlashInfer.
     """
     wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
     if wheel is not None:
@@ -53,7 +54,7 @@ def source_reader() -> Callable[[str], str] | str:
 
 
 def declared(source: str, function: str) -> str:
-    """The signature of a function in a module's source, without annotations."""
+    """Returns the signature of a function in a module's source, without annotations."""
     (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function]
     for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs):
         argument.annotation = None
@@ -61,7 +62,7 @@ def declared(source: str, function: str) -> str:
 
 
 def unparsed(signature: str) -> str:
-    """A signature in the notation of `declared`."""
+    """Returns a signature in the notation of `declared`."""
     (function,) = ast.parse(f"def function{signature}: ...").body
     assert isinstance(function, ast.FunctionDef)
     return f"({ast.unparse(function.args)})"
@@ -70,12 +71,12 @@ def unparsed(signature: str) -> str:
 def with_signature(
     text: str, read: str, names: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[dict[str, Any]], Any]], Function]:
-    """A function with the signature of the real one, which passes the arguments to ``body`` by name.
+    """Returns a function with the real function's signature, which passes its arguments to ``body`` by name.
 
     Args:
         text: the signature.
-        read: the parameters that the stand-in supports; others must have their defaults.
-        names: the names that defaults refer to.
+        read: the parameters that the stand-in supports; a call must leave all others at their defaults.
+        names: values of the names that occur in the defaults.
     """
     namespace: dict[str, Any] = dict(names or {})
     exec(f"def function{text}: ...", namespace)
@@ -99,10 +100,11 @@ def with_signature(
 def installed(
     monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function], arch: str, called: Callable[[str], None]
 ) -> Iterator[None]:
-    """Installs functions, by their full names, as FlashInfer's, on a device of an architecture whose tensors are on the CPU.
+    """Installs functions, given by their full names, in place of FlashInfer's. The device pretends to be of an architecture, with
+    its tensors on the CPU.
 
     Args:
-        called: receives the name of each called function.
+        called: receives the name of each function that is called.
     """
 
     def telling(name: str, function: Function) -> Function:
@@ -127,8 +129,8 @@ def installed(
 
 
 def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], family: str) -> tuple[Any, Any]:
-    """Two fixtures: the stand-in, installed on an architecture, which appends called names to ``calls``; and the family's kernels
-    by name.
+    """Returns two fixtures. The first one installs the stand-in on an architecture, and appends called names to ``calls``. The
+    second one is the family's kernels by name.
     """
 
     @pytest.fixture
@@ -145,7 +147,7 @@ def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], fam
 
 
 def forget_adapters() -> None:
-    """Adapters keep the function that they found when they were imported, so they are unloaded."""
+    """Unloads the adapters, because each adapter keeps the function that it found when it was imported."""
     for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")]:
         parent, _, last = name.rpartition(".")
         if last.endswith("_device"):

@@ -1,5 +1,4 @@
-"""For tests of launchers: their kernels are compared with a reference, executed on the emulator, or recorded instead
-of launched.
+"""Helpers for tests of launchers: kernels are compared with a reference, executed on the emulator, or recorded.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_nvidia import _machine, _programs
 
-# A program, its configuration and its launch arguments.
+# A compiled program, its configuration and its launch arguments.
 Launched = tuple[Any, Any, tuple[Any, ...]]
 
 
 def as_operator(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher with the signature of the operator of its name."""
+    """Returns a launcher with the signature of the operator that has the launcher's name."""
     return unchecked(get_operator(launcher.__name__).function, launcher)
 
 
@@ -39,7 +38,7 @@ def check(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: d
 
 
 def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """`check` for a kernel that rounds probabilities to e4m3: an error of 2.6% rms each."""
+    """Like `check`, for a kernel that rounds probabilities to e4m3, which gives each an rms error of 2.6%."""
     wanted, wanted_lse = operator(**arguments, solution="reference")
     got, lse = kernel(**arguments)
     assert got.dtype == wanted.dtype
@@ -52,12 +51,12 @@ def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], argument
 
 @contextlib.contextmanager
 def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
-    """Context in which programs are executed on the emulator.
+    """Context in which compiled programs are executed on the emulator.
 
     Args:
-        cached: the launcher's `functools`-cached function that finds programs for a device.
+        cached: the launcher's function, cached by `functools`, that finds programs for a device.
         sm_count: the SM count of the emulated device.
-        **options: of `sm90_emulator.emulated_sm90`. By default, loads of uninitialised shared memory are errors.
+        **options: options of `sm90_emulator.emulated_sm90`. By default, loads of uninitialised shared memory are errors.
     """
     sm90_emulator = pytest.importorskip("sm90_emulator")
     pytest.importorskip("cutlass")
@@ -70,7 +69,7 @@ def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh(cached: Any) -> Iterator[None]:
-    """Clears a launcher's cached function and the cached number of SMs, before and after."""
+    """Clears a launcher's cached function and the cached number of SMs, before and after the block."""
 
     def forget() -> None:
         _machine.multiprocessors.cache_clear()

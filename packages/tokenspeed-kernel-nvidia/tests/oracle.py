@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Relative to a result's norm. Rounding a result to bfloat16 costs 1.7e-3, and probabilities are rounded as well.
+# The tolerance relative to a result's norm. Rounding a result to bfloat16 gives an error of 1.7e-3, and probabilities are rounded
+# as well.
 TOLERANCE = 5e-3
-# Relative to each row's norm. With only weights and outputs rounded to bfloat16, rows of 700 keys are off by 3.6e-3 at most. A row
-# that lacks a sixteenth of its keys is off by a quarter.
+# The tolerance relative to each row's norm. If only softmax weights and outputs are rounded to bfloat16, the error of rows with 700
+# keys is at most 3.6e-3. If a row lacks a sixteenth of its keys, the error is a quarter.
 ROW_TOLERANCE = 2e-2
 
 
@@ -19,11 +20,11 @@ class Options:
     """Options that all attention operators have.
 
     Attributes:
-        window_left: tokens to the left that stay visible besides the token itself; -1 for all.
+        window_left: number of visible tokens before each token; -1 means all.
         sinks: ``[heads]`` or None.
-        softmax_scale: None is ``1 / sqrt(head_dim)``.
+        softmax_scale: the factor of the scores; None means ``1 / sqrt(head_dim)``.
         is_causal: whether later tokens are masked.
-        logit_cap: the asymptote of scores; 0 for no cap.
+        logit_cap: the asymptote of scores; 0 means no cap.
     """
 
     window_left: int = -1
@@ -34,7 +35,7 @@ class Options:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """One sequence, whose queries are at its last positions: the output and the LSE, in float32.
+    """Returns the output and the LSE of one sequence in float32. The queries are at the sequence's last positions.
 
     Args:
         q: ``[q_len, heads, head_dim]``.
@@ -65,14 +66,14 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 
 def attend_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: Options) -> tuple[Tensor, Tensor]:
-    """Sequences one after another, each attending to itself."""
+    """Attention of concatenated sequences, each to its own keys."""
     return attend_to_others(q, k, v, lengths, lengths, options)
 
 
 def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """New tokens of sequences in a paged cache; a sequence may have fewer cached tokens than queries."""
+    """Attention of sequences' new tokens to a paged cache. A sequence may have fewer cached tokens than queries."""
     parts = []
     for index, queries in enumerate(q.split(q_lens)):
         pages = page_table[index, : -(-kv_lens[index] // k_cache.shape[1])].long()
@@ -84,7 +85,7 @@ def attend_paged(
 def attend_to_others(
     q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Sequences one after another, whose keys belong to other tokens than their queries."""
+    """Attention of concatenated sequences whose keys belong to other tokens than the queries."""
     parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True)
     return _joined([attend_one(*tensors, options) for tensors in parts], q)
 
@@ -102,9 +103,9 @@ def check(
     tolerance: float = TOLERANCE,
     row_tolerance: float = ROW_TOLERANCE,
 ) -> None:
-    """Fails if an output, or an output and its LSE, differ too much: in total, and row by row.
+    """Fails if the error of an output, or of its LSE if given, is too large: in total, or in any row.
 
-    A row that sees no key must be 0. Unwritten rows are detected if the caller fills the output with NaN.
+    A row that sees no key must be 0. If the caller fills the output with NaN, unwritten rows are detected.
     """
     out, lse = got if isinstance(got, tuple) else (got, None)
     assert out.shape == wanted[0].shape
@@ -123,7 +124,7 @@ def check(
 
 
 def worst(out: Tensor, wanted: Tensor, count: int = 4) -> list[tuple[int, int, float]]:
-    """The rows with the largest errors: token, head, and error."""
+    """Returns the rows with the largest errors: token, head, and error."""
     off = (out.float() - wanted).norm(dim=2)
     values, places = off.flatten().topk(min(count, off.numel()))
     heads = off.shape[1]
@@ -132,10 +133,10 @@ def worst(out: Tensor, wanted: Tensor, count: int = 4) -> list[tuple[int, int, f
 
 @dataclass(frozen=True)
 class Paged:
-    """Sequences in a paged cache, with pages in random order and NaN in every slot that holds no token.
+    """Sequences in a paged cache. Pages are in random order, and every slot without a token holds NaN.
 
     Attributes:
-        q_lens, kv_lens: new tokens of each sequence, and all its tokens.
+        q_lens, kv_lens: for each sequence, the number of its new tokens, and of all its tokens.
     """
 
     q: Tensor
@@ -154,8 +155,8 @@ class Paged:
         return offsets(self.q_lens, self.q.device)
 
     def freed(self, window_left: int) -> Paged:
-        """The same without the pages that the window hides from all new tokens: -1 in the page table, NaN in the caches, and NaN
-        before the caches, where a page -1 would be.
+        """Returns the same sequences after pages were freed that the window hides from all new tokens. Freed pages are -1 in the
+        page table and hold NaN. There is also NaN before the caches, where a page -1 would be.
         """
         table = self.page_table.clone()
         gone = []
@@ -175,7 +176,7 @@ class Paged:
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
-    """Prefix sums of lengths, from 0."""
+    """Returns the prefix sums of lengths, from 0."""
     sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return sums.to(device)
 
@@ -183,7 +184,7 @@ def offsets(lengths: list[int], device: torch.device) -> Tensor:
 def ragged(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q, k and v of sequences one after another."""
+    """Returns random q, k and v of concatenated sequences."""
     draw = torch.Generator(device).manual_seed(seed)
     shapes = [(sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
@@ -202,11 +203,11 @@ def paged(
     seed: int = 0,
     v_head_dim: int | None = None,
 ) -> Paged:
-    """Random sequences in a paged cache, which has one page more than they need."""
+    """Returns random sequences in a paged cache, which has one page more than the sequences need."""
     draw = torch.Generator(device).manual_seed(seed)
     counts = [-(-kv_len // page_size) for kv_len in kv_lens]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    # Past a sequence's pages the table may hold anything.
+    # Page table entries beyond a sequence's pages may have any value.
     page_table = torch.full((len(kv_lens), max([1, *counts])), 2**31 - 1, dtype=torch.int32)
     used = 0
     shape = (sum(counts) + 1, page_size, kv_heads)

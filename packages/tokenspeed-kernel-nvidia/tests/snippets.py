@@ -1,6 +1,6 @@
-"""Executes inline PTX of a lane on tensors: one element for each lane, registers as int64 that hold their bits.
+"""Executes inline PTX on tensors. A register is an int64 tensor that holds the register's bits, with one element for each lane.
 
-It supports only the instructions of the tested snippets.
+Only the instructions of the tested snippets are supported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def halves(register: Tensor) -> Tensor:
-    """int64 to int16 ``[..., 2]``, lower half first."""
+    """Converts int64 to int16 ``[..., 2]``, the lower half first."""
     parts = torch.stack((register & 0xFFFF, register >> 16), -1)
     return (parts - ((parts >> 15) << 16)).to(torch.int16)
 
@@ -26,12 +26,12 @@ def joined(parts: Tensor) -> Tensor:
 
 
 def floats(register: Tensor) -> Tensor:
-    """The float32 with this bit pattern."""
+    """Returns the float32 with this bit pattern."""
     return (register - ((register >> 31) << 32)).to(torch.int32).view(torch.float32)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bit pattern of a float32."""
+    """Returns the bit pattern of a float32."""
     return x.view(torch.int32).long() & MASK
 
 

@@ -1,7 +1,7 @@
-"""A new architecture: `made_up/sm77` has what ARCHITECTURE.md requires of an architecture, and nothing else.
+"""A new architecture: `made_up/sm77` has only the code that ARCHITECTURE.md requires of an architecture.
 
-Its kernel is registered, selected on such a device, and launched by the shared plumbing with a stub in the compiler's place. Its
-device code is compiled for architectures older and newer than Hopper, and executed.
+The kernel of `made_up/sm77` is registered, selected on such a device, and launched by the shared code, with a stub in place of the
+compiler. The kernel's device code is compiled for architectures older and newer than Hopper, and executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ needs_dsl = pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machi
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Any]:
-    """The launcher's module. The folder `sm77` lies beside `sm90`, as a new architecture's would."""
+    """Imports the launcher's module. The folder `sm77` is placed beside `sm90`, like the folder of a new architecture."""
     folder = f"{tokenspeed_kernel_nvidia.__name__}.sm77"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenspeed_kernel_nvidia, "__path__", [*tokenspeed_kernel_nvidia.__path__, str(MADE_UP)])
@@ -49,7 +49,7 @@ def launch() -> Iterator[Any]:
 
 
 class Stub:
-    """A compiled program that computes in PyTorch what the kernel would, row by row."""
+    """A stand-in for a compiled program, which computes the kernel's result in PyTorch, row by row."""
 
     def __init__(self) -> None:
         self.launches: list[int] = []
@@ -122,7 +122,7 @@ def test_shared_device_code_compiles_for_other_architectures(launch: Any, arch: 
 
 
 def test_shared_code_depends_on_no_architecture() -> None:
-    """TMA, wgmma and clusters are in CuteDSL's `nvgpu`, and in the PTX that `sm90/common` has."""
+    """TMA, wgmma and clusters come from CuteDSL's `nvgpu`, and from inline PTX in `sm90/common`. Shared code must use neither."""
     for path in (PACKAGE / "cutedsl").rglob("*.py"):
         code = path.read_text()
         imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", code, re.MULTILINE)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _small(shapes: ModuleType) -> list[Any]:
-    """A shape of each kind, and one whose first token has no expert on this rank."""
+    """Returns one shape for each weight format, and a shape whose first token has no expert on this rank."""
     return [
         shapes.Shape(shapes.Model("mxfp4", 8, 4, 96, 64, gpt_oss=True), 5),
         shapes.Shape(shapes.Model("dense", 6, 2, 64, 48, "dense"), 3),
@@ -67,7 +67,7 @@ def test_routing_is_uniform_and_never_tied(programs: Programs) -> None:
 
 
 def test_floors_are_those_of_the_table(programs: Programs) -> None:
-    """For given numbers of experts' weights, scales and biases, and for the arithmetic: within 3%."""
+    """The floors are within 3% of the values in the table: the bytes of weights, scales and biases, and the arithmetic."""
     shapes = programs("moe_shapes")
     bytes_of_one = 2880 * 2880 * 3 * (0.5 + 1 / 32)
     for experts, us in ((4, 12.2), (128, 389.0)):
@@ -79,7 +79,7 @@ def test_floors_are_those_of_the_table(programs: Programs) -> None:
 
 @pytest.mark.parametrize("index", range(4))
 def test_our_kernels_compute_the_layer(programs: Programs, index: int) -> None:
-    """From logits to output, without experts of other ranks; the reference replaces the kernel."""
+    """The benchmark's layer is correct from logits to output, without experts of other ranks. The reference replaces the kernel."""
     shapes, errors_against = programs("moe_shapes"), programs("h200_moe").errors_against
     shape = _small(shapes)[index]
     (layer,) = _layers(shapes, shape, 1)
@@ -112,7 +112,8 @@ def test_unsupported_calls_are_reported(programs: Programs) -> None:
 
 
 def test_baselines_are_called_as_declared(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are arranged by vLLM's own functions as far as they need no GPU; fake kernels check what is passed to launches."""
+    """vLLM's own functions arrange the weights, as far as these functions need no GPU. Fake kernels check the arguments of
+    launches."""
     pytest.importorskip("vllm")
     shapes, baselines = programs("moe_shapes"), programs("moe_baselines")
     real, routing = baselines._from_vllm, (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32), None)
@@ -174,7 +175,8 @@ def test_graphs_hold_whole_turns_of_the_layers(programs: Programs) -> None:
 def test_layers_are_measured(
     programs: Programs, monkeypatch: pytest.MonkeyPatch, fake_graphs: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Model by model: implementations that are correct, and that fail while weights are arranged or later."""
+    """Layers are measured model by model. Some implementations are correct, and others fail while weights are arranged, or
+    later."""
     h200_moe, shapes = programs("h200_moe"), programs("moe_shapes")
     monkeypatch.setattr(h200_moe, "_BATCHES", 4)
     monkeypatch.setattr(runner, "IN_GRAPH", 4)

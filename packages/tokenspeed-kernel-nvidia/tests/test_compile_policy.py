@@ -1,4 +1,4 @@
-"""The compile policy with real compilers: Triton for sm_90, on the emulator."""
+"""The compile policy with a real compiler: Triton compiles for sm_90, and kernels run on the emulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call() -> Any:
 
 
 def forget() -> None:
-    """Makes Triton look its kernels up on disk again, as a new process does."""
+    """Makes Triton look kernels up on disk again, as in a new process."""
     from tokenspeed_kernel.triton.norm.rmsnorm_device import rmsnorm_kernel
 
     rmsnorm_kernel.device_caches.clear()
@@ -69,7 +69,7 @@ def test_forbid_stops_triton_before_it_compiles(emulated: None, tmp_path: Path) 
 
 
 def test_kernels_of_others_are_left_alone(emulated: None) -> None:
-    """Only kernels of packages that register kernels, and what their launchers launch, are subject to the policy."""
+    """The policy applies only to kernels of packages that register kernels, and to kernels that their launchers launch."""
     from tokenspeed_kernel.triton.norm.rmsnorm_device import rmsnorm_kernel
 
     call()

@@ -1,4 +1,4 @@
-"""The package's declarations, and tokenspeed-kernel's selection among them. Nothing is launched unless a test says so."""
+"""The package's declarations, and tokenspeed-kernel's selection among its kernels. No kernel is launched unless a test says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .experts import GPT_OSS
 
 
 def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str:
-    """The kernel that is selected for a case of an operator."""
+    """Returns the kernel that is selected for a case of an operator."""
     op = get_operator(f"attention.{mode}")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform(platform)):
@@ -135,7 +135,7 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """This package's eligible kernel for a call, or nothing. It need not be the selected one."""
+    """Returns the name of this package's eligible kernel for a call, or an empty string. Selection may prefer another kernel."""
     names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
     assert len(names) <= 1
     return "".join(names)
@@ -148,7 +148,7 @@ def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "
 
 
 def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
-    """Up to 16 rows; rows of k that are multiples of 16 bytes; any bias, and results in float32."""
+    """Calls are eligible with up to 16 rows whose sizes are multiples of 16 bytes, with any bias, and with float32 results."""
     for m in (1, 8, 16):
         assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
@@ -161,7 +161,7 @@ def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
 
 
 def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
-    """Up to the n for which all numbers of rows were measured to be faster than PyTorch."""
+    """The kernel is preferred up to the largest n for which it was measured to be faster than PyTorch at all numbers of rows."""
     for n, name, preferred in ((QUICK_N, "cutedsl_mm_bfloat16", True), (QUICK_N + 1, "cutedsl_mm_wide_bfloat16", False)):
         a, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (16, n))
         with use_platform(named_platform("sm_90")):
@@ -199,7 +199,8 @@ def test_gemms_with_scales(registered: KernelRegistry, case: str, name: str) -> 
      (1024, 1024, 2048, 0)],
 )  # fmt: skip
 def test_fp8_gemms_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
-    """Calls that were measured to be faster than the portable kernel, which need not be installed."""
+    """The kernel is preferred for calls in which it was measured to be faster than the portable kernel, which need not be
+    installed."""
     scales = {"b_scale": "block" if "blocks" in kind else "block1d", "block": 64 if "64" in kind else 128}
     made = fp8(m, k, n, a_scale="block", scales="e8m0" if "e8m0" in kind else "float32", **scales)
     arguments = get_operator("gemm.mm").complete(Case(kind, made).build(torch.device("cpu"), 0))
@@ -214,8 +215,8 @@ def test_fp8_gemms_of_many_rows(registered: KernelRegistry, kind: str, m: int, k
 def test_gemms_with_scaled_weights_are_preferred_for_few_rows(
     registered: KernelRegistry, scale: str, m: int, preferred: bool
 ) -> None:
-    """As many rows as were measured to be faster than the portable kernel; none with block-scaled weights and bfloat16 activations.
-    The portable kernel need not be installed.
+    """The kernel is preferred up to the number of rows at which it was measured to be faster than the portable kernel. It is never
+    preferred for block-scaled weights with bfloat16 activations. The portable kernel need not be installed.
     """
     made = fp8(m, 64, 48, a_scale="", b_scale=scale, a_dtype=torch.bfloat16)
     arguments = get_operator("gemm.mm").complete(Case(scale, made).build(torch.device("cpu"), 0))
@@ -226,7 +227,7 @@ def test_gemms_with_scaled_weights_are_preferred_for_few_rows(
 
 
 def _planned(platform: str = "sm_90", solution: str | None = "cutedsl", **changed: Any) -> str:
-    """The kernel of a backend that weights of experts like GPT-OSS's would be prepared for, or nothing."""
+    """Returns the kernel of a backend for which experts' weights like GPT-OSS's would be prepared, if there is one."""
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
     try:
@@ -253,7 +254,7 @@ def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -
     rounded = "activation_dtype" in changed
     ours = "cutedsl_moe_apply_mxfp4_fp8" if rounded else "cutedsl_moe_apply_mxfp4"
     assert _planned(**changed) == ours
-    # With fp8 activations the portable kernel, if Triton is installed, is faster for few tokens.
+    # With fp8 activations, the portable kernel is faster for few tokens, if Triton is installed.
     portable = rounded and importlib.util.find_spec("triton") is not None
     assert _planned(solution=None, **changed) == ("triton_moe_apply_mxfp4" if portable else ours)
     assert not _planned("sm_80", solution=None, **changed).startswith("cutedsl")

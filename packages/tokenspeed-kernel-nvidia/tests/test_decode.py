@@ -1,4 +1,4 @@
-"""Decode attention against float32."""
+"""Decode attention, compared with float32 attention."""
 
 from __future__ import annotations
 
@@ -69,18 +69,19 @@ def _run(
     ids=str,
 )
 def test_lengths(sm90: torch.device, kv_lens: list[int]) -> None:
-    """Length zero and one, the edges of pages and tiles, and sequences with many splits beside some with one."""
+    """Tests lengths of zero and one, at the edges of pages and tiles, and sequences with many splits beside sequences with one
+    split."""
     _run(sm90, kv_lens)
 
 
 def test_a_long_sequence(sm90: torch.device) -> None:
-    """More pages than a warp has lanes, and a split in every group."""
+    """The sequence has more pages than a warp has lanes, and every group of CTAs has a split."""
     _run(sm90, [40000], shape=GPT_OSS, sinks=_sinks(64, sm90))
 
 
 @pytest.mark.parametrize("batch", [33, 300, 1000])
 def test_many_sequences(sm90: torch.device, batch: int) -> None:
-    """More sequences than groups, and than a warp handles at once."""
+    """The batch has more sequences than there are groups of CTAs, and more than a warp handles at once."""
     draw = random.Random(batch)
     _run(sm90, [draw.randrange(700) for _ in range(batch)])
 
@@ -90,7 +91,7 @@ def test_many_sequences(sm90: torch.device, batch: int) -> None:
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """With split-KV and without, with little work and with much."""
+    """The batches need split-KV or not, and have little work or much work."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     _run(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90))
@@ -103,7 +104,7 @@ def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 32])
 def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Short windows of many sequences, more than there are CTAs."""
+    """There are more sequences than CTAs, with short windows. Each warp then has a KV head."""
     draw = random.Random(rows)
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
@@ -115,7 +116,7 @@ def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int,
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("rows", [2, 8, 16, 20, 64])
 def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tuple[int, int]) -> None:
-    """With split-KV and without, and values narrower than keys."""
+    """The batches need split-KV or not. Values may be narrower than keys."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, widths[0])
     _run(sm90, [70, 2, 200], new, shape, page_size, v_head_dim=widths[1], sinks=_sinks(shape[0], sm90))
@@ -126,7 +127,7 @@ def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tup
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_pages_of_one_token(sm90: torch.device, rows: int, head_dim: int) -> None:
-    """Gathered rows, of split sequences and others, and of short windows of many sequences."""
+    """The kernel gathers single rows of the cache: of split and unsplit sequences, and of many sequences with short windows."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
     _run(sm90, [70, 2, 200], new, shape, 1, sinks=_sinks(shape[0], sm90))
@@ -143,7 +144,7 @@ def test_freed_pages_of_one_token(sm90: torch.device) -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
 def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> None:
-    """Scores near the cap, and far below it."""
+    """Some scores are near the cap, and others far below it."""
     options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(64, sm90)}
     _run(sm90, [700, 65, 0, 3000], 1, GPT_OSS, page_size, **options)
     _run(sm90, [700, 65, 0, 3000], 2, GPT_OSS, page_size, window_left=127, **options)
@@ -152,7 +153,7 @@ def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> 
 
 @pytest.mark.parametrize("new", [2, 3, 4, 8])
 def test_several_new_tokens(sm90: torch.device, new: int) -> None:
-    """Also more of them than the cache has tokens."""
+    """Some sequences have more new tokens than tokens in the cache."""
     _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, sinks=_sinks(64, sm90))
     _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, window_left=100)
 
@@ -184,12 +185,12 @@ def test_sinks(sm90: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_large_sinks(sm90: torch.device) -> None:
-    """A sink far above all scores takes all the weight, and nothing overflows."""
+    """If a sink is far above all scores, it gets all of the softmax's weight, and nothing overflows."""
     _run(sm90, [70, 800], sinks=_sinks(16, sm90) + 200)
 
 
 def test_scores_that_rise(sm90: torch.device) -> None:
-    """Row maxima that grow along the sequence, slowly and fast, so that accumulators are rescaled now and then."""
+    """Row maxima grow along the sequence, slowly or fast, so that accumulators are sometimes rescaled."""
     case = _case(sm90, [3000, 900])
     for factor in (1e-4, 1e-2):
         rising = oracle.Paged(**{**vars(case), "k_cache": case.k_cache.clone()})
@@ -201,7 +202,7 @@ def test_scores_that_rise(sm90: torch.device) -> None:
 
 
 def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
-    """A page table and max_seqlen_k for far longer sequences, as in a server."""
+    """The page table and max_seqlen_k have room for far longer sequences, as in a server."""
     case = _case(sm90, [100, 3000, 17])
     table = torch.full((3, 4096), 2**31 - 1, dtype=torch.int32, device=sm90)
     table[:, : case.page_table.shape[1]] = case.page_table
@@ -210,7 +211,7 @@ def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
 
 
 def test_other_strides(sm90: torch.device) -> None:
-    """Keys and values in one cache; q, out, page table and lengths that are slices."""
+    """Keys and values are in one cache tensor. q, out, page table and lengths are slices."""
     case = _case(sm90, [700, 9])
     both = torch.stack([case.k_cache, case.v_cache], 2)
     q = torch.cat([case.q, case.q], 1)[:, :16]
@@ -244,7 +245,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
-    """No lengths are captured, and no state is left from one replay to the next."""
+    """The graph does not capture lengths, and a replay leaves no state for the next replay."""
     case = _case(sm90, [6000] * 8, new, GPT_OSS)
     lengths = case.cache_seqlens
     sinks = _sinks(64, sm90)
@@ -273,7 +274,8 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
 def test_results_of_the_preceding_kernel_are_visible(
     sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int
 ) -> None:
-    """Kernels overlap (PDL), but each result is the next one's queries, and lengths and pages change right before a call."""
+    """Kernels overlap (PDL). The result of each call is the queries of the next call, and lengths and pages change right before a
+    call."""
     monkeypatch.setattr(decode, "MANY", many)
     options = Options(window_left=window_left)
     case = _case(sm90, [3000, 1, 700, 65], shape=GPT_OSS)
@@ -302,7 +304,8 @@ def test_results_of_the_preceding_kernel_are_visible(
 
 
 def test_two_graphs_at_once(sm90: torch.device) -> None:
-    """Both are captured on PyTorch's capture stream, and replayed repeatedly on two other streams, beside calls without a graph."""
+    """Both graphs are captured on PyTorch's capture stream, and replayed repeatedly on two other streams, beside calls without a
+    graph."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4, [9000, 50, 4000])]
     wanted = [case.wanted(Options()) for case in cases]
     lengths = [case.cache_seqlens for case in cases]
@@ -341,7 +344,7 @@ def test_two_streams(sm90: torch.device) -> None:
 
 
 def test_random_calls(sm90: torch.device) -> None:
-    """200 calls, of every kind."""
+    """Makes 200 calls with random options of every kind."""
     draw = random.Random(7)
     for _ in range(200):
         kv_heads, ratio, new = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 4, 5, 8, 8, 16]), draw.choice([1, 1, 1, 2, 3, 4])

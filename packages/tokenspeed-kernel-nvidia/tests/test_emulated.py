@@ -1,4 +1,4 @@
-"""Every CuteDSL kernel on every small case of its operator, executed by the emulator: host code, PTX, and results. Needs no GPU."""
+"""Runs every CuteDSL kernel on every small case of its operator, on the emulator: host code, PTX, and results. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution
 
 
 def eligible() -> Iterator[tuple[KernelSpec, Case]]:
-    """Kernels, and the small cases that they are eligible for on an H200."""
+    """Yields pairs of a kernel and a small case for which the kernel is eligible on an H200."""
     with emulated_sm90():
         for spec in KERNELS:
             op = get_operator(spec.operator)
@@ -55,22 +55,24 @@ ELIGIBLE = list(eligible())
 
 
 def test_each_kernel_is_eligible_for_some_case() -> None:
-    """Exceptions are GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
+    """The exceptions are GEMMs with dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
     left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in ELIGIBLE}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
 
-# Prefill and extend kernels that differ only in head dims and caps from those that always run: their programs take long to compile.
+# Prefill and extend kernels that differ from the always tested kernels in head dims and caps only. Their programs take long to
+# compile.
 WIDTHS = re.compile(
     r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
 )
-# These cases always run: one whose warpgroups have different queries, one with fewer columns than shared memory holds, and one with
-# fp8.
+# Kernels among these that always run. In the first one, the warpgroups have different queries. The second one has fewer columns
+# than shared memory holds. The third one uses fp8.
 SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 
 def _parameters() -> list[Any]:
-    """Parameters of the next test. The kernel that is selected for a case always runs; the others are slow tests."""
+    """Returns the parameters of the next test. The selected kernel of a case always runs. Tests of other kernels are marked
+    slow."""
     best: dict[tuple[str, str], int] = {}
     for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
@@ -100,7 +102,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
     ],
 )
 def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
-    """Copies and wgmmas that complete as late as possible change nothing."""
+    """If copies and wgmmas complete as late as possible, the results stay correct."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     with emulated_sm90(copies="late") as emulator:
@@ -119,7 +121,7 @@ def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
     ],
 )
 def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
-    """Neither the largest window that kernels get overflows, nor the largest 32-bit window of a caller."""
+    """Tests that two windows do not overflow: the largest one that kernels receive, and the largest 32-bit one of a caller."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     assert isinstance(case.make, Recipe)
@@ -130,7 +132,7 @@ def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int)
 
 
 def test_slots_out_of_range_name_nothing() -> None:
-    """The low 32 bits of some of these slots are slots of the cache."""
+    """The slots are out of range, but the low 32 bits of some of them are valid slots of the cache."""
     spec, case = next((spec, case) for spec, case in ELIGIBLE if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def test_slots_out_of_range_name_nothing() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small cases have so few keys that their heads are processed one by one."""
+    """The operator's small cases have so few keys that KV heads are processed one by one. This call counts as much work."""
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
@@ -165,8 +167,8 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fp8_weights_of_scores_that_grow() -> None:
-    """Keys are processed from last to first, and the first 128 of a sequence have larger scores, for some slightly, for some
-    infinitely. Then row sums are too large for e4m3, and the shift of the exponents is raised.
+    """Keys are processed from last to first. The first 128 keys of a sequence have larger scores: slightly larger in one sequence,
+    far larger in another. Then row sums are too large for e4m3, and the kernel raises the shift of the exponents.
     """
     lengths = [200, 190, 260]
     q, k, v = oracle.ragged(lengths, 4, 1, 64, torch.float32, torch.device("cpu"))
@@ -182,7 +184,7 @@ def test_fp8_weights_of_scores_that_grow() -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 3e5])
 def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
-    """Queries become float16, scaled by a power of 2 into its range. Rows of the next sequence do not affect that power."""
+    """The kernel scales queries by a power of 2 into float16's range. Rows of the next sequence do not affect this power."""
     made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
     sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
     case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})
@@ -199,7 +201,7 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
 
 
 def test_experts_beyond_float16() -> None:
-    """Activations and slot results exceed float16's range."""
+    """Activations and results of top-k slots exceed float16's range."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     with emulated_sm90(seed=1):
@@ -208,7 +210,8 @@ def test_experts_beyond_float16() -> None:
 
 
 def test_experts_that_must_be_exact() -> None:
-    """Otherwise so few pairs would use the streaming kernel, which splits elements."""
+    """The plan requests exact activations. Without this option, so few pairs would use the streaming kernel, which splits
+    elements."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, exact_activations=True)
     x, weights, ids = layer.outlier_tokens(5, 2.0**100)
     with emulated_sm90(seed=1):
@@ -217,8 +220,8 @@ def test_experts_that_must_be_exact() -> None:
 
 
 def test_experts_with_split_elements() -> None:
-    """Small cases have so few pairs that they use the streaming kernel. Here k has an odd number of blocks, and calls
-    may overlap.
+    """The operator's small cases have so few pairs that they use the streaming kernel. This test calls the grouped kernel. k has an
+    odd number of blocks, and calls may overlap.
     """
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(9)
@@ -231,7 +234,7 @@ def test_experts_with_split_elements() -> None:
 
 
 def test_experts_with_split_elements_beside_outliers() -> None:
-    """Outliers whose weights are zero: in two tokens, and in the activations of an expert."""
+    """Two tokens and the activations of one expert have outliers. The outliers' weights are zero."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[1, [0, 160]] = 2.0**15

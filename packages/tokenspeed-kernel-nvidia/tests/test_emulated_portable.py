@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 
 def _launches(kernel: str, name: str, layout: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[LaunchReport]:
-    """The launches of a kernel for a case of its operator, with copies, MMAs and warps progressing at random times."""
+    """Returns the launches of a kernel for a case of its operator. Copies, MMAs and warps progress at random times."""
     spec = KernelRegistry.get().get_by_name(kernel)
     op = get_operator(spec.mode)
     (case,) = (case for case in op.all_cases() if case.name == name)
@@ -62,7 +62,7 @@ def test_tensor_descriptors_bring_tiles() -> None:
 
 
 def test_an_fp8_cache_whose_elements_are_not_adjacent() -> None:
-    """Its rows are loaded one element at a time, with a mask where head_dim is no power of two."""
+    """The rows of such a cache are loaded one element at a time, with a mask if head_dim is no power of two."""
     every_second = LAYOUTS["every second element"]
     assert _launches("triton_mha_decode_with_kvcache", "head_dim 80, fp8 cache, logit cap 5", every_second)
 
@@ -83,7 +83,7 @@ def test_a_kernel_without_mma_agrees_with_the_reference_in_any_order(operator: s
 
 @pytest.mark.parametrize("kernel", ["triton_rmsnorm_moe_topk", "triton_rmsnorm_qkv_rope_32"])
 def test_rows_shorter_than_a_cache_line_are_prefetched(kernel: str) -> None:
-    """Only Hopper and later prefetch: the interpreter and other GPUs never compile these lines."""
+    """Only Hopper and later architectures prefetch, so the interpreter and other GPUs never compile this code."""
     assert _launches(kernel, "a row shorter than a cache line")
 
 

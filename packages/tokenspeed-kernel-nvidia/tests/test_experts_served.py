@@ -1,5 +1,5 @@
-"""Every kind of MoE layer: those that this package supports, which are run if there is a device; those that it does not, which go
-to the portable kernel; and those that no kernel supports.
+"""Every kind of MoE layer. Some layers are supported by this package, and run if there is a device. Others fall back to the
+portable kernel. The rest is supported by no kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SWIGLU = [{}, {"limit": 7.0}, {"alpha": 1.702, "beta": 1.0}, {"alpha": 1.702, "
 
 
 def _supported() -> Iterator[dict[str, Any]]:
-    """Supported changes of `PLAIN`."""
+    """Yields changes of `PLAIN` that this package supports."""
     yield from ({"top_k": top_k} for top_k in range(1, MAX_TOP_K + 1))
     yield from ({"num_experts": experts} for experts in (16, 33, 60, 64, 128, 160, 256, MAX_EXPERTS))
     yield {"num_experts": 1, "top_k": 1}
@@ -42,7 +42,7 @@ def _supported() -> Iterator[dict[str, Any]]:
 
 
 SUPPORTED = list(_supported())
-# Not supported by this package, but by the portable kernel.
+# Changes of `PLAIN` that only the portable kernel supports.
 PORTABLE: list[dict[str, Any]] = [
     {"top_k": MAX_TOP_K + 1, "num_experts": 16},
     {"num_experts": MAX_EXPERTS + 1},
@@ -56,7 +56,7 @@ PORTABLE: list[dict[str, Any]] = [
     {"weight_format": "fp8_block", "activation_dtype": "fp8"},
     {"weight_format": "dense", "activation_dtype": "fp8"},
 ]
-# Supported by no kernel, because blocks of 32 elements share a scale.
+# Changes of `PLAIN` that no kernel supports, because blocks of 32 elements share a scale.
 REFUSED = [
     {"hidden_size": 2896},
     {"intermediate_size": 48},
@@ -116,7 +116,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
 
 
 class PublicLayer(RandomLayer):
-    """A layer as a user of this package alone has it."""
+    """A layer for a user who has installed this package without tokenspeed-kernel."""
 
     def prepare(self) -> None:
         decided = ("activation", "kernel", "weight_layout")
@@ -145,7 +145,7 @@ def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
 def test_small_elements_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    """Outliers whose weights are zero: in every third token, and in the activations of half of the experts."""
+    """Every third token and the activations of half of the experts have outliers. The outliers' weights are zero."""
     layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:32, [0, 96]] = 2.0**11
@@ -167,7 +167,7 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
 
 @pytest.mark.parametrize("changes", SUPPORTED, ids=str)
 def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
-    """Few tokens and many, with skipped slots and experts without tokens."""
+    """Layers are called with few and with many tokens, with skipped slots, and with experts that have no tokens."""
     layer = _public(sm90, **changes)
     for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last are too many for the streaming kernel
         x, weights, ids = layer.tokens(tokens)

@@ -1,8 +1,8 @@
-"""The adapters to FlashInfer: its signatures, and the arguments that the adapters pass.
+"""The adapters to FlashInfer: FlashInfer's signatures, and the arguments that the adapters pass.
 
-Everywhere, a stand-in runs: modules of FlashInfer whose functions have the signatures of the real ones, and compute in PyTorch on a
-CPU what those are documented to compute. Where the source shows that the real functions violate the operator's contract, the
-stand-in does too, or raises. So the adapter's declaration may name every case that passes. The last test is for a GPU with the real
+The tests use stand-in modules for FlashInfer. The stand-ins' functions have the real functions' signatures, and compute the
+documented results in PyTorch on a CPU. If FlashInfer's source shows that a real function violates the operator's contract, the
+stand-in does so too, or raises an error. So an adapter may declare every case that passes. The last test is for a GPU with the real
 FlashInfer.
 """
 
@@ -33,7 +33,7 @@ from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# From the source of flashinfer-python 0.7.2, without annotations.
+# FlashInfer's signatures, copied from the source of flashinfer-python 0.7.2 without annotations.
 SIGNATURES = {
     "flashinfer.decode.trtllm_batch_decode_with_kv_cache": (
         "(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, "
@@ -58,7 +58,7 @@ SIGNATURES = {
         "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
     ),
 }
-# Conventions and units that the adapters rely on: file, and text in its source.
+# Conventions and units that the adapters rely on: the source file, and the text in this file that states the convention.
 FACTS = {
     "the generated kernels see window_left tokens and the token itself": (
         "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
@@ -118,7 +118,7 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, causal: bool, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence, whose last tokens are the queries: output and LSE in base 2."""
+    """Returns the output and the base-2 LSE of one sequence. The queries are the sequence's last tokens."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -336,7 +336,7 @@ def test_declarations_for_blackwell(operator: str, arguments: dict[str, Any], se
 
 
 def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
-    """The kernels of this package that are eligible for a call."""
+    """Returns this package's kernels that are eligible for a call."""
     verdicts = getattr(tokenspeed_kernel, operator).explain(**arguments).verdicts
     return [verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec.solution == "flashinfer"]
 
@@ -362,7 +362,7 @@ def test_kernels_rank_between_our_own_and_the_portable_ones_and_xqa_on_hopper_be
 
 
 def _cases(mode: str) -> list[Case]:
-    """The operators' cases have few pages of 64 and few wide heads; these cases have them."""
+    """Returns cases with pages of 64 tokens and wide heads, because the operators' own cases have few of them."""
     if mode == "mha_prefill":
         return [
             Case(f"{width} {options}", ragged([1, 90, 0, 7, 0], 8, 2, width, v_width, **options))
@@ -388,7 +388,7 @@ def _cases(mode: str) -> list[Case]:
 
 
 def _finite(case: Case) -> Case:
-    """The same case with zeros in slots that hold no token, because page 0 is read in place of freed pages."""
+    """Returns the case with zeros in slots that hold no token, because page 0 is read in place of freed pages."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)
@@ -401,7 +401,7 @@ def _finite(case: Case) -> Case:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache"])
 def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
-    """Slots that hold no token are NaN."""
+    """Cache slots that hold no token are NaN."""
     small = (case for case in get_operator(mode).all_cases() if not case.large)
     for case in (*_cases(mode), *(_finite(case) if "freed" in case.name else case for case in small)):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
@@ -433,7 +433,7 @@ def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_other_strides() -> None:
-    """q is a slice, caches are views of one tensor, the page table is column-major, out is a slice or transposed."""
+    """q is a slice. The caches are views of one tensor. The page table is column-major. out is a slice or transposed."""
     from tokenspeed_kernel_nvidia.flashinfer.decode_device import mha_decode_with_kvcache
 
     arguments = _decode_arguments()
@@ -485,7 +485,7 @@ def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkey
 
 @pytest.fixture
 def pretended_streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Fakes the current stream, and whether it is being captured, on a CPU."""
+    """Fakes the current CUDA stream on a CPU, and whether the stream is being captured."""
     state: dict[str, Any] = {"stream": 7, "capturing": False}
     keeper = Keeper(1 << 15, capturing=lambda: state["capturing"], wait=lambda device: None)
     monkeypatch.setattr(_memory, "_keeper", keeper)

@@ -1,7 +1,8 @@
-"""The adapter to FlashInfer's block-scaled GEMMs: its signatures, its conventions, and the arguments that it passes.
+"""The adapter to FlashInfer's block-scaled GEMMs: FlashInfer's signatures and conventions, and the arguments that the adapter
+passes.
 
-As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and rejects
-what they reject.
+As in ``test_flashinfer``, a stand-in computes the documented results in PyTorch on a CPU, and rejects calls that the real functions
+reject.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# From the source of flashinfer-python 0.7.2, without annotations.
+# FlashInfer's signatures, copied from the source of flashinfer-python 0.7.2 without annotations.
 SIGNATURES = {
     "mm_fp4": (
         "(a, b, a_descale, b_descale, alpha=None, out_dtype=torch.bfloat16, out=None, block_size=16, use_8x4_sf_layout=False, "
@@ -37,7 +38,7 @@ SIGNATURES = {
 }
 _BASE, _WEIGHTS = "flashinfer/gemm/gemm_base.py", "flashinfer/gemm/gemm_bf16_fp4.py"
 _CSRC = "flashinfer/data/csrc"
-# Layouts and sizes that the adapter relies on: file, and text in its source.
+# Layouts and sizes that the adapter relies on: the source file, and the text in this file that states them.
 FACTS = {
     "CUTLASS's fp4 turns weights and their scales back": (
         _BASE,
@@ -86,7 +87,7 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 
 
 def _scales(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales as the kernels read them: row i and column j at the offset in CUTLASS's scale layout."""
+    """Reads the scales like the kernels: row i and column j are at their offset in CUTLASS's scale layout."""
     i, j = torch.arange(rows)[:, None], torch.arange(columns)
     across = -(-columns // 4)
     at = ((i // 128) * across + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
@@ -245,7 +246,7 @@ def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
 def test_weights_with_scales_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
-    """For workstation Blackwell, whose capability differs from the stand-in's."""
+    """Tests selection for workstation Blackwell, whose compute capability differs from the stand-in's."""
     case = Case("a case", micro(5, 80, 130, a="dense", b="nvfp4", layout="128x4", out_dtype=out_dtype))
     arguments = get_operator("mm").complete(case.build())
     got = KernelRegistry.get().get_impl(specs["flashinfer_mm_nvfp4_weights_sm120"].name)(*arguments.values())

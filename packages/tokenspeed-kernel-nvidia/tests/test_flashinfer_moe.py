@@ -1,7 +1,7 @@
-"""The adapter to FlashInfer's MoE: its signatures, its weights, and the arguments that it passes.
+"""The adapter to FlashInfer's MoE: FlashInfer's signatures, the weights, and the arguments that the adapter passes.
 
-As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and rejects
-what they reject. It gets weights as the preprocessors made them, and undoes what the real kernels undo.
+As in ``test_flashinfer``, a stand-in computes the documented results in PyTorch on a CPU, and rejects calls that the real functions
+reject. The stand-in receives weights from the real preprocessors' stand-ins, and inverts the same steps as the real kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# From the source of flashinfer-python 0.7.2, without annotations, by defining module; the package exports them all.
+# FlashInfer's signatures by defining module, copied from the source of flashinfer-python 0.7.2 without annotations. The package
+# exports all of these functions.
 SIGNATURES = {
     "core.cutlass_fused_moe": (
         "(input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, "
@@ -43,7 +44,7 @@ SIGNATURES = {
 }
 _KERNELS = "flashinfer/data/csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 _BINDING = "flashinfer/data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
-# Conventions and units that the adapter relies on: file, and text in its source.
+# Conventions and units that the adapter relies on: the source file, and the text in this file that states the convention.
 FACTS = {
     "ups come before gates": ("flashinfer/fused_moe/prepare.py", "in semantic ``[up, gate]`` order"),
     "the activation": (_KERNELS, "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),
@@ -112,7 +113,7 @@ class _ActivationType(enum.Enum):
 
 @with_signature(SIGNATURES["prepare.interleave_moe_weights_for_sm90_mixed_gemm"], "weight quant_type")
 def _interleaved_codes(given: dict[str, Any]) -> Tensor:
-    """The order of bytes is internal to the two real functions; this stand-in reverses them."""
+    """The two real functions agree on an internal order of bytes. This stand-in reverses the bytes."""
     weight = given["weight"]
     assert (weight.dtype, weight.dim(), given["quant_type"]) == (torch.uint8, 3, "fp4")
     return weight.contiguous().flip(-1)
@@ -120,7 +121,7 @@ def _interleaved_codes(given: dict[str, Any]) -> Tensor:
 
 @with_signature(SIGNATURES["prepare.interleave_moe_scales_for_sm90_mixed_gemm"], "scales")
 def _interleaved_scales(given: dict[str, Any]) -> Tensor:
-    """A block of 64 x 128 becomes ``[16, 16]``."""
+    """Reorders scales: a block of 64 x 128 becomes ``[16, 16]``."""
     scales = given["scales"]
     experts, rows, groups = scales.shape
     assert (scales.dtype, rows % 64, groups % 4) == (torch.uint8, 0, 0)
@@ -135,7 +136,7 @@ def _folded_back(scales: Tensor) -> Tensor:
 
 
 def _decoded(given: dict[str, Any], index: int) -> Tensor:
-    """float32 weights of one GEMM."""
+    """Returns the float32 weights of one GEMM."""
     weight, scales = given[f"fc{index + 1}_expert_weights"], given["quant_scales"]
     assert weight.is_contiguous()
     assert not (given["use_w4_group_scaling"] and given["use_deepseek_fp8_block_scale"])
@@ -156,7 +157,7 @@ def _decoded(given: dict[str, Any], index: int) -> Tensor:
 
 
 def _rounded(values: Tensor, given: dict[str, Any]) -> Tensor:
-    """Quantises activations like the kernels for fp8 blocks: one scale for every 128 features."""
+    """Quantises activations like the kernels for fp8 blocks, with one scale for every 128 features."""
     if not given["use_deepseek_fp8_block_scale"]:
         return values
     blocks = values.unflatten(-1, (-1, 128))
@@ -220,7 +221,7 @@ def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]
 
 
 def _recipe(**changes: Any) -> Recipe:
-    """A recipe of a layer without options, except those given."""
+    """Returns the recipe of a layer without options, except for the given options."""
     (case,) = (case for case in moe_apply.operator.all_cases() if case.name == "mxfp4, gpt-oss options")
     assert isinstance(case.make, Recipe)
     plain = dict.fromkeys(("w13_interleaved", "bias", "alpha", "limit", "beta", "weight_format"), DEFAULT)
@@ -268,7 +269,8 @@ def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
 
 
 def _cases() -> list[Case]:
-    """Besides the operator's: sizes with and without padding, with and without biases, experts of other ranks."""
+    """Returns the operator's cases and further cases: sizes with and without padding, with and without biases, experts of other
+    ranks."""
     return [
         Case("mxfp4 of whole blocks", _recipe(tokens=3, hidden=256, intermediate=128, weight_format="mxfp4")),
         Case("mxfp4, padded", _recipe(tokens=5, hidden=96, intermediate=160, weight_format="mxfp4", **_GPT_OSS)),
@@ -295,7 +297,7 @@ def test_results(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.usefixtures("flashinfer", "specs")
 def test_fp8_blocks_run_if_requested_by_name() -> None:
-    """The results are near the operator's, whose activation scales differ."""
+    """The results are near the operator's results. They are not equal, because the activation scales differ."""
     recipe = _recipe(tokens=6, hidden=256, intermediate=128, weight_format="fp8_block", activation_dtype="fp8")
     arguments = recipe(Draw(torch.device("cpu"), 0))
     name = "flashinfer_moe_apply_fp8_blocks_sm90"

@@ -1,4 +1,4 @@
-"""Attention of fp8 operands against float32 attention of the dequantised operands."""
+"""Attention of fp8 operands, compared with float32 attention of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ mla_prefill = as_operator(launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Softmax weights rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. Rows with few keys may be worse.
+# Softmax weights that are rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. Rows with few keys may have a
+# larger error.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
 def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
-    """One scale for each KV head, or one for all heads if the seed is odd."""
+    """Returns one scale for each KV head, or one for all heads if the seed is odd."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.rand((kv_heads,) if seed % 2 == 0 else (), generator=draw) + 0.5).to(device)
 
 
 def _wide(x: Tensor, scale: Tensor) -> Tensor:
-    """The dequantised values; there may be more query heads than scales."""
+    """Returns the dequantised values. There may be more query heads than scales."""
     factors = scale.reshape(-1).repeat_interleave(x.shape[-2] // scale.numel())
     return x.float() * factors.view(-1, 1)
 
@@ -56,7 +57,7 @@ def _paged(
     q_dtype: torch.dtype,
     v_head_dim: int | None = None,
 ) -> tuple[oracle.Paged, oracle.Paged, dict[str, Tensor]]:
-    """A case with an e4m3 cache, the dequantised cache, and its scales."""
+    """Returns a case with an e4m3 cache, the case with the dequantised cache, and the scales."""
     made = oracle.paged(q_lens, kv_lens, *shape, page_size, torch.float32, device, sum(kv_lens), v_head_dim)
     case = replace(made, q=made.q.to(q_dtype), k_cache=made.k_cache.to(E4M3), v_cache=made.v_cache.to(E4M3))
     scales = {name: _scale(device, shape[1], sum(kv_lens) + at) for at, name in enumerate(("k_scale", "v_scale"))}
@@ -110,7 +111,7 @@ def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
 
 
 def _instructions(program: Any, config: Any, folder: Path) -> str:
-    """The PTX of a configuration."""
+    """Returns the PTX of a configuration."""
     return str(program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}").__ptx__)
 
 
@@ -163,7 +164,7 @@ def _decode(
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program_of_decode(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """With split-KV and without, with little work and with much."""
+    """The batches need split-KV or not, and have little work or much work."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
@@ -187,7 +188,7 @@ def test_other_widths_and_pages_of_one_token(sm90: torch.device, rows: int, page
 @pytest.mark.parametrize("kv_heads", [2, 3, 8])
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 4.0}, {"window_left": 700}], ids=str)
 def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_heads: int, new: int) -> None:
-    """For an even number of KV heads, which are neighbours in the cache."""
+    """Two KV heads are processed at once if their number is even and the heads are adjacent in the cache."""
     sinks = torch.linspace(-2.0, 3.0, 4 * kv_heads, device=sm90)
     for kv_lens in ([700, 3, 0, 1300, 64, 65, 5000], [9000], [300] * 200):
         for page_size in (16, 64):
@@ -197,7 +198,7 @@ def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_h
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
 def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, head_dim: int) -> None:
-    """Short windows of many sequences, more than there are CTAs."""
+    """There are more sequences than CTAs, with short windows. Each warp then has a KV head."""
     _decode(sm90, [1000, 0, 70, 1, 300] * 80, 1, (4 * rows, 4, head_dim), 64, window_left=100)
 
 
@@ -275,7 +276,7 @@ def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[s
 @pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
 @pytest.mark.parametrize("q_dtype", [BF16, FP16, E4M3], ids=str)
 def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, is_causal: bool) -> None:
-    """Sequences end near the ends of blocks and pages, with NaN in the cache past their ends."""
+    """Sequences end near the ends of blocks and pages. The cache holds NaN past the sequences' ends."""
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)

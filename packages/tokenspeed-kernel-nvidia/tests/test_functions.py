@@ -1,4 +1,4 @@
-"""The public functions on the device, as called without tokenspeed-kernel."""
+"""The public functions on the device, called without tokenspeed-kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _options(device: torch.device, window_left: int) -> Options:
 
 
 def _call(name: str, device: torch.device, window_left: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-    """Arguments of a function, and the expected result."""
+    """Returns the arguments of a function, and the expected result."""
     options = _options(device, window_left)
     shape = (HEADS, KV_HEADS, HEAD_DIM)
     common = {"window_left": window_left, "sinks": options.sinks, "softmax_scale": options.softmax_scale, "return_lse": True}
@@ -56,7 +56,7 @@ def test_a_function_is_right(sm90: torch.device, name: str, window_left: int) ->
 @pytest.mark.parametrize("window_left", WINDOWS)
 @pytest.mark.parametrize("name", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"])
 def test_elements_apart(sm90: torch.device, name: str, window_left: int) -> None:
-    """Every second element of each tensor, and an unaligned output."""
+    """Each tensor consists of every second element of a larger tensor, and the output is unaligned."""
     arguments, wanted = _call(name, sm90, window_left)
     for argument, value in arguments.items():
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""MoE experts for many tokens against float32, and the limits of the schedule."""
+"""MoE experts for many tokens, compared with float32; and the limits of the schedule."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [300, 60])
 def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
-    """In a graph, kernels overlap (PDL): each output is the next call's tokens."""
+    """In a graph, kernels overlap (PDL). The output of each call is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     wanted = x
@@ -231,7 +231,7 @@ def test_fp8_activations(sm90: torch.device, tokens: int, hidden: int, intermedi
     layer.spread_scales(inexact)
     call = layer.tokens(tokens)
     error = layer.error(*call)
-    # Intermediate values are rounded before they are quantised, so some become the neighbouring fp8 value.
+    # Intermediate values are rounded before they are quantised, so some quantise to the adjacent fp8 value.
     assert error <= 2e-2
     assert layer.error(*call, codes=True) <= 1.2 * error
     for codes in (False, True):
@@ -274,7 +274,7 @@ def test_random_layers(sm90: torch.device) -> None:
 
 
 def tiles_of(counts: list[int], schedule: Schedule) -> list[int]:
-    """Pairs of each tile, by the schedule's rule."""
+    """Returns the number of pairs of each tile, by the schedule's rule."""
     tiles = []
     for count in counts:
         many, left = divmod(count, schedule.columns)
@@ -299,7 +299,8 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("gemm", every_gemm(), ids=str)
 def test_registers_of_a_launch_are_enough(gemm: Gemm) -> None:
-    """A warpgroup that requests more registers than the launch gave and others released waits forever."""
+    """A warpgroup may request registers that the launch allocated or that other warpgroups released. If there are not enough, it
+    waits forever."""
     given = REGISTERS // gemm.threads // 8 * 8 * gemm.threads
     tile = gemm.tile
     assert 128 * (tile.warpgroups * tile.registers + gemm.producer_registers) <= given

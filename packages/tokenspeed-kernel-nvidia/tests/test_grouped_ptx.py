@@ -1,4 +1,4 @@
-"""MoE experts for many tokens, executed without a GPU: small layers, with the PTX that a GPU would get."""
+"""MoE experts for many tokens, executed without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, compiled once."""
+    """Returns the PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -68,7 +68,7 @@ def bytes_of(x: Tensor) -> Any:
 
 
 class Launches:
-    """The launches of one call, with their own memory."""
+    """The launches of one call, with an emulated memory for this call."""
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class Launches:
         self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
 
     def gemms(self, *inputs: str) -> int:
-        """Returns the results. ``inputs``: kinds of inputs, each for some experts."""
+        """Launches both GEMMs, and returns the address of the results. ``inputs`` names the formats of the rows; each format is for
+        some experts."""
         plan, pairs = self.plan, self.ids.numel()
         rows, width = self.x, plan.hidden_size
         swiglu = [plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta]
@@ -139,7 +140,7 @@ class Launches:
         return results
 
     def given(self, rows: Tensor, inputs: str) -> tuple[int, int]:
-        """A GEMM's rows, and their scales."""
+        """Returns the addresses of a GEMM's rows and of their scales."""
         if inputs == PLAIN:
             return self.memory.put(bytes_of(rows)), 0
         values, scales = rounded(rows, inputs, self.plan.dtype)
@@ -156,7 +157,7 @@ class Launches:
 
 
 def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The reference of a rounding kernel: fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
+    """The reference of a rounding kernel. Returns fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
     if inputs == FITTED:
         scales = torch.exp2(rows.abs().amax(-1, keepdim=True).log2().floor() - 14)
         return (rows / scales).to(dtype), scales
@@ -175,12 +176,12 @@ def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def in_order(codes: Tensor) -> Tensor:
-    """fp8 values of rows as bytes, each 16 in the order of `decode_e5m2`."""
+    """Returns the fp8 values of rows as bytes. Every 16 values are in the order of `decode_e5m2`."""
     return codes.view(torch.uint8).view(len(codes), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(codes.shape)
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """Skips all slots of a token, and a third of all slots."""
+    """Returns the ids with all slots of one token skipped, and all slots of a third of the experts."""
     ids = torch.where(ids % 3 == 0, -1, ids)
     ids[1] = -5
     return ids
@@ -191,7 +192,7 @@ def some_experts(ids: Tensor) -> Tensor:
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
-    if tokens == 300:  # remainders that are too short for tiles of their own, of both widths
+    if tokens == 300:  # some experts' last pairs are too few for a separate tile, at both tile widths
         ids[:70], ids[70:235], ids[235:] = 0, 2, 1
     elif tokens > 1:
         ids = some_experts(ids)
@@ -286,7 +287,7 @@ def test_rounded_layers(
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
     got, wanted = call.combine(call.gemms(*inputs)).float(), layer.wanted(x, weights, ids)
-    # Intermediate values are rounded before they are quantised, so some become the neighbouring fp8 value.
+    # Intermediate values are rounded before they are quantised, so some quantise to the adjacent fp8 value.
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
@@ -300,12 +301,12 @@ def test_rounded_layers(
     ],
 )
 def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
-    """Splitting elements into two fp8 values gives the results of the unsplit elements."""
+    """If elements are split into two fp8 values, the results equal those of unsplit elements."""
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
-    # Shared memory may hold anything that other kernels left, such as an infinite scale.
+    # Shared memory may hold values that other kernels left, such as an infinite scale.
     call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
     call.schedule()
     compare(call.combine(call.gemms(PARTS)), layer.wanted(x, weights, ids))
@@ -322,10 +323,10 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
     ],
 )
 def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
-    """float32 rows occur with float16 tokens."""
+    """Float32 rows occur if tokens are float16."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
-    if inputs == PARTS:  # an outlier, and none beside zeros
+    if inputs == PARTS:  # row 1 has an outlier; row 0 has one too, but beside it almost only zeros
         rows[1, 5] = 1e8
         rows[0, 3:] = 0.0
         rows[0, 1] = 1e8

@@ -1,6 +1,6 @@
-"""Properties common to all launchers, tested without a GPU: launches are recorded instead of run.
+"""Properties that all launchers share, tested without a GPU. Launches are recorded instead of run.
 
-The recorded programs reject arguments as compiled ones do.
+The recorded programs reject the same arguments as compiled programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _forget() -> None:
 
 
 def _refuse(handed: tuple[Any, ...]) -> None:
-    """Raises like programs for tensors that bulk copies cannot read or write, and for lengths that are not contiguous."""
+    """Raises ValueError like compiled programs: for tensors that bulk copies cannot read or write, and for lengths that are not
+    contiguous."""
     for tensor in handed:
         if isinstance(tensor, Tensor) and tensor.ndim != 2:  # a decode's page table may have any strides
             step = 8 if tensor.dtype in DTYPES else 1
@@ -50,7 +51,7 @@ def _refuse(handed: tuple[Any, ...]) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
-    """Programs, configurations and arguments of launches."""
+    """Records the programs, configurations and arguments of launches."""
     found: list[tuple[Any, Any, tuple[Any, ...]]] = []
 
     def record(program: Any, config: Any) -> Any:
@@ -72,7 +73,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tupl
 
 
 def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A call of every launcher, short and long."""
+    """Returns calls of every launcher, for short and for long sequences."""
     offsets, lengths = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([30, 4], dtype=torch.int32)
     q = torch.zeros(4, heads, head_dim, dtype=dtype)
     k, v = torch.zeros(2, 4, kv_heads, head_dim, dtype=dtype)
@@ -117,7 +118,7 @@ def test_programs_that_launchers_use_are_compiled_ahead_of_time(asked: list[tupl
 
 
 def test_freed_pages_are_left_to_the_device(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
-    """A page table with -1 is passed unchanged: the device, which knows the lengths, decides what is read."""
+    """The launcher passes a page table with -1 unchanged. The kernel knows the lengths, and does not read freed pages."""
     for launcher, arguments in _calls(16, 2, 64, 64, torch.bfloat16):
         if "page_table" in arguments:
             table = arguments["page_table"].fill_(-1)
@@ -138,7 +139,7 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", [_apart, _shifted], ids=["elements apart", "between multiples of 16 bytes"])
 def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]], layout: Any) -> None:
-    """Whatever the layout of the caller's tensors, programs get aligned rows, and ``out`` is returned."""
+    """For every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
     for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):
         given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         out = layout(torch.zeros_like(arguments["q"]))
@@ -162,7 +163,7 @@ def test_copying_a_cache_warns_once(asked: list[tuple[Any, Any, tuple[Any, ...]]
 
 
 def test_a_refusal_that_no_copy_helps_is_raised() -> None:
-    """A program that rejects tensors which bulk copies can read is called once."""
+    """If a program rejects tensors that bulk copies can read, the launcher does not call it again with copies."""
     asked = []
 
     def refuse(*given: Any) -> None:

@@ -41,7 +41,7 @@ def weights_of(k: int, n: int, weight_format: str, seed: int = 0, **more: Any) -
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=draw)
     if weight_format == "mxfp4":
         return LinearWeights(codes, torch.randint(115, 130, (n, k // 32), dtype=torch.uint8, generator=draw), **more)
-    # Every possible scale, with both signs; NaN only where a test puts it.
+    # The scales have every value with both signs, except NaN.
     scale = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, generator=draw)
     scale |= torch.randint(0, 2, scale.shape, dtype=torch.uint8, generator=draw) << 7
     return LinearWeights(codes, scale.view(torch.float8_e4m3fn), torch.tensor([0.0137]), **more)
@@ -55,7 +55,7 @@ def values_of(weights: LinearWeights) -> Tensor:
 
 
 def read(prepared: LinearWeights, weight_format: str, n: int, k: int) -> Tensor:
-    """Reads the weights of a prepared layer bit by bit, following the layout's description."""
+    """Reads the weights of a prepared layer bit by bit, as the layout's description defines them."""
     panels, blocks, strips, _ = prepared.weight.shape
     words = prepared.weight[..., :CODE_BYTES].contiguous().view(torch.int32).view(panels, blocks, strips, 8, 4, 4).long()
     stored = prepared.weight[..., CODE_BYTES:].view(panels, blocks, strips, 8, -1, 2).long()
@@ -148,9 +148,11 @@ def test_naming_the_kernel_states_its_requirements() -> None:
 
 @pytest.fixture(params=[{"seed": 0}, {"seed": 1}, {"copies": "late"}], ids=["in order", "at random", "late copies"])
 def on_emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With warps and copies in order, at random times, and with copies as late as possible; one cluster for all panels."""
+    """Runs the test on the emulator in three ways: in order, with warps and copies at random times, and with copies as late as
+    possible. One cluster computes all panels."""
     monkeypatch.setattr(linear, "clusters_at_once", lambda *given: 1)
-    # With fewer k blocks than CTAs, partial sums that some CTAs do not send are loaded but not used.
+    # With fewer k blocks than CTAs, some CTAs send no partial sums. The kernel loads these unwritten partial sums, but does not use
+    # them.
     with emulated(linear._launch_of, 8, uninitialised=False, **request.param):
         yield
 
@@ -170,7 +172,8 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
 @FORMATS
 @pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])
 def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) -> None:
-    """Stages and buffers are reused. CTAs have 2 and 3 k blocks, so that a last stage has one block. The last panel is short."""
+    """Stages and buffers are reused. CTAs have 2 or 3 k blocks, so one CTA's last stage has one block. The last panel is partly
+    filled."""
     k, n = 19 * 64 - 32, 10 * 64 + 24
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights, plan = weights_of(k, n, weight_format, bias=bias), plan_of(k, n, weight_format, bias=True, dtype=dtype)
@@ -179,7 +182,7 @@ def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) 
 
 @pytest.mark.usefixtures("on_emulator")
 def test_rows_that_begin_anywhere() -> None:
-    """Rows of tokens and of results; fewer k blocks than CTAs."""
+    """Rows of tokens and of results begin at unaligned addresses. There are fewer k blocks than CTAs."""
     weights, plan = weights_of(64, 72, "nvfp4"), plan_of(64, 72, "nvfp4")
     out = torch.empty(11, 200, dtype=torch.bfloat16)[:, 3:75]
     check(torch.randn(11, 80).bfloat16()[:, 5:69], weights, plan, out)
@@ -193,7 +196,7 @@ def test_as_much_k_as_there_is_room_for() -> None:
 
 @pytest.mark.usefixtures("on_emulator")
 def test_nonfinite_values_do_not_spread() -> None:
-    """A NaN scale makes its row NaN, a NaN in a token that token's results."""
+    """A NaN scale makes only the outputs of its row NaN. A NaN in a token makes only this token's results NaN."""
     weights, plan = weights_of(128, 64, "nvfp4"), plan_of(128, 64, "nvfp4")
     assert weights.weight_scale is not None
     weights.weight_scale.view(torch.uint8)[7, 3] = 0x7F

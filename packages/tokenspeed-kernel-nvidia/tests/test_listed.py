@@ -1,4 +1,5 @@
-"""The programs listed for ahead-of-time compilation are those that attention launchers use for all declared calls."""
+"""The programs that are listed for ahead-of-time compilation are exactly those that attention launchers use for all declared
+calls."""
 
 from __future__ import annotations
 
@@ -22,19 +23,20 @@ PREFILLS = {"mha_prefill", "mha_extend_with_kvcache", "mla_prefill"}
 
 
 def admits(spec: KernelSpec, **stated: Any) -> bool:
-    """Whether a kernel's declaration admits a request with these traits. Flags that it does not mention are unsupported."""
+    """Returns whether a kernel's declaration admits a request with these traits. Flags that the declaration does not name are
+    unsupported."""
     constraints = ((spec.traits.get(name), value) for name, value in stated.items())
     return all(value is not True if known is None else known.accepts(value) for known, value in constraints)
 
 
 def dtypes(spec: KernelSpec, *roles: str) -> Iterator[tuple[torch.dtype, ...]]:
-    """Dtypes of operands in these roles, in the supported combinations."""
+    """Yields the supported combinations of dtypes of the operands in these roles."""
     for signature in spec.format_signatures or ():
         yield tuple(signature.format_for(role).storage_dtype for role in roles)
 
 
 def decodes(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
-    """The arguments of `decode._program_of` for all calls that a kernel supports."""
+    """Yields the arguments of `decode._program_of` for all calls that a kernel supports."""
     for (k_dim, v_dim), page_size, ratio, new, capped in itertools.product(
         WIDTHS, (1, *PAGE_SIZES), range(1, 17), (1, 2, 3, 4, 8, 16, 32, 64), (False, True)
     ):
@@ -50,7 +52,7 @@ def decodes(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
 
 
 def prefills(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
-    """The arguments of `prefill._program_of` for all calls that a kernel supports."""
+    """Yields the arguments of `prefill._program_of` for all calls that a kernel supports."""
     paged, expanded = spec.mode == "mha_extend_with_kvcache", spec.mode == "mla_prefill"
     for (k_dim, v_dim), page_size, ratio, capped, windowed, own_kv in itertools.product(
         WIDTHS, PAGE_SIZES if paged else (0,), GQA_RATIOS, (False, True), (False, True), (False, True) if expanded else (False,)
@@ -63,7 +65,8 @@ def prefills(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
 
 
 def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec], monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
-    """The configurations that a launcher's module uses, and the highest priority of a kernel that uses each."""
+    """Returns the configurations that a launcher's module uses. The value of each is the highest priority of a kernel that uses
+    it."""
     found: dict[Any, int] = {}
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     asked: list[Any] = []
@@ -79,7 +82,7 @@ def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec],
 
 
 def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are preferred to the portable one use the listed usual programs."""
+    """Kernels that are preferred to the portable kernel use exactly the listed usual programs."""
     listed = decode.decode_program
     specs = [spec for spec in registered.list_kernels() if spec.solution == "cutedsl" and spec.mode == "mha_decode_with_kvcache"]
     asked = asked_of(decode, "decode_program", decodes, specs, monkeypatch)
@@ -101,5 +104,5 @@ def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.Mon
 
 
 def is_of_window(spec: KernelSpec) -> bool:
-    """Whether the kernel is one of `window`, which has its own programs."""
+    """Returns whether the kernel belongs to the module `window`, which has its own programs."""
     return "_kvcache_window_" in spec.name or "_prefill_window_" in spec.name

@@ -1,4 +1,4 @@
-"""``ci/machine_code.py`` on small examples of machine code with the faults that it detects."""
+"""Tests ``ci/machine_code.py`` on small examples of machine code with the faults that this script detects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def program(between: str, mmas: int = 2) -> str:
-    """PTX of a loop of MMAs, with an instruction between them and their wait."""
+    """Returns the PTX of a loop of MMAs, with an instruction between the MMAs and the wait for them."""
     mma = f"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
     return f"""
 .version 8.4

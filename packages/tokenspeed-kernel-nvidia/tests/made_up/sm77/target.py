@@ -1,4 +1,4 @@
-"""The made-up architecture, as the compiler and as devices spell it."""
+"""The names of the made-up architecture for the compiler and for devices."""
 
 from tokenspeed_kernel_nvidia.capability import between, cutedsl_gap
 

@@ -1,1 +1,1 @@
-"""`silu_and_mul`: persistent CTAs that take rows round-robin."""
+"""`silu_and_mul` with persistent CTAs, to which rows are assigned round-robin."""

@@ -12,12 +12,12 @@ class Config:
     """Identifies a compiled program.
 
     Attributes:
-        dtype: of x and the output.
+        dtype: the dtype of x and of the output.
     """
 
     dtype: str
 
 
 def every_config() -> list[Config]:
-    """All configurations."""
+    """Returns all configurations."""
     return [Config(dtype) for dtype in DTYPES.values()]

@@ -1,4 +1,4 @@
-"""The device code of `silu`. Everything but the kernel's own arithmetic comes from `cutedsl`."""
+"""The device code of `silu`. All of it except the kernel's own arithmetic comes from `cutedsl`."""
 
 # mypy: ignore-errors
 
@@ -18,19 +18,19 @@ THREADS = 128
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Silu()
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns placeholder arguments, with which the function of `host` is compiled."""
     tokens, size = arguments.size(), arguments.size
     x, out = (arguments.rows(config.dtype, tokens, size()) for _ in range(2))
     return x, out, Int32(0), arguments.stream()
 
 
 class Silu:
-    """The kernel. A CTA takes every n-th row, and a thread every 128th column of it."""
+    """The kernel. In a grid of n CTAs, a CTA computes every n-th row, and each of its threads every 128th column of the row."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, ctas: Int32, stream):
