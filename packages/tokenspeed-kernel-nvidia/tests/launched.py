@@ -1,5 +1,4 @@
-"""Helpers for tests of launchers: kernels are compared with a reference, executed on the emulator, or recorded.
-"""
+"""Helpers for tests of launchers: kernels are compared with a reference, executed on the emulator, or recorded."""
 
 from __future__ import annotations
 

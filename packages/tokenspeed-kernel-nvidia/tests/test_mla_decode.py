@@ -60,8 +60,7 @@ def check_fp8(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [9000, 1, 0, 700], [40000]], ids=str)
 def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
-    """Tests lengths of one token and at the edges of blocks, and sequences that are the sequence is split over all groups of CTAs
-    of CTAs."""
+    """Tests lengths of one token and at the edges of blocks, and sequences that are split over all groups of CTAs."""
     check(arguments_of(lengths, heads, device=sm90))
 
 
@@ -127,7 +126,7 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
     [
         (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has ranges of two sequences, and a sequence is split over two
         (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
-        (16, [1500], 7, {}),  # split over all groups
+        (16, [1500], 7, {}),  # the sequence is split over all groups of CTAs
         (16, [300, 2, 66, 65], 3, {"new": 3}),  # a tile has several tokens
     ],
 )
