@@ -51,7 +51,8 @@ def gfx950() -> Iterator[torch.device]:
 
 @pytest.fixture
 def emulator() -> Iterator[Any]:
-    """The emulator with counters, even on a machine with a gfx950, because the counts do not depend on the device."""
+    """Runs kernels on the emulator with counters, even on a machine with a gfx950, because the counts do not depend on the
+    device."""
     _need_triton()
     if importlib.util.find_spec("gfx950_emulator") is None:
         pytest.skip("needs the package gfx950-emulator")
