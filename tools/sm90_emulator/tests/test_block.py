@@ -1,4 +1,4 @@
-"""What `emulated_sm90` does inside its block, and the global memory that kernels may access there."""
+"""The `with` block of `emulated_sm90`: its settings, and the global memory that kernels may access inside the block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORE = "mad.wide.u32 %d50, %r0, 4, %d0; st.global.b32 [%d50], %r0;"
 
 
 def stores(address: int, count: int) -> None:
-    """A launch that stores integers at an address."""
+    """Launches a kernel that stores integers at an address."""
     text = kernel(STORE, 1)
     BLOCK.active().run(text, "snippet", Geometry((1, 1, 1), (count, 1, 1)), pack(load(text, "snippet").kernel, [address]))
 

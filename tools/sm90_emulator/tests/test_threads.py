@@ -89,7 +89,7 @@ def test_a_barrier_that_some_do_not_reach() -> None:
 
 
 def test_mbarriers() -> None:
-    """Three warps pass two phases, with both kinds of waits."""
+    """Three warps pass two phases of an mbarrier, with both kinds of waits."""
     body = """
     mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go;
     mbarrier.init.shared.b64 [%r1], 96;
@@ -179,7 +179,8 @@ def test_atomics_of_a_grid() -> None:
 
 
 def test_ctas_that_wait_for_later_ones() -> None:
-    """A CTA may wait for one that has not started, which starts when the others are stuck. Without room this is a deadlock."""
+    """A CTA may wait for a CTA that has not started. The latter starts when all running CTAs are stuck. If no further CTA may run,
+    this is a deadlock."""
     body = """
     mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 3; @%p1 bra waits; st.release.gpu.global.b32 [%d0], 1;
     waits: ld.acquire.gpu.global.b32 %r2, [%d0]; setp.eq.u32 %p1, %r2, 0; @%p1 bra waits;
@@ -191,7 +192,7 @@ def test_ctas_that_wait_for_later_ones() -> None:
 
 
 def test_clusters() -> None:
-    """Each CTA writes into the next CTA's shared memory, and sends a value to the first CTA's mbarrier."""
+    """Each CTA writes to the next CTA's shared memory, and sends a value to the first CTA's mbarrier."""
     body = """
     mov.b32 %r1, shared; mov.u32 %r2, %cluster_ctarank; mov.u32 %r3, %cluster_nctarank; setp.ne.u32 %p1, %r0, 0;
     @%p1 bra go; mbarrier.init.shared.b64 [%r1+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r1+64], 16;
