@@ -1,4 +1,5 @@
-"""Norms of vLLM's IR by the core's kernel: selected by vLLM's own priorities, in place and compiled."""
+"""Norms of vLLM's IR that run on the core's kernel. vLLM's own priorities select the kernel. The norms run in place and
+compiled."""
 
 from __future__ import annotations
 
