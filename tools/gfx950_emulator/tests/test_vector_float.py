@@ -54,8 +54,8 @@ def rounded_to_integer(form: Binary, how: Callable[[Fraction], int]) -> Oracle:
 
 
 def choice(form: Binary, largest: bool) -> Oracle:
-    """Computes v_min and v_max with MODE.IEEE. A signalling NaN is returned first. Of a quiet NaN and a number, the number is
-    returned. -0 is below +0."""
+    """Computes v_min and v_max with MODE.IEEE. A signalling NaN has precedence over all other operands, and a number over a quiet
+    NaN. -0 is below +0."""
 
     def oracle(a: int, b: int) -> int | str:
         if form.is_signalling(a) or form.is_signalling(b) or (form.is_nan(a) and form.is_nan(b)):
