@@ -36,7 +36,7 @@ def _need_triton() -> None:
 
 @pytest.fixture
 def gfx950() -> Iterator[torch.device]:
-    """The device for test tensors: the kernels run on a gfx950 or on the emulator."""
+    """Returns the device for test tensors. The kernels run on a gfx950 or on the emulator."""
     _need_triton()
     if ON_GFX950:
         yield torch.device("cuda")

@@ -93,8 +93,8 @@ _READ = {
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``; negative bounds mean no
-    bound."""
+    """Computes attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``. A negative ``left`` or
+    ``right`` means no bound."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -158,7 +158,8 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["max_seqlen_k"] >= lens.max()
     assert given["max_seqlen_q"] <= q.shape[0]
     page_size, tile = k.shape[1], 64
-    # Tiles are masked only if a page has several. With split-KV, a page smaller than a tile becomes the tile.
+    # AITER masks tiles only if a page has several tiles. With split-KV, if a page is smaller than a tile, the tile has the page's
+    # size.
     masked = page_size % tile == 0 and page_size > tile
     begins = given["cu_seqlens_q"].tolist()
     for index, length in enumerate(lens.tolist()):
@@ -296,7 +297,7 @@ def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: dict[str, KernelSpec]) -> None:
-    """AITER's kernels are excluded with a warning, and the call falls back to the next kernels."""
+    """If AITER cannot be imported, its kernels are excluded with a warning, and the call falls back to other kernels."""
     (tmp_path / "aiter.py").write_text("raise ValueError('an argument that this Triton does not know')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(aiter_package, "find_gap", lambda: None)

@@ -1,4 +1,4 @@
-"""The script that predicts times, with small calls and without the baseline."""
+"""Tests the script that predicts times, with small calls and without the baseline."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .paging import check_case, kernel_of
 
 _SHAPE = {"heads": 8, "kv_heads": 2}
 _CACHE = {**_SHAPE, "page_size": 16, "stale": True}
-# Lengths that end within pages, blocks and tiles. The long sequences are split, so the merge kernel runs too.
+# The lengths end within pages, blocks and tiles. The long sequences are split, so the merge kernel runs too.
 SMALL = {
     "mha_prefill": ragged([3, 0, 20], **_SHAPE),
     "mha_decode_with_kvcache": paged([300, 1, 20], None, **_CACHE),
@@ -42,7 +42,7 @@ LAUNCHED = {
     "mha_extend_with_kvcache": {"extend_kernel"},
     "mha_with_kvcache": {"extend_kernel", "decode_kernel", "merge_kernel"},
 }
-# The kit's checks of a call on the emulator. Graph capture needs a GPU.
+# The kit's checks of one call that run on the emulator. Graph capture needs a GPU.
 FOUND_OUT = {"values", "out=", "inputs unchanged", "determinism", "nothing to do", "bounds", "strides", "no waiting"}
 
 

@@ -212,7 +212,7 @@ def test_launches(emulator: Any, kv_lens: list[int], q_lens: list[int], options:
 
 
 def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
-    """The longest sequence does not determine the number of tiles of the others."""
+    """The length of the longest sequence does not affect the number of tiles of other sequences."""
     mha_with_kvcache(**_inputs(torch.device("cpu"), [300] * 40, [1] * 20 + [290] + [1] * 19, heads=4, kv_heads=1))
     assert emulator.launches[0].grid == (329 * 4 // 128 + 40, 1, 1)
 

@@ -69,8 +69,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped. A token names an expert twice that other tokens name as well. An expert has more pairs than one workgroup
-    computes."""
+    """A slot is skipped. One token names the same expert twice, and other tokens name this expert, too. An expert has more pairs
+    than one workgroup computes."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[4:13, 0] = 5
@@ -216,8 +216,8 @@ def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
     x, weights, ids = layer.tokens(tokens)
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
     wanted = layer.wanted(x, weights, ids)
-    # Emulating the portable kernel takes minutes. Its rounding between the GEMMs, to bf16 and then to quantised values, causes an
-    # error of 1.60e-2 for one token and 1.42e-2 for four in exact arithmetic.
+    # Emulating the portable kernel takes minutes. So its error is given here. Between the GEMMs, it rounds to bf16 and then to
+    # quantised values. In exact arithmetic, this causes an error of 1.60e-2 for one token, and 1.42e-2 for four.
     assert relative_error(got, wanted) <= 1.2 * (1.60e-2 if tokens == 1 else 1.42e-2)
     assert torch.equal(moe_apply(x, layer.prepared, weights, ids, layer.plan), got)
 

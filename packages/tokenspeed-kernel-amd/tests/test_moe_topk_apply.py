@@ -64,7 +64,7 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """moe_topk_apply equals routing followed by moe_apply; logits need not be contiguous."""
+    """The result of moe_topk_apply equals that of routing followed by moe_apply. Logits need not be contiguous."""
     layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]

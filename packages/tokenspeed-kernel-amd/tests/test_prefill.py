@@ -87,7 +87,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
 def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
-    """A tile has blocks at the window's edge, unmasked blocks, and the diagonal."""
+    """A tile has blocks at the window's edge, unmasked blocks, and blocks on the diagonal."""
     _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
 
 

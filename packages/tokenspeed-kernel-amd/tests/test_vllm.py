@@ -169,7 +169,7 @@ def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the elements of the largest tensor of a dtype that PyTorch allocates inside the block."""
+    """Inside its `with` block, records the size of the largest tensor of a dtype that PyTorch allocates."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

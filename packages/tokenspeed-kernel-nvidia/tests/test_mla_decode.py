@@ -124,7 +124,7 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 @pytest.mark.parametrize(
     ("heads", "lengths", "sm_count", "options"),
     [
-        (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has ranges of two sequences, and a sequence is split over two
+        (128, [700, 200, 0, 3], 6, {}),  # three clusters: one has keys of two sequences, and one sequence is split over two
         (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
         (16, [1500], 7, {}),  # the sequence is split over all groups of CTAs
         (16, [300, 2, 66, 65], 3, {"new": 3}),  # a tile has several tokens
@@ -141,7 +141,7 @@ def test_on_the_emulator(heads: int, lengths: list[int], sm_count: int, options:
 def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
     """Narrow partial results are float16, which cannot represent the smallest and the largest of these values."""
     arguments = arguments_of([700], 128)
-    arguments["q"].zero_()  # so that scores have none of these values
+    arguments["q"].zero_()  # the scores then have none of these values
     arguments["kv_cache"].mul_(magnitude)
     wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
     with emulated(8):

@@ -146,7 +146,7 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
 @pytest.mark.parametrize(
     ("heads", "lengths", "new", "sm_count", "options"),
     [
-        (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, and ranges that begin in the middle
+        (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, some of which begin within a sequence
         (128, [130, 65], [2, 1], 2, {"softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
         (16, [300, 2, 0, 66, 65], [21, 2, 0, 9, 1], 4, {}),  # some tiles have fewer tokens, and some sequences have no tile
         (16, [700, 130], [9, 8], 10, {"is_causal": False}),

@@ -385,7 +385,7 @@ def test_how_clusters_split_the_work() -> None:
     assert sharing_of("dense", 8, 128, 3583, 132) == ""
     assert sharing_of("dense", 16, 131, 64, 132) == ""  # one CTA of a pair would have no weight row
     assert sharing_of("mxfp4", 16, 128, 5760, 132) == ""
-    # Whole rows of activations do not fit.
+    # Whole rows of activations do not fit into shared memory.
     assert sharing_of("dense", 16, 5120, 8192, 132) == "activations"
     assert sharing_of("dense", 16, 5120, 16384, 132) == ""
     for quads in range(CLUSTER * (CLUSTER - 1), 200):

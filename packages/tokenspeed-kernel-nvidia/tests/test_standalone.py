@@ -95,7 +95,7 @@ class Environment:
         self.site_packages = Path(self.run(purelib).strip())
         for module in ("torch", "nvidia_cutlass_dsl", "tvm_ffi", "numpy"):
             self._link_all_beside(Path(_folder(module)).parent)
-        # CuteDSL's wheel adds its own folder to the path in this way.
+        # CuteDSL's wheel adds its own folder to the path with such a .pth file.
         (self.site_packages / "cutedsl.pth").write_text(f"{_folder('cutlass').rpartition('/')[0]}\n")
 
     def _link_all_beside(self, folder: Path) -> None:

@@ -43,7 +43,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 class Layer(RandomLayer):
-    """A layer for few tokens."""
+    """A layer that runs on the kernel for few tokens."""
 
     apply = staticmethod(stream.moe_apply_few)
 
@@ -92,13 +92,13 @@ def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
     assert (got[17] == 0).all()
     out = torch.full_like(x, torch.nan)
     assert (layer.run(x, weights, torch.full_like(ids, -1), out) == 0).all()
-    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # only one expert
+    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # only one expert has pairs
 
 
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(100)
-    layer.check(x, weights, torch.full_like(ids, 5))  # each token has it twice
+    layer.check(x, weights, torch.full_like(ids, 5))  # each token has expert 5 more than once
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -149,7 +149,7 @@ def test_nan_stays_in_its_sequence(sm90: torch.device, poisoned: int) -> None:
 
 
 def test_strided_rows(sm90: torch.device) -> None:
-    """q, k, v and out may be slices of wider tensors."""
+    """q, k, v and out are slices of wider tensors."""
     lengths = [140, 30]
     fused = torch.randn(170, 20, 64, device=sm90).to(torch.bfloat16)
     q, k, v = fused[:, :16], fused[:, 16:18], fused[:, 18:]

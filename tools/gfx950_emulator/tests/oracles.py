@@ -74,11 +74,11 @@ class Binary:
         return 0 < self.magnitude(bits) < 1 << self.mantissa_bits
 
     def exponent(self, bits: int) -> int:
-        """The biased exponent."""
+        """Returns the biased exponent."""
         return self.magnitude(bits) >> self.mantissa_bits
 
     def value(self, bits: int) -> Fraction:
-        """The value of a finite number."""
+        """Returns the value of a finite number."""
         exponent, mantissa = self.exponent(bits), bits & ((1 << self.mantissa_bits) - 1)
         if exponent:
             mantissa |= 1 << self.mantissa_bits
@@ -117,7 +117,7 @@ FORMATS = {"f16": F16, "f32": F32, "f64": F64}
 
 
 def fma(form: Binary, a: int, b: int, c: int) -> int | str:
-    """a * b + c, rounded once."""
+    """Returns a * b + c, rounded once."""
     if form.is_nan(a) or form.is_nan(b) or form.is_nan(c):
         return NAN
     sign = form.negative(a) ^ form.negative(b)

@@ -43,4 +43,4 @@ def reported(text: str, kind: str, at: str, match: str | None = None, **state) -
     return caught.value
 
 
-FULL = np.zeros(1024, np.uint8)  # initialised LDS; an int instead of an array means uninitialised LDS
+FULL = np.zeros(1024, np.uint8)  # initialised LDS; for uninitialised LDS, tests pass its size instead

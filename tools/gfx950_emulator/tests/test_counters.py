@@ -275,13 +275,13 @@ def test_occupancy_by_vector_registers(vgprs: int, accum_offset: int, per_simd: 
     ("lds", "waves", "workgroups", "limiter"),
     [
         (0, 4, 8, "waves"),
-        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are allocated: 9 would fit
-        (49712, 4, 3, "LDS"),  # 49920
-        (54272, 4, 2, "LDS"),  # 55040: three would fit without rounding up
-        (66368, 4, 2, "LDS"),  # 66560
+        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are allocated, so LDS would fit 9 workgroups
+        (49712, 4, 3, "LDS"),  # 49920 bytes are allocated
+        (54272, 4, 2, "LDS"),  # 55040 bytes are allocated; without rounding up, three would fit
+        (66368, 4, 2, "LDS"),  # 66560 bytes are allocated
         (105376, 4, 1, "LDS"),
         (160 * 1024, 4, 1, "LDS"),
-        (81920, 8, 2, "LDS"),  # exactly half
+        (81920, 8, 2, "LDS"),  # exactly half of LDS
         (81921, 8, 1, "LDS"),
         (16832, 1, 9, "LDS"),
         (0, 1, 32, "waves"),

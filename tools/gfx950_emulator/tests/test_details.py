@@ -58,7 +58,7 @@ def test_swizzle_with_masks_that_overlap() -> None:
 def test_fma_rounds_denormal_results_once() -> None:
     """The addend is at least 2**-127, and the product is next to half of the smallest denormal. So the first and last bit of the
     sum are more than 53 bits apart."""
-    # 2**46 + 1 and 2**46 - 1 as products of numbers of at most 24 bits
+    # 2**46 + 1 and 2**46 - 1 are products of numbers of at most 24 bits.
     above, below = (277 * 30269, 5 * 1013 * 1657), (2**23 - 1, 2**23 + 1)
     assert above[0] * above[1] == 2**46 + 1
     assert below[0] * below[1] == 2**46 - 1
@@ -157,7 +157,7 @@ def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, 
 
 @pytest.mark.parametrize("mask", [0, 1, 0xFF00FF00FF00FF00])
 def test_matrix_instructions_ignore_exec(mask: int) -> None:
-    """Inactive lanes contribute their rows and columns, and receive their results."""
+    """Inactive lanes contribute their rows and columns to an MFMA, and receive their results."""
     v = {register: np.arange(64, dtype=np.float32) + register for register in range(6)}
     text = "v_mfma_f32_16x16x4_f32 v[2:5], v0, v1, v[2:5]"
     all_, some = (Snippet(text, v=v, s={"exec": on}).run() for on in ((1 << 64) - 1, mask))

@@ -297,7 +297,7 @@ def test_stochastic_rounding_is_fair():
     assert set(rounded.tolist()) == {1.0, 1.125}
     assert abs(rounded.mean() - 1.03) < 1e-3
     assert (formats.encode_stochastic(FP8, values, np.zeros_like(random)) == 0x38).all()
-    assert (formats.encode_stochastic(FP8, np.ones(8, np.float32), random[:8]) == 0x38).all()  # exact values stay
+    assert (formats.encode_stochastic(FP8, np.ones(8, np.float32), random[:8]) == 0x38).all()  # exact values stay unchanged
 
 
 def test_the_random_generator_is_a_shift_register():

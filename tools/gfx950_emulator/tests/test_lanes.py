@@ -187,7 +187,7 @@ def test_swaps_with_one_partner_off(size: int, mask: int) -> None:
 
 
 def test_a_register_swapped_with_itself() -> None:
-    """Rows 0 and 1 are exchanged, and rows 2 and 3."""
+    """Rows 0 and 1 are exchanged, and so are rows 2 and 3."""
     a = _values(13)
     s = Snippet("v_permlane16_swap_b32_e32 v1, v1", v={1: a}).run()
     assert np.array_equal(s.v(1).reshape(2, 2, 16), a.reshape(2, 2, 16)[:, ::-1])

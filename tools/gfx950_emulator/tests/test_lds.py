@@ -32,7 +32,7 @@ _KINDS = {
     "smax": ("i32", "i64"), "umin": ("u32", "u64"), "umax": ("u32", "u64"), "and": ("b32", "b64"), "or": ("b32", "b64"),
     "xor": ("b32", "b64"),
 }  # fmt: skip
-ATOMICS: dict[str, tuple[str, int]] = {  # name without ds_ and rtn -> operation, bits
+ATOMICS: dict[str, tuple[str, int]] = {  # maps the name without ds_ and rtn to operation and bits
     **{f"{kind.removeprefix('s').removeprefix('u') if kind.endswith(('min', 'max')) else kind}_{type_}": (kind, int(type_[1:]))
        for kind, types in _KINDS.items() if kind != "sub" for type_ in types},
     "sub_u32": ("sub", 32), "sub_u64": ("sub", 64),
@@ -60,7 +60,8 @@ _SIZE = 4096
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of LDS, and registers v8 to v11 with the data to write, or the old values before a read."""
+    """The lanes' state: offsets into 4 KiB of LDS, and registers v8 to v11. These registers hold the data to write, or the old
+    values before a read."""
 
     def __init__(self, seed: int, waves: int = 1, mask: int = MASK64, offsets: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)

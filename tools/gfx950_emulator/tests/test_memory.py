@@ -28,7 +28,7 @@ STORES: dict[str, Store] = {
 }  # fmt: skip
 
 
-ATOMICS: dict[str, tuple[Callable[[int, int], int] | None, int]] = {  # None: compare and swap
+ATOMICS: dict[str, tuple[Callable[[int, int], int] | None, int]] = {  # None means compare and swap
     **{name: (f, 32) for name, f in atomics(32).items()},
     **{(name if name.endswith("f64") else f"{name}_x2"): (f, 64) for name, f in atomics(64).items()},
     "cmpswap": (None, 32),
@@ -194,7 +194,7 @@ def test_buffer_forms_that_are_not_implemented(text: str) -> None:
     "mnemonic", ["buffer_load_dwordx2 v[8:9],", "buffer_store_dwordx2 v[8:9],", "buffer_atomic_add_x2 v[8:9],"]
 )
 def test_buffer_accesses_outside_all_arrays(mnemonic: str, offset: int) -> None:
-    """A buffer's range may be larger than the tensor behind it."""
+    """A buffer's range may be larger than its tensor. Accesses past the tensor are errors."""
     case = Case(10)
     case.offsets[33] = offset
     if "atomic" in mnemonic:
@@ -532,7 +532,7 @@ def test_scratch_stores(name: str, at: int) -> None:
 
 
 def test_scratch_follows_waves_that_part() -> None:
-    """Waves diverge between store and load; every lane reads its own data."""
+    """Waves diverge between a store to scratch and the load. Every lane reads its own data."""
     values, out = random_lanes(np.random.default_rng(27), 4), np.zeros(4 * WAVE, np.uint32)
     text = """
         scratch_store_dword off, v1, off offset:16

@@ -85,7 +85,7 @@ def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limi
 
 
 def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
-    """Scalar loads may complete in any order, so the oldest may still be outstanding."""
+    """Scalar loads may complete in any order, so the oldest load may still be outstanding."""
     use = "s_add_u32 s13, s12, 1"
     text = "\n".join(["s_load_dword s12, s[4:5], 0x0", *["ds_write_b32 v1, v2"] * 15, use])
     reported(text, "wait", use, lds=FULL)

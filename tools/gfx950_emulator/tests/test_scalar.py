@@ -165,7 +165,7 @@ IMMEDIATE: dict[str, Callable[[int, int, int], tuple[int | None, int | None]]] =
     **{f"s_cmpk_{r}_u32": lambda k, c, d, f=f: (None, int(f(d, k))) for r, f in RELATIONS.items()},
 }
 
-# EXEC = function(S0, EXEC)
+# Functions from S0 and EXEC to the new EXEC.
 ON_EXEC = {**LOGIC, "andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b}
 SAVEEXEC = {f"s_{name}_saveexec_b64": f for name, f in ON_EXEC.items()}
 WREXEC = {f"s_{name}_wrexec_b64": ON_EXEC[name] for name in ("andn1", "andn2")}
@@ -225,7 +225,7 @@ def _shape(mnemonic: str) -> tuple[str, str, Definition]:
 
 
 def _source_kinds(operands: str, kinds: str) -> str:
-    """ "s" or "d" for a and b, whether or not the instruction has both."""
+    """Returns "s" or "d" for a and for b. An operand that the instruction lacks counts as "s"."""
     given = dict(zip(operands, kinds, strict=True))
     return given.get("a", "s") + given.get("b", "s")
 
@@ -429,7 +429,7 @@ def test_halves_of_exec_and_vcc(waves: int) -> None:
     assert _per_wave(s.s64("vcc"), waves) == [0x80000001 << 32 | 7] * waves
     assert _per_wave(s.s64(8), waves) == [
         0x80000001 << 32 | MASK32 ^ 5 + i for i in range(waves)
-    ]  # a mask whose upper half was replaced
+    ]  # the upper half of a mask is replaced
     for wave in range(waves):
         expected = bits_of(0x80000001 << 32 | 5 + wave)
         assert (s.lanes("exec")[wave * WAVE : (wave + 1) * WAVE] == expected).all()

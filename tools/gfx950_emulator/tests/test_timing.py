@@ -298,7 +298,7 @@ def test_the_grid_is_bound_by_memory_or_by_its_fullest_unit() -> None:
         slow = max(found.compute_seconds, found.memory_seconds * 8 / 6.6)
         assert found.achievable_seconds == pytest.approx(2.3e-6 + slow)
     assert small.bound_by == "global memory latency"
-    # 4096 workgroups on 256 CUs with 8 workgroups each: two rounds.
+    # There are 4096 workgroups on 256 CUs with 8 workgroups each, so they take two rounds.
     assert 1.2 < large.compute_seconds / small.compute_seconds < 8
 
 
@@ -328,7 +328,7 @@ def test_the_achievable_time_against_published_measurements(length: int, measure
 
 
 def test_idle_workgroups_cost_little() -> None:
-    """A persistent kernel in which most workgroups have no work."""
+    """The kernel is persistent, and most workgroups have no work."""
     m = n = 64
     a, b, c = torch.randn(m, 64).bfloat16(), torch.randn(64, n).bfloat16(), torch.empty(m, n)
     with emulated_gfx950(counters=True, sanitize=False) as emulator:

@@ -190,7 +190,7 @@ WIDE = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, random_word: int | None = None) -> int:
-    """Encodes a value divided by 2**(scale - 127); with a random word, rounds by the word's upper bits."""
+    """Encodes a value divided by 2**(scale - 127). With a random word, rounds stochastically by the word's upper bits."""
     sign = form.sign if source.negative(bits) else 0
     if source.is_nan(bits) or scale == 255:
         return sign | (form.sign - 1)
@@ -358,7 +358,7 @@ def test_narrowing(name: str, narrow: str, wide: str, shape: str, stochastic: bo
             before = sum(old[lane] << 32 * i for i in range(len(rows)))
             field = (1 << width) - 1 << first
             wanted = before & ~field | bits << first if on[lane] else before
-            if stochastic and form.bits == 16 and got != wanted:  # payloads of NaN are not defined
+            if stochastic and form.bits == 16 and got != wanted:  # the payload of a NaN is not defined
                 target = F16 if narrow == "f16" else BF16
                 assert target.is_nan(bits)
                 assert target.is_nan(got >> first & 0xFFFF)

@@ -31,7 +31,7 @@ def division_operands(type_: str, lanes: int, seed: int) -> tuple[list[int], lis
         a, b = (rng.getrandbits(form.width) for _ in range(2))
         if kind == 0:
             a, b = rng.choice(SPECIAL[type_]), rng.choice(SPECIAL[type_])
-        elif kind == 1:  # quotients that are denormal, or nearly
+        elif kind == 1:  # quotients that are denormal or almost denormal
             exponent = rng.randint(1, top - form.bias + 1)
             a = a & ~form.infinity | exponent << form.mantissa_bits
             apart = form.bias - 1 + rng.randint(-2, form.mantissa_bits + 2)
@@ -40,7 +40,7 @@ def division_operands(type_: str, lanes: int, seed: int) -> tuple[list[int], lis
             exponent = rng.randint(1, form.bias)
             b = b & ~form.infinity | exponent << form.mantissa_bits
             a = a & ~form.infinity | min(exponent + form.bias + rng.randint(-2, 2), top) << form.mantissa_bits
-        elif kind == 3:  # few bits: exact quotients, and ties of denormal ones
+        elif kind == 3:  # operands with few bits: exact quotients, and ties of denormal quotients
             a, b = (x & ~((1 << (form.mantissa_bits - 2)) - 1) for x in (a, b))
         numerators.append(a)
         denominators.append(b)

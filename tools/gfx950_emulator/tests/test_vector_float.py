@@ -266,7 +266,7 @@ def cosine(x: float) -> float:
     turns = x - round(x)
     if Fraction(turns) * 4 % 2 == 1:
         return 0.0
-    # near its zeros, the cosine is computed as the sine of the remainder, which keeps precision
+    # Near its zeros, the cosine is computed as the sine of the remainder, which keeps precision.
     return math.sin(2 * math.pi * (0.25 - abs(turns)))
 
 
@@ -492,7 +492,7 @@ def _narrowed(bits: int) -> int:
 
 
 def _clamped(form: Binary, bits: int | str) -> int:
-    """Clamps to [0, 1]; NaN becomes 0 (DX10_CLAMP)."""
+    """Clamps a value to [0, 1]. NaN becomes 0 (DX10_CLAMP)."""
     if bits == NAN or form.negative(int(bits)):
         return 0
     return min(int(bits), form.one)

@@ -483,7 +483,7 @@ def test_inline_floats_take_the_operand_type(value: float) -> None:
         ("v_lshl_add_u64 v[0:1], v[8:9], 0, -3", 0, 64, M64 - 2),
         ("v_lshl_add_u64 v[0:1], v[6:7], 0, 0x80000001", 0, 64, 0x80000001),  # an unsigned literal is extended by zeros
         ("v_add_f64 v[0:1], v[8:9], 0x3ff80000", 0, 64, 0x3FF80000_00000000),  # a literal is the upper half of float64
-        ("v_add_f64 v[0:1], v[8:9], 1", 0, 64, 1),  # an integer is bits
+        ("v_add_f64 v[0:1], v[8:9], 1", 0, 64, 1),  # an integer constant gives the bits
         ("v_add_f32 v0, 1, v8", 0, 32, 1),
         ("v_mul_f16 v0, 0x4200, v5", 0, 32, 0x4200),
         ("v_mul_lo_u16 v0, 0x1234, v9", 0, 32, 0),

@@ -36,7 +36,7 @@ def choice_or_nan(largest: bool) -> Callable[..., int | str]:
     return oracle
 
 
-# Operations on halves: type, number of sources, and the result of one half
+# Operations on both halves of registers: the type, the number of sources, and the result of one half.
 HALVES: dict[str, tuple[str, int, Callable[..., int | str]]] = {
     "v_pk_add_f16": ("f16", 2, lambda a, b: add(F16, a, b)),
     "v_pk_mul_f16": ("f16", 2, lambda a, b: multiply(F16, a, b)),
@@ -218,7 +218,7 @@ def test_overflow_of_halves(name: str, limit: bool) -> None:
     snippet = Snippet(f"{mode}{name} {text}", v={0: 0, 1: 0x7BFFFBFF, 2: 0x7C007BFF}).run()
     low = 0xFBFF if limit else 0xFC00
     if name == "v_pk_add_f16":
-        low = 0  # the sum of opposite numbers
+        low = 0  # the lower half adds opposite numbers
     assert snippet.v(0)[0] == low | 0x7C00 << 16
 
 

@@ -45,7 +45,8 @@ def span(first: int, size: int, file: str = "v") -> str:
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of memory, and registers v8 to v11 with the data to store, or the old values before a load."""
+    """The lanes' state: offsets into 4 KiB of memory, and registers v8 to v11. These registers hold the data to store, or the old
+    values before a load."""
 
     def __init__(self, seed: int, waves: int = 1, exec_mask: int = MASK64) -> None:
         rng = np.random.default_rng(seed)

@@ -178,7 +178,7 @@ class Noted:
 
 @pytest.fixture
 def small() -> TensorDict:
-    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # 1000 bytes each
+    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # each tensor has 1000 bytes
 
 
 @pytest.fixture(autouse=True)

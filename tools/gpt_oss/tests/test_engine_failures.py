@@ -170,7 +170,7 @@ def test_requests_come_and_go_between_a_failure_and_the_next_step(
             failures += 1
             failing.set(None)
             if name == "moe_apply" and len(queue) == 2:
-                engine.cancel(2)  # the failed step would have started it
+                engine.cancel(2)  # without the failure, the step would have started this request
             events = engine.step()
         for event in events:
             found.setdefault(event.request, []).append(event.token)

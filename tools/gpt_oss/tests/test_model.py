@@ -17,7 +17,7 @@ from gpt_oss.model import GptOss
 
 TOLERANCE = 2e-4
 PAGE_SIZE = 4
-LENGTHS = (1, 23, 6, 7, 40)  # shorter than the window of 6, equal to it, and longer
+LENGTHS = (1, 23, 6, 7, 40)  # lengths below, at and above the window of 6
 
 CONFIGS = {
     "two layers": make_config(),

@@ -37,7 +37,7 @@ def test_memory_whose_address_was_taken() -> None:
 
 def test_memory_whose_address_nobody_took() -> None:
     others = torch.zeros(64, dtype=torch.int32)
-    address = others.data_ptr()  # outside of the block
+    address = others.data_ptr()  # the address was taken outside of the block
     with emulated_sm90(), pytest.raises(EmulationError, match="out-of-bounds"):
         stores(address, 1)
 

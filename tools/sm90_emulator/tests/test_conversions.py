@@ -18,7 +18,7 @@ from sm90_emulator import UnknownInstruction
 from .snippets import LANES, lanes
 
 INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64")
-# Fraction bits and exponent bits.
+# The number of fraction bits and of exponent bits of each format.
 FLOATS = {"f16": (10, 5), "bf16": (7, 8), "f32": (23, 8), "f64": (52, 11)}
 BITS = {"f16": 16, "bf16": 16} | {kind: int(kind[1:]) for kind in (*INTEGERS, "f32", "f64")}
 DRAW = np.random.default_rng(0)

@@ -159,7 +159,7 @@ def test_the_left_operand_in_registers(limited: bool) -> None:
     run(body, memory, [out, source, rows], 128, limited_fp8_accumulation=limited)
     wanted = a @ b.T + 1
     if limited:
-        wanted[0, 0] = 65536.0  # 1 + 1, below 2 ** (16 - 13)
+        wanted[0, 0] = 65536.0  # the terms 1 and 1 are below 2 ** (16 - 13)
     assert torch.equal(sums(memory, out, 8), wanted)
 
 

@@ -144,14 +144,15 @@ def take_registers(loads: int, computes: int, directives: str, **options: Any) -
 
 def test_registers_that_warps_leave_others() -> None:
     for seed in range(4):
-        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 of 3 * 168
+        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 registers of 3 * 168
     take_registers(64, 224, "")  # the number of registers is unknown
-    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 of 3 * 80
+    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 registers of 3 * 80
     take_registers(64, 224, ".maxnreg 176")
 
 
 def test_registers_that_nobody_leaves() -> None:
-    """Three warpgroups request 64 + 224 + 224 = 512 registers per lane, but a launch of 384 threads has 3 * 168 = 504."""
+    """Three warpgroups request 64 + 224 + 224 = 512 registers per lane, but a launch of 384 threads has only 3 * 168 = 504
+    registers."""
     with pytest.raises(EmulationError, match="for 224 registers: it has 168, and others have left") as caught:
         take_registers(64, 224, ".reqntid 384, 1, 1 .minnctapersm 1")
     assert caught.value.kind == "deadlock"

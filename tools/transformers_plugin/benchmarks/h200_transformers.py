@@ -59,12 +59,13 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
     "tokenspeed": ("sdpa", {}),
 }
-# The largest difference of the first logits from sdpa's, in standard deviations of the logits (root mean square).
+# The largest allowed difference between the first logits and those of sdpa. It is a root mean square, in standard deviations of the
+# logits.
 _TOLERANCE = 0.05
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
@@ -114,7 +115,7 @@ def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The median time of a call."""
+    """Returns the median time of a call."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -82,7 +82,7 @@ def _made(name: str, dtype: torch.dtype) -> Any:
         config = getattr(transformers, kind)(**{**SIZES, **more})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():  # larger than transformers' own, so that greedy tokens depend on the attention
+            for parameter in model.parameters():  # larger than usual, so that greedy tokens depend on the attention
                 parameter.add_(torch.randn_like(parameter) * 0.15)
     return model.eval().to(dtype)
 

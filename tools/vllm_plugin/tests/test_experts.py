@@ -122,7 +122,8 @@ def test_a_layer(one_process: Any) -> None:
 
 
 def test_shards_of_a_size_that_is_no_multiple_of_a_block(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's count, each of two ranks has 80 of 160 features. The loader gives the first rank 96 and the second 64."""
+    """By vLLM's count, each of two ranks has 80 of 160 features. The loader gives 96 features to the first rank, and 64 to the
+    second."""
     tensors = checkpoint(160)
     x, logits = inputs()
     total = torch.zeros(x.shape)

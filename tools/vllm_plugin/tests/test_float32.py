@@ -124,7 +124,8 @@ def test_it_computes_what_transformers_does() -> None:
 
 
 def engine_run(model: float32.Model, prompts: list[list[int]], change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Generates greedily with router logits ``change(layer, logits)``. Returns tokens, rows, and routing step by step."""
+    """Generates greedily with router logits ``change(layer, logits)``. Returns the tokens, the rows of logits, and the routing of
+    each step."""
     ids: list[list[int]] = [[] for _ in prompts]
     steps, routing = [], [[] for _ in range(LAYERS)]  # type: ignore[var-annotated]
     for step in range(3):

@@ -62,7 +62,7 @@ def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytes
 
 
 def test_a_router(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM creates a router without a quantisation; its class is replaced through vLLM's own table."""
+    """vLLM creates a router without a quantisation method. vLLM's own table replaces the router's class."""
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")

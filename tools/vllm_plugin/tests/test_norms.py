@@ -25,7 +25,7 @@ NORMS = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
 
 @pytest.fixture
 def preferred(vllm_config: Any) -> Iterator[Any]:
-    """Sets the priority as ``--ir-op-priority`` does."""
+    """Sets the priority in the same way as ``--ir-op-priority``."""
     tokenspeed_kernel_vllm.register()
     with contextlib.ExitStack() as stack:
         for norm in NORMS:

@@ -89,7 +89,7 @@ def exchange(slots_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def exchange_if_equal(slots_ptr, expected_ptr, wanted_ptr, found_ptr, block: tl.constexpr):
-    """slots = wanted if they equal expected; found = the old values."""
+    """Slots that equal expected become wanted; found = the old values."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     found = tl.atomic_cas(slots_ptr + at, tl.load(expected_ptr + at), tl.load(wanted_ptr + at))
     tl.store(found_ptr + at, found)

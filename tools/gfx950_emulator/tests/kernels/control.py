@@ -137,7 +137,7 @@ def many_arguments(
     out_ptr, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, c0, c1, c2, c3, c4,
     block: tl.constexpr,
 ):  # fmt: skip
-    """out = a weighted sum of 25 scalar arguments of several dtypes, plus each element's number."""
+    """out = a weighted sum of 25 scalar arguments of several dtypes, plus each element's index."""
     total = a0 + 2 * a1 + 3 * a2 + 4 * a3 + 5 * a4 + 6 * a5 + 7 * a6 + 8 * a7 + 9 * a8 + 10 * a9
     total += 11 * b0 + 12 * b1 + 13 * b2 + 14 * b3 + 15 * b4 + 16 * b5 + 17 * b6 + 18 * b7 + 19 * b8 + 20 * b9
     total += 21 * c0 + 22 * c1 + 23 * c2 + 24 * c3 + 25 * c4

@@ -72,7 +72,7 @@ def divide_floats(x_ptr, y_ptr, fast_ptr, rounded_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def function(x_ptr, out_ptr, n, name: tl.constexpr, block: tl.constexpr):
-    """out = a function of x, chosen by its name."""
+    """out = the function `name` of x."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n, other=1.0)
     if name == "exp":

@@ -17,7 +17,7 @@ def tile_offsets(rows: gl.constexpr, columns: gl.constexpr, row_stride, column_s
 def through_shared(
     x_ptr, out_ptr, rows: gl.constexpr, columns: gl.constexpr, shared: gl.constexpr, source: gl.constexpr, target: gl.constexpr
 ):
-    """out = x [rows, columns], stored to LDS in one register layout and read from it in another."""
+    """out = x [rows, columns]. The elements are stored to LDS in one register layout, and read from LDS in another."""
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [rows, columns], shared)
     memory.store(gl.load(x_ptr + tile_offsets(rows, columns, columns, 1, source)))
     gl.store(out_ptr + tile_offsets(rows, columns, columns, 1, target), memory.load(target))

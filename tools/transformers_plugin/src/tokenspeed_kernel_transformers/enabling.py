@@ -158,7 +158,8 @@ def _experts_layers(model: Any) -> list[Any]:
 
 
 def _experts(model: Any) -> list[Row]:
-    """Arranges the weights of all experts, and switches the model if a kernel is eligible for each layer."""
+    """Arranges the weights of all experts. If a kernel is eligible for each layer, switches the model's experts to these
+    kernels."""
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
     for layer in _experts_layers(model):

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tokenspeed_kernel_transformers.kernels import OPS, NotServedError
 
-# Elements that share a scale in MXFP4.
+# The number of elements that share a scale in MXFP4.
 _BLOCK = 32
 # The attribute of a layer that holds its `Arranged` weights.
 _ATTRIBUTE = "tokenspeed_arranged"
@@ -20,7 +20,7 @@ _ATTRIBUTE = "tokenspeed_arranged"
 
 @dataclass
 class Arranged:
-    """A layer's weights as its kernel reads them.
+    """A layer's weights in the layout that its kernel reads.
 
     Attributes:
         plan: the core's `MoEPlan`.
