@@ -125,7 +125,7 @@ def test_nothing_is_read_before_it_is_there(name: str) -> None:
 
 
 def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
-    """An e8m0 scale may be NaN, and a float32 scale may be infinite."""
+    """An e8m0 scale may be NaN. Then only its row of results is NaN."""
     arguments = arguments_of(sm, "blocks, e8m0", 140, 272, 136)
     arguments["a_scale"] = arguments["a_scale"].clone()
     arguments["a_scale"].view(torch.uint8)[3, 1] = 255

@@ -28,7 +28,8 @@ def shared_layout(kind, shape, order):
 
 @gluon.constexpr_function
 def rows_of_eight(order, warps):
-    """Returns a layout in which each lane holds eight adjacent elements. `order` names the contiguous dimension first."""
+    """Returns a layout in which each of a wave's 64 lanes holds 8 adjacent elements. `order` names the contiguous dimension
+    first."""
     order = list(order)
     if order[0] == 1:
         return gl.BlockedLayout([1, 8], [8, 8], [warps, 1], order)
