@@ -24,7 +24,7 @@ from tokenspeed_kernel import (
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes that a model's weights do not tell. ``inv_freq`` replaces ``rope_theta`` where RoPE is scaled, as in Llama 3.1."""
+    """The sizes that do not follow from the weights. ``inv_freq`` replaces ``rope_theta`` if RoPE is scaled, as in Llama 3.1."""
 
     layers: int
     kv_heads: int
@@ -37,7 +37,7 @@ class Config:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how to continue it. A temperature of 0 is greedy, a top_k of 0 keeps all tokens."""
+    """A prompt, and the options of its continuation. A temperature of 0 means greedy; a top_k of 0 keeps all tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -47,13 +47,13 @@ class Request:
     seed: int = 0
     stop_tokens: Sequence[int] = ()
     output: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens of the prompt in the cache
+    cached: int = 0  # number of the prompt's tokens in the cache
     seat: int = -1  # the request's row in decode passes
     pages: list[int] = field(default_factory=list)
 
 
 class Model:
-    """Weights by the names of Hugging Face checkpoints, and a pass over a batch. Its dtype and device are the embedding's."""
+    """A model: weights, named as in Hugging Face checkpoints, and a forward pass. The embedding determines dtype and device."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
         left, self.eps = dict(weights), config.eps
@@ -66,7 +66,7 @@ class Model:
             layer: dict[str, Any] = {"norm": take(prefix + "input_layernorm.weight")}
             layer["mlp_norm"] = take(prefix + "post_attention_layernorm.weight")
             layer["qkv"] = torch.cat([take(f"{prefix}self_attn.{x}_proj.weight") for x in "qkv"]).t()
-            layer["qk_norm"] = [take(f"{prefix}self_attn.{x}_norm.weight", None) for x in "qk"]  # Qwen3 has these
+            layer["qk_norm"] = [take(f"{prefix}self_attn.{x}_norm.weight", None) for x in "qk"]  # only Qwen3 has these weights
             layer["output"] = take(prefix + "self_attn.o_proj.weight").t()
             layer["gate_up"] = torch.cat([take(f"{prefix}mlp.{x}_proj.weight") for x in ("gate", "up")]).t()
             layer["down"] = take(prefix + "mlp.down_proj.weight").t()
@@ -81,7 +81,8 @@ class Model:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, caches: Tensor, attend: Callable[..., Tensor], rows: Tensor | slice
     ) -> Tensor:
-        """Logits of the given rows. Keys and values go to ``slots``; ``attend`` is attention of q to a layer's caches."""
+        """Returns the logits of the given rows. Keys and values are written to ``slots``; ``attend`` computes attention of q to a
+        layer's caches."""
         hidden = self.embedding[tokens]
         residual = torch.zeros_like(hidden)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
@@ -98,10 +99,10 @@ class Model:
 
 
 class Engine:
-    """Runs requests. Each step prefills up to ``prefill_tokens`` tokens of prompts, then decodes a token of each started request.
+    """Runs requests. Each step prefills up to ``prefill_tokens`` tokens of prompts, then decodes one token of each started request.
 
-    Decode passes read and update rows on the device, one for each of ``max_batch`` seats, so that nothing is copied to the device.
-    A free seat has no pages and a length of 0: it writes to no slot and attends to nothing.
+    A seat is a row of the tensors on the device that decode passes read and update. There are ``max_batch`` seats. So a decode pass
+    copies nothing to the device. A free seat has no pages and a length of 0: it writes to no slot, and attends to no key.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class Engine:
         self.graphs = {size: self.captured(size) for size in reversed(self.sizes)} if device.type == "cuda" else {}
 
     def generate(self, requests: Iterable[Request]) -> list[list[int]]:
-        """The new tokens of each request."""
+        """Returns the new tokens of each request."""
         added = [self.add(request) for request in requests]
         while self.waiting or self.running:
             self.step()
         return [request.output for request in added]
 
     def add(self, request: Request) -> Request:
-        """Queues a request, which starts when a seat and pages for all of its tokens are free."""
+        """Queues a request. The request starts when a seat and pages for all of its tokens are free."""
         length, room = len(request.prompt) + request.max_tokens, self.caches.shape[2] * self.page_size
         if not request.prompt or request.max_tokens < 1 or length > min(self.config.max_positions, room):
             raise ValueError(f"a request needs a prompt, and {length} tokens must fit {self.config.max_positions} and {room} slots")
@@ -142,14 +143,14 @@ class Engine:
         self.decode()
 
     def start(self) -> None:
-        """Gives waiting requests seats and pages, in order, as far as these are free."""
+        """Assigns free seats and pages to waiting requests, in order."""
         while self.waiting and self.free_seats and (pages := self.pages_of(self.waiting[0])) <= len(self.free_pages):
             request = self.waiting.pop(0)
             request.seat, request.pages = self.free_seats.pop(), [self.free_pages.pop() for _ in range(pages)]
             self.running.append(request)
 
     def prefill(self) -> None:
-        """Runs the next chunks of prompts, and samples the first token of those that are complete."""
+        """Runs the next chunks of prompts, and samples the first token of each completed prompt."""
         chunks, budget = [], self.prefill_tokens
         for request in self.running:
             if chunk := range(request.cached, min(request.cached + budget, len(request.prompt))):
@@ -185,7 +186,7 @@ class Engine:
         self.emit([request for request, _ in done])
 
     def decode(self) -> None:
-        """Runs a pass that gives each started request a token."""
+        """Runs a decode pass, which samples one token for each started request."""
         started = [request for request in self.running if request.output]
         if not started:
             return
@@ -197,7 +198,7 @@ class Engine:
         self.emit(started)
 
     def decode_pass(self, size: int) -> None:
-        """What a CUDA graph holds: the model, sampling, and the rows of the next pass."""
+        """One decode pass, which a CUDA graph captures: the model, sampling, and the update of the rows for the next pass."""
         tokens, positions, live, page_table = (x[:size] for x in (self.tokens, self.positions, self.live, self.page_table))
         cache_seqlens = (positions + live).int()
         slots = positions_to_slots(positions, page_table, self.page_size)
@@ -211,15 +212,15 @@ class Engine:
         sample_top_k_top_p(logits, *(values[:size] for values in self.sampling.values()), positions, out=tokens)
 
     def captured(self, size: int) -> torch.cuda.CUDAGraph:
-        """A CUDA graph of `decode_pass`."""
-        self.decode_pass(size)  # compiles the kernels
+        """Returns a CUDA graph of `decode_pass`."""
+        self.decode_pass(size)  # a first call outside of the graph compiles the kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.decode_pass(size)
         return graph
 
     def emit(self, requests: Sequence[Request]) -> None:
-        """Reads the requests' new tokens, and releases what finished requests hold."""
+        """Reads the requests' new tokens, and releases the seats and pages of finished requests."""
         tokens = self.tokens.tolist()
         for request in requests:
             request.output.append(tokens[request.seat])

@@ -3,8 +3,8 @@
     python docs/examples/engine_benchmark.py --output engine.json
     python docs/examples/engine_benchmark.py --tiny --device cpu  # a dry run
 
-The sizes are those of Llama 3.1 8B. Times are those of the engine's caller: they include scheduling, and reading the tokens. Random
-weights make a model repeat itself, which does not matter for a dense model's speed; requests sample with temperature 1.
+The sizes are those of Llama 3.1 8B. Times are measured by the engine's caller: they include scheduling, and reading the tokens.
+Requests sample with temperature 1. A model with random weights repeats itself, which does not affect the speed of a dense model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def random_weights(config: Config, sizes: dict[str, int], dtype: torch.dtype, de
 
 
 def started(engine: Engine, batch: int, prompt: int, vocab: int, new: int) -> float:
-    """Starts requests with random prompts, and returns the seconds until each has its first token."""
+    """Starts requests with random prompts, and returns the seconds until all requests have their first token."""
     prompts = torch.randint(vocab, (batch, prompt)).tolist()
     for seed, tokens in enumerate(prompts):
         engine.add(Request(tokens, new, temperature=1.0, seed=seed))
@@ -84,7 +84,7 @@ def measure(engine: Engine, batch: int, prompt: int, vocab: int, steps: int, rep
 
 
 def kernels(engine: Engine, vocab: int, prompt: int) -> list[dict[str, str]]:
-    """The kernel of each operator in a prefill pass and in a decode pass without a graph."""
+    """Returns the kernel of each operator in a prefill pass and in a decode pass without a graph."""
     seen: dict[tuple[str, str, str], None] = {}
 
     def watch(phase: str) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:

@@ -36,7 +36,7 @@ def _need_triton() -> None:
 
 @pytest.fixture
 def gfx950() -> Iterator[torch.device]:
-    """The device for test tensors: the kernels run on a gfx950 or on the emulator."""
+    """Returns the device for test tensors. The kernels run on a gfx950 or on the emulator."""
     _need_triton()
     if ON_GFX950:
         yield torch.device("cuda")
@@ -51,7 +51,8 @@ def gfx950() -> Iterator[torch.device]:
 
 @pytest.fixture
 def emulator() -> Iterator[Any]:
-    """The emulator with counters, even on a machine with a gfx950, because the counts do not depend on the device."""
+    """Runs kernels on the emulator with counters, even on a machine with a gfx950, because the counts do not depend on the
+    device."""
     _need_triton()
     if importlib.util.find_spec("gfx950_emulator") is None:
         pytest.skip("needs the package gfx950-emulator")

@@ -19,7 +19,7 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 
 
 class RandomLayer:
-    """A layer's weights as given and in the kernels' layout."""
+    """A layer with its canonical weights and its weights in the kernels' layout."""
 
     def __init__(
         self,
@@ -60,28 +60,28 @@ class RandomLayer:
         return torch.randn(shape, generator=self.random).to(self.device)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, top-k weights and top-k ids; no token has an expert twice."""
+        """Returns random x, top-k weights and top-k ids. No token has an expert twice."""
         chosen = torch.rand(count, self.plan.num_experts, generator=self.random).topk(self.plan.top_k).indices
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int().to(self.device)
 
     def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` whose activations and per-slot outputs exceed fp16's range; the results do not."""
+        """Returns `tokens` whose activations and per-slot outputs exceed fp16's range, while the results do not."""
         x, weights, ids = self.tokens(count)
         return x * 512, weights / 2**18, ids
 
     def wanted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The reference's result, without rounding at the end."""
+        """Returns the reference's result, without rounding at the end."""
         result: Tensor = moe_apply.operator.body(x.float(), self.given, weights, ids, self.plan)
         return result
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference divided by the norm of ``wanted``; NaN if either tensor has a NaN."""
+    """Returns the norm of the difference divided by the norm of ``wanted``; NaN if either tensor has a NaN."""
     return float((got.float() - wanted).norm() / wanted.norm())
 
 
 def mxfp4_cases(mode: str = "moe_apply") -> list[Case]:
-    """The operator's cases with mxfp4 weights that are not sized for a GPU."""
+    """Returns the operator's cases with mxfp4 weights that are not sized for a GPU."""
     cases = get_operator(f"moe.{mode}").all_cases()
     return [case for case in cases if not case.large and "mxfp4" in case.name and not case.name.startswith("dense")]

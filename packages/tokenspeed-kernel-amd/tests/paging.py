@@ -1,4 +1,4 @@
-"""Shared by the tests of paged-cache kernels: inputs, the fp32 reference, and the comparisons."""
+"""Helpers for the tests of paged-cache kernels: inputs, the fp32 reference, and the comparisons."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
-ERROR = 5e-3  # relative, of the whole output
+ERROR = 5e-3  # the relative error of the whole output
 LSE_ERROR = 1e-3
 
 
 def inputs(device: torch.device, kv_lens: list[int], q_lens: list[int] | None = None, **options: Any) -> dict[str, Any]:
-    """Arguments of an operator, with NaN in cache slots without a token."""
+    """Returns the arguments of an operator, with NaN in cache slots without a token."""
     shape = {"heads": 8, "kv_heads": 2, **options}
     return paged(kv_lens, q_lens, stale=True, **shape)(Draw(device, sum(kv_lens)))
 
 
 def reference(operator: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The output and LSE of the operator's body, computed in fp32."""
+    """Returns the output and LSE of the operator's body, computed in fp32."""
     wide = {name: arguments[name].float() for name in ("q", "k_cache", "v_cache")}
     return operator(**{**arguments, **wide, "return_lse": True}, solution="reference")
 
@@ -63,7 +63,8 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
-    """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs count as a large batch."""
+    """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs are enough work for the whole
+    device, like a large batch."""
     from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed
 
     for module in (decode, extend, mixed):
@@ -71,8 +72,8 @@ def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
 
 
 def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Keys and values are slices of one cache, q and out are slices of wider tensors, page table and sinks are not contiguous. In a
-    second call, out has another axis innermost in memory."""
+    """Calls an operator with other strides. Keys and values are slices of one cache, q and out are slices of wider tensors, and
+    page table and sinks are not contiguous. In a second call, out has another axis innermost in memory."""
     heads = arguments["q"].shape[1]
     arguments["sinks"] = torch.linspace(-2, 2, 2 * heads, device=arguments["q"].device)[::2]
     wanted = reference(operator, arguments)
@@ -94,7 +95,8 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
 
 
 def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Rows of one KV head are padded by 8. The slot stride is then a multiple of 8, not of 16, elements, which needs no copy."""
+    """Rows of one KV head are padded by 8 elements. The slot stride is then a multiple of 8 elements, but not of 16. The cache
+    needs no copy."""
     for name in CACHES:
         arguments[name] = torch.nn.functional.pad(arguments[name][:, :, :1], (0, 8))[..., :-8]
         assert arguments[name].stride(1) % 16 == 8
@@ -105,7 +107,8 @@ def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) 
 
 
 def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """A cache whose address is not a multiple of 16 bytes is copied. A warning says so once; `explain` says so each time."""
+    """If a cache's address is not a multiple of 16 bytes, the cache is copied. A warning reports the copy once; `explain` reports
+    it each time."""
     k_cache = arguments["k_cache"]
     assert not function.explain(**arguments).cards
     room = torch.empty(k_cache.numel() + 1, dtype=k_cache.dtype, device=k_cache.device)
@@ -123,7 +126,7 @@ def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) 
 
 
 def cases(mode: str) -> list[Any]:
-    """The cases of an operator, as parameters of a test. Cases sized for a GPU have the GPU marker."""
+    """Returns the cases of an operator as parameters of a test. Cases that are sized for a GPU have the GPU marker."""
     return [
         pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
         for case in get_operator(f"attention.{mode}").all_cases()
@@ -131,13 +134,13 @@ def cases(mode: str) -> list[Any]:
 
 
 def kernel_of(mode: str) -> KernelSpec:
-    """The kernel of an operator as its launcher declares it."""
+    """Returns the kernel of an operator as its launcher declares it."""
     register_package("tokenspeed_kernel_amd")
     return KernelRegistry.get().get_by_name(f"gluon_{mode}")
 
 
 def check_case(device: torch.device, mode: str, case: Case) -> None:
-    """Runs a case through the operator, on the kernel as its launcher declares it, by the core's own checks."""
+    """Runs a case through the operator, on the kernel as its launcher declares it, and checks the result like `verify`."""
     if case.large and device.type == "cpu":
         pytest.skip("is sized for a GPU")
     kernel = kernel_of(mode)
@@ -155,9 +158,9 @@ def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -
     instruction, and that the hot loop has few instructions.
 
     Args:
-        launch: the emulator's report, with counters.
-        most: the most instructions in the loop per 16 MFMAs.
-        scalar_spills: the most SGPRs that may be spilled to VGPRs.
+        launch: the emulator's record of a launch, with counters.
+        most: the largest allowed number of instructions in the loop per 16 MFMAs.
+        scalar_spills: the largest allowed number of SGPRs that are spilled to VGPRs.
     """
     from gfx950_emulator.occupancy import occupancy
 
@@ -173,13 +176,13 @@ def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -
 
 
 def spills(text: str) -> dict[str, int]:
-    """How many registers the compiler spilled, and bytes of scratch, from a kernel's metadata."""
+    """Returns the number of registers that the compiler spilled, and the bytes of scratch, from a kernel's metadata."""
     found = re.findall(r"\.(sgpr_spill_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", text)
     return {name: int(count) for name, count in found}
 
 
 def longest_loop_without_loops(text: str) -> list[str]:
-    """Mnemonics of the innermost loop with the most MFMAs; of several such loops, the shortest."""
+    """Returns the mnemonics of the innermost loop with the most MFMAs. If there are several such loops, returns the shortest."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
 """The adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
 
-The tests use a stand-in that runs everywhere: a module aiter whose functions have AITER's signatures, and compute in PyTorch on a
-CPU the results that AITER documents. Where AITER's source violates the operator's contract, the stand-in does too, or raises. A
-case that passes is therefore one that the adapter may declare. The last test is for a gfx950 with AITER itself.
+The tests use a stand-in that runs on any machine: a module aiter whose functions have AITER's signatures, and compute AITER's
+documented results in PyTorch on a CPU. If AITER's source violates the operator's contract, the stand-in does so too, or raises an
+error. So an adapter may declare every case that passes. The last test is for a gfx950 with AITER itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
-# Read from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46 commits after v0.1.20), where they
-# are those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618. Annotations are left out.
+# AITER's signatures without annotations, from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46
+# commits after v0.1.20). They equal those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618.
 SIGNATURES = {
     # aiter/ops/mha.py
     "aiter.flash_attn_varlen_func": (
@@ -93,8 +93,8 @@ _READ = {
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``; negative bounds mean no
-    bound."""
+    """Computes attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``. A negative ``left`` or
+    ``right`` means no bound."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -125,7 +125,7 @@ def _flash_attn_varlen_func(given: dict[str, Any]) -> Any:
     assert begins == starts["cu_seqlens_k"].tolist()
     assert min(given["max_seqlen_q"], given["max_seqlen_k"]) >= lengths.max()
     left, right, first = given["window_size"]
-    # A bound beyond the longest sequence is no bound.
+    # A bound beyond the longest sequence has no effect.
     left, right = (-1 if bound >= given["max_seqlen_k"] else bound for bound in (left, right))
     assert first == 0
     if q.shape[2] == 128:
@@ -150,7 +150,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["causal"]
     assert q.shape == out.shape
     assert k.shape == v.shape
-    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # their other strides are unrestricted
+    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # the other strides of these tensors are unrestricted
     assert lens.is_contiguous()
     assert given["cu_seqlens_q"].is_contiguous()
     assert given["cu_seqlens_q"].shape[0] == len(lens) + 1
@@ -158,7 +158,8 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["max_seqlen_k"] >= lens.max()
     assert given["max_seqlen_q"] <= q.shape[0]
     page_size, tile = k.shape[1], 64
-    # Tiles are masked only if a page has several. With split-KV, a page smaller than a tile becomes the tile.
+    # AITER masks tiles only if a page has several tiles. With split-KV, if a page is smaller than a tile, the tile has the page's
+    # size.
     masked = page_size % tile == 0 and page_size > tile
     begins = given["cu_seqlens_q"].tolist()
     for index, length in enumerate(lens.tolist()):
@@ -181,7 +182,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
 
 @pytest.fixture
 def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes amd-aiter seem not installed. PyPI's unrelated package named aiter may be installed."""
+    """Makes amd-aiter appear not to be installed. PyPI's unrelated package named aiter may be installed."""
     real = metadata.version
 
     def version(name: str) -> str:
@@ -197,7 +198,7 @@ def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes the stand-in seem installed, on a gfx950 with tensors on the CPU."""
+    """Makes the stand-in appear to be installed, on a pretended gfx950 with tensors on the CPU."""
     for name in SIGNATURES:
         parts = name.split(".")[:-1]
         for end in range(1, len(parts) + 1):
@@ -233,7 +234,7 @@ def _names() -> tuple[str, ...]:
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """The kernels' declarations; none of them is loaded or excluded before or afterwards."""
+    """Yields the kernels' declarations. Which kernels are loaded or excluded is reset before and after the test."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     register_package("tokenspeed_kernel_amd")
@@ -296,7 +297,7 @@ def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: dict[str, KernelSpec]) -> None:
-    """AITER's kernels are excluded with a warning, and the call falls back to the next kernels."""
+    """If AITER cannot be imported, its kernels are excluded with a warning, and the call falls back to other kernels."""
     (tmp_path / "aiter.py").write_text("raise ValueError('an argument that this Triton does not know')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(aiter_package, "find_gap", lambda: None)
@@ -376,12 +377,12 @@ ATTENTION = [name for name in _names() if "_mha_" in name]
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_cases_of_the_operator(specs: dict[str, KernelSpec], name: str) -> None:
-    """The core's checks on the small declared cases: values, out=, unchanged arguments."""
+    """Runs the core's checks on the small declared cases: values, out=, unchanged arguments."""
     spec = specs[name]
     op = get_operator(spec.operator)
     results = [verify_case(spec, case, "cpu") for case in op.all_cases() if not case.large]
     assert_none_wrong(results)
-    # No case has page size 128; the tests below do.
+    # No case has page size 128; the tests below use it.
     assert any(result.status is Status.PASSED for result in results) == name.startswith("aiter_mha_prefill")
 
 
@@ -394,7 +395,7 @@ def test_prefill_of_wide_heads(specs: dict[str, KernelSpec]) -> None:
 
 
 def _paged_cases(mode: str) -> list[Case]:
-    """Cases like the operators', but with page sizes 128 and 256, which the operators rarely use."""
+    """Returns cases like the operators' own cases, but with page sizes 128 and 256, which are rare in the operators' cases."""
     rows = {
         "mha_decode_with_kvcache": [([1, 127, 128, 129, 0, 300], None)],
         "mha_extend_with_kvcache": [([140, 20, 300, 128], [12, 20, 1, 0])],
@@ -446,7 +447,7 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
-    """q is a slice, caches are views of one tensor, the page table is column-major, out is a slice of a wider tensor."""
+    """q is a slice. The caches are views of one tensor. The page table is column-major. out is a slice of a wider tensor."""
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
@@ -480,7 +481,8 @@ def test_a_prefill_into_columns() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is max_seqlen, otherwise the host's lengths, otherwise all tokens; the device's offsets are never read."""
+    """The bound is max_seqlen if given, otherwise the longest of the host's lengths if given, otherwise the number of all tokens.
+    The device's offsets are never read."""
     from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []

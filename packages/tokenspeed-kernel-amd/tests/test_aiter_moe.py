@@ -44,7 +44,8 @@ def unshuffled(x: Tensor) -> Tensor:
 
 
 def fused_moe(*arguments: Any, **named: Any) -> Tensor:
-    """AITER's documented function: gate rows before up rows, SiLU; masked experts are on other ranks."""
+    """Computes AITER's documented result: gate rows come before up rows, the activation is SiLU, and masked experts are on other
+    ranks."""
     assert len(arguments) == 5
     assert set(named) <= OPTIONAL
     given = {**dict(zip(PARAMETERS, arguments, strict=False)), **named}
@@ -71,7 +72,7 @@ def fused_moe(*arguments: Any, **named: Any) -> Tensor:
 
 @pytest.fixture
 def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in with MoE functions."""
+    """Installs the stand-in with MoE functions."""
     package = sys.modules["aiter"]
     monkeypatch.setattr(package, "ActivationType", ACTIVATION, raising=False)
     monkeypatch.setattr(package, "QuantType", QUANT, raising=False)
@@ -100,7 +101,7 @@ def test_cases(specs: dict[str, KernelSpec], case: Case) -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
-    """Also checks that a call with ``out`` selects the stand-in."""
+    """Also checks that a call with ``out`` selects AITER's kernel."""
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "device": "cpu"}
     assert tokenspeed_kernel.moe_apply.plan(**sizes, override=NAME).weight_layout == "aiter_dense"
     refused: list[dict[str, Any]] = [

@@ -1,8 +1,8 @@
 """The adapter to AITER's MoE kernels with mxfp4 weights. The adapter has not been run on hardware; ``test_aiter`` explains the
 stand-in.
 
-The stand-in rounds as AITER does. The stand-in does not reproduce AITER's weight layout. It shuffles weights in its own reversible
-way, and in a different way if gate and up are interleaved.
+The stand-in rounds as AITER does, but does not reproduce AITER's weight layout. It shuffles weights in another reversible way,
+which depends on whether gate and up are interleaved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
 NAMES = ("aiter_moe_apply_mxfp4_gpt_oss", "aiter_moe_apply_mxfp4_silu")
 ACTIVATION, QUANT = SimpleNamespace(Silu=object(), Swiglu=object()), SimpleNamespace(No=object(), per_1x32=object())
 CODES = torch.float4_e2m1fn_x2
-# Read from aiter/fused_moe.py and aiter/ops/shuffle.py of v0.1.20, see `test_aiter`. Annotations are left out.
+# AITER's signatures without annotations, from aiter/fused_moe.py and aiter/ops/shuffle.py of v0.1.20; see `test_aiter`.
 SIGNATURES = {
     "fused_moe": "(hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None, activation=None, quant_type=None, "
     "doweight_stage1=False, w1_scale=None, w2_scale=None, a1_scale=None, a2_scale=None, block_size_M=None, num_local_tokens=None, "
@@ -88,7 +88,8 @@ def shuffle_scale_a16w4(given: dict[str, Any]) -> Tensor:
 
 
 def rounded_to_mxfp4(x: Tensor) -> Tensor:
-    """Quantises with scales from the block's amax, rounded to a power of two: up from 1.75 times the power on."""
+    """Quantises with a scale from the block's amax. The scale is rounded to a power of two: up if the amax is at least 1.75 times
+    the power."""
     blocks = x.float().unflatten(-1, (-1, 32))
     bits = (blocks.abs().amax(-1).view(torch.int32) + 0x200000) & 0x7F800000
     scale = e8m0_to_float(((bits >> 23) - 2).clamp(min=0).to(torch.uint8))[..., None]
@@ -96,7 +97,7 @@ def rounded_to_mxfp4(x: Tensor) -> Tensor:
 
 
 def fused_moe(given: dict[str, Any]) -> Tensor:
-    """AITER's computation for bf16 tokens and mxfp4 weights, according to its source."""
+    """Computes AITER's result for bf16 tokens and mxfp4 weights, according to AITER's source."""
     x, ids, mask = given["hidden_states"], given["topk_ids"], given["expert_mask"]
     assert given["quant_type"] is QUANT.per_1x32
     assert x.dtype == torch.bfloat16
@@ -118,7 +119,7 @@ def fused_moe(given: dict[str, Any]) -> Tensor:
         assert mask is None  # with a mask, AITER raises for some shapes
         assert given["bias1"] is None
         assert given["bias2"] is None
-        unrounded = len(x) == 1  # as with split-K
+        unrounded = len(x) == 1  # as AITER does with split-K
     assert int(ids.min()) >= 0
     assert int(ids.max()) < experts + gpt_oss
 
@@ -157,7 +158,7 @@ def fused_moe(given: dict[str, Any]) -> Tensor:
 
 @pytest.fixture
 def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in with MoE functions."""
+    """Installs the stand-in with MoE functions."""
     package = sys.modules["aiter"]
     monkeypatch.setattr(package, "ActivationType", ACTIVATION, raising=False)
     monkeypatch.setattr(package, "QuantType", QUANT, raising=False)
@@ -193,7 +194,7 @@ FEW = [
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None:
-    """Activations are not quantised, as in a plan without quantisation."""
+    """For few tokens, AITER does not quantise activations, so results are those of a plan without quantisation."""
     verification = verify_case(replace(specs[NAMES[0]], only_by_name=""), case, "cpu")
     assert verification.status is Status.PASSED, verification
 
@@ -209,7 +210,7 @@ def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None
     ],
 )
 def test_rounding_is_its_own(specs: dict[str, KernelSpec], name: str, inputs: Any, error: float) -> None:
-    """The result is near the plan's, but not equal: AITER quantises in its own way."""
+    """The result is near the result of the plan, but not equal, because AITER quantises differently."""
     operator = get_operator("moe.moe_apply")
     arguments = operator.complete(inputs(Draw(torch.device("cpu"), 0)))
     wanted = moe_apply.operator.body(**{**arguments, "x": arguments["x"].float()})

@@ -1,4 +1,4 @@
-"""Code that architectures share depends on none of them, and one module has the instructions of CDNA4."""
+"""The code that architectures share depends on no architecture, and only one module has the instructions of CDNA4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _sources(folder: str) -> dict[str, str]:
 
 
 def test_shared_code_depends_on_no_architecture() -> None:
-    """Buffer loads and stores of CDNA3 are those of every later CDNA. MFMA and copies to LDS are not."""
+    """Shared code may use CDNA3's buffer loads and stores, because every later CDNA has them. It must not use MFMAs and copies to
+    LDS."""
     sources = _sources("gluon")
     assert len(sources) > 5
     for name, code in sources.items():

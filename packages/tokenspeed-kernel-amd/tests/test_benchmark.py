@@ -1,4 +1,4 @@
-"""The script that predicts times, with small calls and without the baseline."""
+"""Tests the script that predicts times, with small calls and without the baseline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
-    """Every tile is assigned once; cycles of tiles equal values computed by hand."""
+    """Every tile is assigned once, and the cycles of tiles equal values that were computed by hand."""
     cycles = program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
     tiles = program.Tiles(128, 2, cycles, cycles)
     case = program.Case("prefill", 3, 1024, heads=16)
@@ -62,7 +62,7 @@ def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
     assert sorted(found) == list(range(workers))
     handed_out = sorted(place for places in found.values() for place in places)
     assert handed_out == sorted(place for place in range(8) for _ in range(3 * 16))
-    # The first four were measured; each further one costs 200 cycles more.
+    # The first four tiles were measured. Each further tile costs 200 cycles more.
     assert [cycles.tile(place) for place in range(6)] == [200, 400, 600, 800, 1000, 1200]
 
 

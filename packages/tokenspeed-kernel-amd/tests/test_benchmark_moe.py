@@ -1,4 +1,5 @@
-"""The script that predicts MoE times: whole layers of GPT-OSS-120B at one and four tokens, and slices for more tokens."""
+"""The script that predicts MoE times, with whole layers of GPT-OSS-120B at one and four tokens, and with slices of layers for more
+tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_whole_layers(
 
 @pytest.mark.slow
 def test_256_tokens_in_full_size(program: ModuleType) -> None:
-    """A layer whose 128 experts all have tokens, measured in two processes."""
+    """Two processes measure a layer in which all 128 experts have tokens."""
     from gfx950_emulator import emulated_gfx950
 
     layer = program.Layer(256, program.SIZE, program.SIZE, program.EXPERTS)
@@ -62,7 +63,7 @@ def test_256_tokens_in_full_size(program: ModuleType) -> None:
 
 
 def test_slices_predict_whole_layers(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of 512 features, by slices of 256, takes about as long as when it is executed whole."""
+    """For a layer of 512 features, the prediction from slices of 256 is about the time of the whole layer."""
     monkeypatch.setattr(program, "SIZE", 512)
     monkeypatch.setattr(program, "EXPERTS", 16)
     monkeypatch.setattr(program, "WHOLE", 20)

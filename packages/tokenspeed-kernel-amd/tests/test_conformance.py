@@ -1,4 +1,4 @@
-"""The conformance kit on every Gluon kernel: limits of the declared traits, strides, bounds, padding, empty calls.
+"""Runs the conformance kit on every Gluon kernel: limits of the declared traits, strides, bounds, padding, empty calls.
 
 By default the kit checks one small call of each kernel, without the limits of its traits, because each limit compiles another
 kernel. The slow test covers these limits and all cases of the operator.
@@ -28,7 +28,7 @@ from .paging import check_case, kernel_of
 
 _SHAPE = {"heads": 8, "kv_heads": 2}
 _CACHE = {**_SHAPE, "page_size": 16, "stale": True}
-# Lengths that end within pages, blocks and tiles. The long sequences are split, so the merge kernel runs too.
+# The lengths end within pages, blocks and tiles. The long sequences are split, so the merge kernel runs too.
 SMALL = {
     "mha_prefill": ragged([3, 0, 20], **_SHAPE),
     "mha_decode_with_kvcache": paged([300, 1, 20], None, **_CACHE),
@@ -42,7 +42,7 @@ LAUNCHED = {
     "mha_extend_with_kvcache": {"extend_kernel"},
     "mha_with_kvcache": {"extend_kernel", "decode_kernel", "merge_kernel"},
 }
-# The kit's checks of a call on the emulator. Graph capture needs a GPU.
+# The kit's checks of one call that run on the emulator. Graph capture needs a GPU.
 FOUND_OUT = {"values", "out=", "inputs unchanged", "determinism", "nothing to do", "bounds", "strides", "no waiting"}
 
 
@@ -73,7 +73,7 @@ def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) 
     ],
 )
 def test_windows_beyond_every_sequence(gfx950: torch.device, mode: str, window_left: int) -> None:
-    """No overflow with the largest window that kernels receive, nor with the largest 32-bit value from a caller."""
+    """Two windows must not overflow: the largest one that kernels receive, and the largest 32-bit value of a caller."""
     check_case(gfx950, mode, Case("small", SMALL[mode].vary(window_left=window_left)))
 
 
@@ -88,12 +88,12 @@ def test_small_calls_launch_every_kernel(emulator: Any, mode: str) -> None:
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """The tensor's memory read as if it were contiguous, whatever its strides are."""
+    """Reads the tensor's memory as if the tensor were contiguous, whatever its strides are."""
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 def _with_stride_fault(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher that passes its kernel the strides of contiguous values."""
+    """Returns a faulty launcher, which passes its kernel the strides of contiguous values."""
     signature = inspect.signature(launch)
     values = "v" if "v" in signature.parameters else "v_cache"
 

@@ -1,4 +1,4 @@
-"""mha_decode_with_kvcache against the core's reference in float32."""
+"""mha_decode_with_kvcache, compared with the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, page_size: int) -> None:
-    """Lengths of 0, of 1, and at the edges of pages and blocks, in one launch."""
+    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
     _run(gfx950, [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """Sequences with many splits, with one split, and without keys."""
+    """The batch has sequences with many splits, with one split, and without keys."""
     _run(gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True)
 
 
 def test_one_divided_sequence(gfx950: torch.device) -> None:
-    """A batch of one, whose splits are found without a search."""
+    """The batch has one sequence, whose splits the kernel finds without a search."""
     _run(gfx950, [2300], page_size=64)
 
 
@@ -73,7 +73,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, which were freed."""
+    """The window hides whole pages, and these pages were freed."""
     _run(gfx950, [5, 128, 805, 0, 400], window_left=100, max_seqlen_q=2, page_size=page_size, freed=True)
 
 
@@ -91,7 +91,7 @@ def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None
 
 @pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
 def test_several_new_tokens(gfx950: torch.device, new: int) -> None:
-    """Includes sequences with more new tokens than tokens in the cache."""
+    """Some sequences have more new tokens than tokens in the cache."""
     _run(gfx950, [1, 20, 400, 0, 64], max_seqlen_q=new, page_size=64, sinks=True)
 
 
@@ -154,7 +154,8 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
     ids=str,
 )
 def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Nothing is spilled, four waves fit on a SIMD, no bank conflict, no loop around a buffer instruction, a short hot loop."""
+    """No register is spilled, and four waves fit on a SIMD. There is no bank conflict and no loop around a buffer instruction, and
+    the hot loop is short."""
     pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
     check_compiled(emulator.launches[0], 4, 319)

@@ -1,4 +1,4 @@
-"""mha_extend_with_kvcache against the core's reference in float32."""
+"""mha_extend_with_kvcache, compared with the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Tiles of 16 to 128 rows; sequences with no, one and only new tokens; caches that end at edges of pages and blocks."""
+    """Tests tiles of 16 to 128 rows, sequences with no, one and only new tokens, and caches that end at edges of pages and
+    blocks."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, which were freed."""
+    """The window hides whole pages, and these pages were freed."""
     _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, window_left=30, freed=True)
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:
-    """Lengths differ so much that sequences share slots. The sequences end at tile edges. Some have no row in their last slot."""
+    """Lengths differ so much that sequences share slots of the grid. The sequences end at tile edges. Some sequences have no row in
+    their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])
 
 
@@ -58,7 +60,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, pytest.param(13, marks=pytest.mark.slow)])
 def test_not_causal(gfx950: torch.device, window_left: int) -> None:
-    """Includes sequences with more queries than keys, and without keys."""
+    """Some sequences have more queries than keys, or no keys."""
     _run(gfx950, [100, 5, 0], [9, 8, 2], window_left=window_left, is_causal=False)
 
 
@@ -123,7 +125,8 @@ def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
     ids=str,
 )
 def test_resources(emulator: Any, new: int, options: dict[str, Any]) -> None:
-    """Nothing is spilled, two waves fit on a SIMD, no bank conflict, no loop around a buffer instruction, a short hot loop."""
+    """No register is spilled, and two waves fit on a SIMD. There is no bank conflict and no loop around a buffer instruction, and
+    the hot loop is short."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, "is_causal": True, **options}
     mha_extend_with_kvcache(**inputs(torch.device("cpu"), [400], [new], **shape))
     check_compiled(emulator.launches[0], 2, 412)

@@ -1,4 +1,4 @@
-"""Attention to fp8 (e4m3) paged caches against the core's fp32 reference, with the same values."""
+"""Attention to fp8 (e4m3) paged caches, compared with the core's fp32 reference on the same values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DECODE, EXTEND, MIXED = "mha_decode_with_kvcache", "mha_extend_with_kvcache", "m
 
 
 def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[int] | None, **options: Any) -> dict[str, Any]:
-    """Arguments of a function."""
+    """Returns the arguments of a function."""
     needed = {EXTEND: {"is_causal": True}, MIXED: {"running_sums": False}, DECODE: {}}[function]
     return inputs(device, kv_lens, q_lens, **{**needed, **options})
 
 
 def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The reference's results for dequantised caches, because fp32 caches have no scales."""
+    """Returns the reference's results for dequantised caches, because fp32 caches have no scales."""
     wide = dict(arguments)
     for name in ("k", "v"):
         scale = wide.pop(f"{name}_scale", None)
@@ -68,7 +68,7 @@ def _slow(*values: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, _slow(torch.float16)], ids=str)
 def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
-    """The output of a token that sees one key is that key's value, exactly."""
+    """If a token sees only one key, its output is exactly this key's value."""
     numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     numbers[numbers.isnan()] = 0
     arguments = inputs(gfx950, [1] * 4, dtype=dtype, heads=1, kv_heads=1, **NO_SCALES)
@@ -82,20 +82,20 @@ def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
 @pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
 def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
-    """Lengths of 0, of 1, and at the edges of pages and blocks, in one launch."""
+    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
     lengths = [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
     _run(DECODE, gfx950, lengths, page_size=page_size, **SCALES[scales])
 
 
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 def test_decode_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """Sequences with many splits, with one split, and without keys."""
+    """The batch has sequences with many splits, with one split, and without keys."""
     _run(DECODE, gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **ONE_SCALE)
 
 
 @pytest.mark.parametrize("page_size", [16, _slow(32)])
 def test_decode_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
-    """One block in flight, and pages smaller than a block."""
+    """Waves have one block in flight, and pages are smaller than a block."""
     pretend_compute_units(monkeypatch, 2)
     _run(DECODE, gfx950, [700, 0, 330, 1, 90], page_size=page_size, **SCALE_A_HEAD)
 
@@ -125,7 +125,7 @@ def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, k
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 @pytest.mark.parametrize("longest", [40, *map(_slow, (1, 3, 8, 16))])
 def test_extend_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Every tile; sequences with no, one and only new tokens; caches that end at edges of pages and blocks."""
+    """Tests every tile, sequences with no, one and only new tokens, and caches that end at edges of pages and blocks."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(EXTEND, gfx950, kv_lens, q_lens, page_size=page_size, **SCALE_A_HEAD)
 
@@ -162,7 +162,7 @@ def test_extend_head_dims(gfx950: torch.device, dtype: torch.dtype, head_dim: in
     ("head_dim", "page_size"), [(64, 64), *(_slow(head_dim, size) for head_dim, size in ((64, 16), (64, 128), (128, 64)))]
 )
 def test_mixed(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, head_dim: int, page_size: int) -> None:
-    """Short and long sequences in separate launches."""
+    """Short and long sequences get separate launches."""
     pretend_compute_units(monkeypatch, 1)
     kv_lens, q_lens = [500, 40, 0, 64, 130, 65], [1, 40, 0, 4, 33, 65]
     _run(MIXED, gfx950, kv_lens, q_lens, head_dim=head_dim, page_size=page_size, sinks=True, **SCALE_A_HEAD)
@@ -201,7 +201,7 @@ def _scales(device: torch.device, which: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("function", "q_lens"), [(DECODE, None), _slow(EXTEND, [1, 9]), _slow(MIXED, [1, 9])])
 @pytest.mark.parametrize("which", ["one and a head", *map(_slow, ("keys", "values", "expanded"))])
 def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function: str, q_lens: list[int] | None, which: str) -> None:
-    """Scales of keys, of values or of both, with any stride. The host reads none of them."""
+    """Calls have scales of keys, of values or of both, with any stride. The host does not read the scales."""
     arguments = {**_make(function, gfx950, [70, 9], q_lens, **NO_SCALES), **_scales(gfx950, which)}
     wanted = _wanted(function, arguments)
     module = {DECODE: "decode", EXTEND: "extend", MIXED: "mixed"}[function]
@@ -265,7 +265,7 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
 
 
 def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """Elements are converted two at a time, each is read once, and only lists of pages are written to LDS."""
+    """The kernel converts two elements at a time and reads each element once. It writes only lists of pages to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
     assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]

@@ -1,4 +1,4 @@
-"""mha_with_kvcache against the core's reference in float32."""
+"""mha_with_kvcache, compared with the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from .paging import (
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with one CU. Small inputs keep it busy, so that long and short sequences get separate launches."""
+    """Pretends that the device has one CU. Small inputs then keep the device busy, so long and short sequences get separate
+    launches."""
     pretend_compute_units(monkeypatch, 1)
 
 
@@ -42,41 +43,42 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
     check(mha_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
 
 
-# With a gqa_ratio of 4, four new tokens fit the small tile, and 32 the large one.
+# With a gqa_ratio of 4, four new tokens fit into the small tile, and 32 new tokens into the large tile.
 EDGES = {1: 1, 63: 0, 64: 4, 65: 5, 0: 0, 31: 31, 33: 32, 34: 33, 128: 1, 130: 2, 200: 64, 129: 3}
 
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """Lengths of 0, of 1, and at edges of tiles and pages; prefill, extend and decode in any order."""
+    """Tests lengths of 0, of 1, and at edges of tiles and pages. Sequences prefill, extend and decode, in any order."""
     _run(gfx950, list(EDGES), list(EDGES.values()), page_size=page_size)
 
 
 @pytest.mark.parametrize("longest", [5, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (8, 16, 40))])
 def test_every_tile(gfx950: torch.device, small_device: None, longest: int) -> None:
-    """The tiles of extend, of 32 to 128 rows."""
+    """Tests the tiles of extend, which have 32 to 128 rows."""
     _run(gfx950, [70, 40, 90, 0, 33], [1, longest, 4, 0, 2], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """Decode sequences with many splits, with one split and without keys, beside extend sequences, which are not split."""
+    """The batch has decode sequences with many splits, with one split and without keys. Beside them are extend sequences, which are
+    not split."""
     _run(gfx950, [900, 40, 0, 1300, 64, 700, 65, 500], [1, 40, 0, 33, 4, 2, 65, 0], page_size=page_size, sinks=True)
 
 
 def test_room_for_all_at_once(gfx950: torch.device) -> None:
-    """So few keys that one launch computes everything."""
+    """There are so few keys that one launch computes everything."""
     _run(gfx950, [70, 200, 9, 0, 33], [1, 64, 9, 0, 2])
 
 
 def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
-    """The decode kernel computes all sequences."""
+    """With few tokens of few sequences, the decode kernel computes all sequences."""
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """One decode launch for sequences with many, few and no new tokens. Each sequence's window hides freed pages."""
+    """One decode launch computes sequences with many, few and no new tokens. Each sequence's window hides freed pages."""
     _run(gfx950, [805, 300, 0, 500, 461], [1, 9, 0, 5, 4], page_size=page_size, window_left=100, freed=True)
 
 
@@ -91,7 +93,7 @@ def test_one_sequence(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("batch", [100, pytest.param(1100, marks=pytest.mark.slow)])
 def test_more_sequences_than_lanes(gfx950: torch.device, small_device: None, batch: int) -> None:
-    """Includes more sequences than a workgroup loads at once."""
+    """The batch has more sequences than a workgroup loads at once."""
     kv_lens = [300, *[1, 0, 25, 3, 40] * (batch // 5)]
     q_lens = [1, *[1, 0, 25, 2, 1] * (batch // 5)]
     _run(gfx950, kv_lens, q_lens, heads=4, kv_heads=1)
@@ -106,7 +108,7 @@ def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
 
 
 def test_order(gfx950: torch.device, small_device: None) -> None:
-    """A sequence's position in the batch does not change a bit of its result."""
+    """A sequence's result is bitwise the same at any position in the batch."""
     kv_lens, q_lens = [900, 40, 0, 130, 64, 700, 5], [1, 40, 0, 33, 4, 2, 5]
     arguments = _inputs(gfx950, kv_lens, q_lens, sinks=True)
     places = [3, 6, 0, 5, 2, 4, 1]
@@ -210,7 +212,7 @@ def test_launches(emulator: Any, kv_lens: list[int], q_lens: list[int], options:
 
 
 def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
-    """The longest sequence does not determine the number of tiles of the others."""
+    """The length of the longest sequence does not affect the number of tiles of other sequences."""
     mha_with_kvcache(**_inputs(torch.device("cpu"), [300] * 40, [1] * 20 + [290] + [1] * 19, heads=4, kv_heads=1))
     assert emulator.launches[0].grid == (329 * 4 // 128 + 40, 1, 1)
 
@@ -219,7 +221,7 @@ def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"window_left": 127}, {"head_dim": 128}))], ids=str
 )
 def test_resources(emulator: Any, small_device: None, options: dict[str, Any]) -> None:
-    """Checks both kernels. With a window, a tile of 128 rows needs more SGPRs than there are."""
+    """Checks both kernels. With a window, a tile of 128 rows needs more SGPRs than there are, so some are spilled."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, **options}
     mha_with_kvcache(**_inputs(torch.device("cpu"), [400, 300, 60], [1, 100, 2], **shape))
     extend, decode = emulator.launches[:2]

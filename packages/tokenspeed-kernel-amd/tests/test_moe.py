@@ -52,7 +52,7 @@ TILES_OF = [
 
 @pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
+    """The sizes end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
     layer = RandomLayer(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
@@ -69,8 +69,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped. A token names an expert twice that other tokens name as well. An expert has more pairs than one workgroup
-    computes."""
+    """A slot is skipped. One token names the same expert twice, and other tokens name this expert, too. An expert has more pairs
+    than one workgroup computes."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[4:13, 0] = 5
@@ -86,7 +86,8 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """1.2 times the portable kernel's error. That kernel rounds activations to the tokens' dtype before it quantises them."""
+    """Returns 1.2 times the portable kernel's error. The portable kernel rounds activations to the tokens' dtype before it
+    quantises them."""
     if layer.plan.activation_dtype == "fp8_static":
         return 4e-3
     return 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
@@ -103,7 +104,7 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
 )
 def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
-    """In another order, tokens have other columns and other tiles."""
+    """If the order of tokens changes, tokens are in other columns and other tiles. The results stay bitwise the same."""
     layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids[1 : tokens // 2, 0] = experts - 1
@@ -115,7 +116,7 @@ def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, 
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_numbers_far_from_one(gfx950: torch.device, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2. No projection exceeds fp32's range, nor does any gate times up."""
+    """Tokens and weights are multiplied by powers of 2. Projections and gate times up stay in fp32's range."""
     layer = RandomLayer(gfx950, 4, 2, 96, 64)
     assert layer.given.w13_weight_scale is not None
     assert layer.given.w2_weight_scale is not None
@@ -141,7 +142,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
 
 @pytest.mark.parametrize("name", ["mxfp4, concatenated, fp8 activations", "mxfp4, float16"])
 def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
-    """Checks a call of few tokens, and a call with enough tokens to be sorted by expert."""
+    """Runs the conformance kit on a call of few tokens, and on a call with so many tokens that they are sorted by expert."""
     (case,) = (case for case in mxfp4_cases() if case.name == name)
     spec = kernel_of("moe_apply_mxfp4")
     traits = get_operator(spec.operator).request(get_operator(spec.operator).complete(case.build(gfx950))).traits
@@ -171,7 +172,7 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
     ids=str,
 )
 def test_compiled_code(emulator: Any, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Nothing is spilled, no bank conflicts, no loops around buffer instructions."""
+    """No register is spilled. There are no bank conflicts and no loops around buffer instructions."""
     layer = RandomLayer(torch.device("cpu"), 2, 1, 1056, 32, **options, **GPT_OSS)
     grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
     launches = [launch for launch in emulator.launches if launch.kernel in ("grouped_kernel", "wide_kernel", "exact_kernel")]
@@ -209,13 +210,14 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
-    """GPT-OSS-120B's sizes with eight experts, so that four tokens share experts, which is rare among 128."""
+    """The layer has GPT-OSS-120B's sizes, but only eight experts, so that four tokens share experts. With 128 experts, tokens
+    rarely share one."""
     layer = RandomLayer(gfx950, 8, 4, 2880, 2880, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
     wanted = layer.wanted(x, weights, ids)
-    # Emulating the portable kernel takes minutes. Its rounding between the GEMMs, to bf16 and then to quantised values, causes an
-    # error of 1.60e-2 for one token and 1.42e-2 for four in exact arithmetic.
+    # Emulating the portable kernel takes minutes. So its error is given here. Between the GEMMs, it rounds to bf16 and then to
+    # quantised values. In exact arithmetic, this causes an error of 1.60e-2 for one token, and 1.42e-2 for four.
     assert relative_error(got, wanted) <= 1.2 * (1.60e-2 if tokens == 1 else 1.42e-2)
     assert torch.equal(moe_apply(x, layer.prepared, weights, ids, layer.plan), got)
 
@@ -232,7 +234,8 @@ def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("k", [320, 2880, 9312])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
-    """Rows in registers, and rows too long for registers. Values beyond k are zeros; rows beyond the count are not written."""
+    """Tests rows that fit into registers, and rows that are too long for registers. Values beyond k are zeros; rows beyond the
+    count are not written."""
     x = torch.randn(7, k, device=gfx950).to(dtype)
     x[2] = 0
     x[3] *= 1e-6
@@ -255,7 +258,7 @@ def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: i
 @pytest.mark.parametrize(
     ("weight_format", "activation_dtype", "tokens", "tile"),
     [
-        ("mxfp4", "none", 40, None),  # few tokens are one of the operator's cases
+        ("mxfp4", "none", 40, None),  # this call with few tokens is among the operator's cases
         pytest.param("mxfp4", "none", 40, FOR_FLOAT16, marks=pytest.mark.slow),
         pytest.param("mxfp4", "fp8", 1, None, marks=pytest.mark.slow),
         pytest.param("mxfp4", "fp8", 40, None, marks=pytest.mark.slow),
@@ -284,7 +287,7 @@ def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes
     x = torch.randn(6, 512, generator=random) * 2.0 ** torch.randint(-octaves, octaves // 2, (6, 512), generator=random)
     x = x.to(dtype).to(gfx950)
     codes = torch.zeros(planes, 6, 512, dtype=torch.uint8, device=gfx950)
-    scale = torch.zeros(planes * 6 * 16 + 6, dtype=torch.uint8, device=gfx950)  # see `encoding` for the last 6
+    scale = torch.zeros(planes * 6 * 16 + 6, dtype=torch.uint8, device=gfx950)  # `encoding` describes the last 6 bytes
     count = torch.tensor([6], dtype=torch.int32, device=gfx950)
     grouped.encode(x, count, Encoded(codes, scale), Encoding("e4m3", planes, "block"))
     exponents = scale[: planes * 6 * 16].view(planes, 6, 4, 4).transpose(2, 3).reshape(planes, 6, 16, 1)

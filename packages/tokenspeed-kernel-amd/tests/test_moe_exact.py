@@ -1,4 +1,5 @@
-"""moe_apply beside outliers: rows that the planes of float8 codes do not hold are computed exactly, by every kernel and format."""
+"""moe_apply of rows with outliers: if planes of fp8 values lose bits of a row, every kernel computes the row exactly, in every
+format."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ KERNELS = [
 
 
 def ignored(layer: RandomLayer, name: str, channels: slice) -> None:
-    """Sets a projection's weights of some channels to zero. The first channel is even, and mxfp4 has two in a byte."""
+    """Sets the weights of some channels of a projection to zero. The first channel must be even, because a byte of mxfp4 has two
+    channels."""
     weight = getattr(layer.given, f"{name}_weight")
     if layer.plan.weight_format == "mxfp4":
         channels = slice(channels.start // 2, channels.stop // 2)
@@ -50,10 +52,10 @@ def allowed(layer: RandomLayer) -> float:
 
 @pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
 def test_tokens_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
-    """Two channels of some tokens that no weight uses. The other tokens keep all bits."""
+    """Some tokens have outliers in two channels whose weights are zero. The results of the other tokens are bitwise unchanged."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 3, 2, 608, 96, weight_format, dtype=dtype)
-    if dtype == torch.float16:  # with tokens of 2^-8 an outlier of 2^15 is far enough from the others
+    if dtype == torch.float16:  # if tokens are about 2^-8, an outlier of 2^15 is far enough from the other elements
         layer.given.w13_weight_scale += 8 if weight_format == "mxfp4" else 255 * layer.given.w13_weight_scale
     ignored(layer, "w13", slice(38, 40))
     x, weights, ids = layer.tokens(tokens)
@@ -74,7 +76,7 @@ def test_tokens_with_outliers(gfx950: torch.device, launch: str, weight_format: 
 
 @pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
 def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
-    """The bias makes two features of one expert 2^20 and more times as large as others."""
+    """The bias makes two features of one expert at least 2^20 times as large as the other features."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 3, 2, 96, 608, weight_format, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
@@ -91,7 +93,7 @@ def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_for
 @pytest.mark.parametrize("weight_format", ["mxfp4", "fp8_block"])
 @pytest.mark.parametrize("launch", ["one token", "16 columns"])
 def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight_format: str) -> None:
-    """x = [2^20, 1.25, 1.25, ...], and weight 0 on the first channel."""
+    """x is [2^20, 1.25, 1.25, ...], and the weights of the first channel are 0."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 2, 1, 64, 64, weight_format)
     ignored(layer, "w13", slice(0, 2))
@@ -103,7 +105,7 @@ def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight
 
 @pytest.mark.parametrize("launch", ["one token", "16 columns"])
 def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
-    """Each block has numbers from 2^-60 to 2^60, and weights use only the smallest ones."""
+    """Each block has values from 2^-60 to 2^60. Only the weights of the smallest values are not zero."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 2, 1, 96, 64)
     for block in range(3):
@@ -118,7 +120,7 @@ def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
 
 @pytest.mark.parametrize("launch", ["few tokens", "16 columns"])
 def test_exact_plans_lose_no_number(gfx950: torch.device, launch: str) -> None:
-    """One number of a row is small beside the others, and the only one that weights use."""
+    """Two values of a row are small beside the others. Only the weights of these two values are not zero."""
     apply, tokens = LAUNCHES[launch]
     arguments: dict[str, Any] = {"exact_activations": True}
     layer = RandomLayer(gfx950, 2, 1, 64, 64, **arguments)

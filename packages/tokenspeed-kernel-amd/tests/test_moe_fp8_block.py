@@ -1,4 +1,4 @@
-"""moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, errors against the portable
+"""moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, and errors compared with the portable
 kernel's."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def layer_of(device: torch.device, *sizes: int, **options: Any) -> RandomLayer:
 
 
 def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
-    """Weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
+    """Returns weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
     experts, strips, pieces = weight.shape[:3]
     found = torch.empty(experts, strips, 32, pieces * 64, dtype=torch.float32)
     factors = torch.empty(experts, strips, 32, scale.shape[2] * 4, dtype=torch.float32)
@@ -55,7 +55,7 @@ def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
     ("hidden", "intermediate", "interleaved"), [(96, 64, True), (160, 224, False), (736, 32, True), (512, 544, False)]
 )
 def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, interleaved: bool) -> None:
-    """Includes up rows that begin within a scale block, in which the gate rows of a strip end."""
+    """One size has up rows that begin within a scale block, in which the gate rows of a strip end."""
     layer = layer_of(torch.device("cpu"), 3, 2, hidden, intermediate, w13_interleaved=interleaved, bias=True)
     given, arranged = layer.given, layer.prepared
     assert arranged.layout == layout.LAYOUT
@@ -66,7 +66,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     assert arranged.w2_weight_scale is not None
     assert arranged.w13_weight_bias is not None
     feature, both = torch.arange(intermediate), torch.arange(2 * intermediate)
-    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; its up is 16 rows further
+    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; the row of its up is 16 rows further
     gates = both[::2] if interleaved else both[:intermediate]
     ups = both[1::2] if interleaved else both[intermediate:]
     w13 = read_back(arranged.w13_weight, arranged.w13_weight_scale, hidden)
@@ -82,7 +82,8 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
 
 
 def cases(mode: str) -> list[Case]:
-    """The operator's cases with such weights that are not sized for a GPU, except those that no kernel here declares."""
+    """Returns the operator's cases with fp8 block-scaled weights. Cases that are sized for a GPU, or that no kernel of this package
+    declares, are left out."""
     small = [case for case in get_operator(f"moe.{mode}").all_cases() if not case.large and "fp8 blocks" in case.name]
     return [case for case in small if "cut short" not in case.name]
 
@@ -95,7 +96,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
+    """The sizes end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
     if tile == BROAD and options.get("dtype") == torch.float16:
         tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
         assert tile == NARROW
@@ -140,7 +141,8 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """The error is at most 1.2 times the portable kernel's, which has no static scales; static scales are rounded once."""
+    """The error is at most 1.2 times the portable kernel's. The portable kernel has no static scales; with static scales,
+    activations are rounded once."""
     wanted = layer.wanted(x, weights, ids)
     allowed = 4e-3
     if layer.plan.activation_dtype != "fp8_static":
@@ -174,7 +176,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
 
 
 def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
-    """Checks a call of few tokens, and a call with enough tokens to be sorted by expert."""
+    """Runs the conformance kit on a call of few tokens, and on a call with so many tokens that they are sorted by expert."""
     (case,) = (case for case in cases("moe_apply") if case.name == "fp8 blocks, fp8 activations")
     findings = conform(kernel_of("moe_apply_fp8_block"), gfx950, Options(shrink_seconds=0), [case])
     assert_none_wrong(findings)
@@ -192,7 +194,8 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str
     "options", [ROUNDED[0], *(pytest.param(x, marks=pytest.mark.slow) for x in (*ROUNDED[1:], {"dtype": torch.float16}))], ids=str
 )
 def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
-    """No spills at DeepSeek-V3's sizes, no loops around buffer instructions, no bank conflicts in the tiled GEMMs."""
+    """At DeepSeek-V3's sizes, there are no spills, no loops around buffer instructions, and no bank conflicts in the tiled
+    GEMMs."""
     cpu = torch.device("cpu")
     for sizes, tokens in (((4, 2, 7168, 32), 4), ((8, 8, 32, 2048), 4), ((4, 1, 7168, 32), 1)):
         layer = layer_of(cpu, *sizes, **options)
@@ -217,7 +220,7 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 
 def test_launches(emulator: Any) -> None:
-    """The launches are those of mxfp4 weights, but never the wide kernel."""
+    """A call has the same launches as with mxfp4 weights, but never the wide kernel."""
     layer = layer_of(torch.device("cpu"), 4, 2, 96, 64, activation_dtype="fp8")
     moe_apply(*_arguments(layer, 1))
     assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]

@@ -1,4 +1,4 @@
-"""The layout of mxfp4 expert weights for CDNA4, against the canonical one, element by element."""
+"""The layout of mxfp4 expert weights for CDNA4, compared with the canonical layout, element by element."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .experts import RandomLayer
 
 
 def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
-    """Weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
+    """Returns weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
     experts, strips, steps = weight.shape[:3]
     codes = torch.empty(experts, strips, 32, steps * 128, dtype=torch.uint8)
     exponents = torch.empty(experts, strips, 32, steps * 4, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     assert arranged.w13_weight_scale is not None
     assert arranged.w2_weight_scale is not None
     feature, both = torch.arange(intermediate), torch.arange(2 * intermediate)
-    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; its up is 16 rows further
+    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; the row of its up is 16 rows further
     gates = both[::2] if interleaved else both[:intermediate]
     ups = both[1::2] if interleaved else both[intermediate:]
     w13 = read_back(arranged.w13_weight, arranged.w13_weight_scale, hidden)

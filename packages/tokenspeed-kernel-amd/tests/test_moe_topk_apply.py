@@ -1,4 +1,4 @@
-"""moe_topk_apply with mxfp4 weights, with routing by the router logits in the first GEMM or in a separate launch."""
+"""moe_topk_apply with mxfp4 weights. Routing is part of the first GEMM, or is a separate launch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from .paging import check_case, kernel_of, spills
 moe_topk_apply = unchecked(operator, launcher_of_moe_topk_apply)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Logits of the other dtypes change only how they are loaded.
+# With logits of another dtype, only the loads of logits differ.
 FEW_DTYPES = [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
-# Tokens, experts and top-k. The first GEMM routes the first eight; the launch that sorts pairs routes the next three.
+# Tokens, experts and top-k of layers. In the first eight layers, the first GEMM routes. In the next three, the launch that sorts
+# pairs routes.
 SIZES = [
     *((1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)),
     *((37, 9, 3), (64, 128, 4), (100, 8, 8)),
@@ -35,7 +36,7 @@ SIZES = [
 
 
 def random_logits(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
-    """Random logits with some ties; in the first row, all positive logits are equal."""
+    """Returns random logits with some ties. In the first row, all positive logits are equal."""
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens + experts)) * 2
     logits[0].clamp_(max=0.0)
     return logits.to(dtype)
@@ -49,7 +50,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
-    """Includes ties, zeros of both signs, infinities and NaN, and more tokens than one workgroup routes."""
+    """The logits include ties, zeros of both signs, infinities and NaN. There are more tokens than one workgroup routes."""
     for tokens, experts, top_k in ((1, 128, 4), (5, 8, 3), (37, 300, 6), (3, 1024, 8), (70, 4, 1), (9, 5, 5), (0, 8, 2)):
         logits = random_logits(max(tokens, 5), experts, dtype)[:tokens].to(gfx950)
         logits[1:2, 1::2], logits[1:2, ::2] = -0.0, 0.0
@@ -63,13 +64,13 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """moe_topk_apply equals routing followed by moe_apply; logits need not be contiguous."""
+    """The result of moe_topk_apply equals that of routing followed by moe_apply. Logits need not be contiguous."""
     layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]
     weights, ids = moe_topk.operator.body(logits, top_k)
     got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
-    # The weights may differ in their last bit, and then the results by one rounding to bf16.
+    # The top-k weights may differ in their last bit. Then the results may differ by one rounding to bf16.
     assert relative_error(got, moe_apply(x, layer.prepared, weights, ids, layer.plan).float()) <= 1e-3
     out = torch.full_like(got, torch.nan)
     assert moe_topk_apply(x, logits, layer.prepared, layer.plan, out=out) is out
@@ -77,8 +78,8 @@ def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k:
 
 
 def test_launches(emulator: Any) -> None:
-    """Two launches for the fewest tokens. Routing takes one more launch if the padded pairs exceed the lanes of a wave, or if there
-    are too many tokens for the launch that sorts."""
+    """Few tokens take two launches. Routing takes one more launch in two cases: if the padded pairs exceed the lanes of a wave, or
+    if there are too many tokens for the launch that sorts."""
     layer = RandomLayer(torch.device("cpu"), 8, 3, 96, 64, activation_dtype="fp8_static")
     sorted_products = ["grouped_kernel", "grouped_kernel", "combine_kernel"]
     for tokens, wanted in (
@@ -99,7 +100,8 @@ def test_launches(emulator: Any) -> None:
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize("tokens", [1, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_compiled_code(emulator: Any, tokens: int, dtype: torch.dtype) -> None:
-    """No spills, and no loops around buffer instructions: the compiler knows that the expert is uniform in a wave."""
+    """There are no spills and no loops around buffer instructions, because the compiler knows that the expert is uniform in a
+    wave."""
     layer = RandomLayer(torch.device("cpu"), 128, 4, 2880, 32, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     moe_topk_apply(x, random_logits(tokens, 128, dtype), layer.prepared, layer.plan)

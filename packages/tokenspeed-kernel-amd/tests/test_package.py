@@ -1,4 +1,4 @@
-"""The package: the modules that importing it imports, its errors for wrong calls and on other machines, and its declarations."""
+"""The package: the modules that its import imports, errors for invalid calls and on other machines, and declarations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"
 
 
 def _python(code: str) -> str:
-    """The output of a script in a new interpreter that finds this package and the one that it requires."""
+    """Returns the output of a script in a new interpreter, which finds this package and the base."""
     base = Path(tokenspeed_kernel_base.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -59,7 +59,7 @@ def test_public_names() -> None:
 
 
 def _imports(path: Path) -> set[str]:
-    """Top-level names of the packages that a file imports, inside functions too."""
+    """Returns the top-level names of the packages that a file imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -73,7 +73,7 @@ def test_nothing_imports_the_core() -> None:
 
 
 def test_every_module_is_scanned_or_device_code() -> None:
-    """A kernel in any other module would not be found."""
+    """Every module is either scanned or device code. A kernel in any other module would not be found."""
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -112,7 +112,7 @@ def test_functions_are_the_operators(name: str) -> None:
 
 @pytest.fixture
 def triton_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets which version of Triton seems to be installed."""
+    """Returns a function that fakes the installed version of Triton."""
 
     def pretend(version: str | None) -> None:
         monkeypatch.setattr(_machine, "triton_version", lambda: version)
@@ -181,7 +181,7 @@ def test_a_newer_triton(triton_of: Any, version: str) -> None:
     ],
 )
 def test_wrong_arguments(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The operator's checks reject them on any machine."""
+    """The operator's checks reject wrong arguments on any machine."""
     with pytest.raises(error, match=f"^mha_prefill: .*{message}"):
         tokenspeed_kernel_amd.mha_prefill(**_arguments(**changed))
 

@@ -1,4 +1,4 @@
-"""mha_prefill against the core's reference in float32."""
+"""mha_prefill, compared with the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     error = (out.float() - wanted_out).norm() / wanted_out.norm()
     assert error <= ERROR
-    # Also compare row by row, because one wrong row hardly changes the norm of all.
+    # The rows are also compared one by one, because one wrong row hardly changes the norm of the whole output.
     rows = (out.float() - wanted_out).norm(dim=-1) / wanted_out.norm(dim=-1).clamp(min=1e-6)
     assert rows.max() <= 4 * ERROR
     assert (lse - wanted_lse).abs().max() <= LSE_ERROR
@@ -64,13 +64,13 @@ def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | N
     "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
 )
 def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
-    """One sequence and several; lengths of 0 and 1, and of one more and one less than a tile or a block of keys."""
+    """Tests one sequence and several, with lengths of 0 and 1, and of one more and one less than a tile or a block of keys."""
     _run(gfx950, lengths)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
 def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
-    """GQA ratios of 1, 4, 5 and 8; numbers of heads that are and are not a multiple of 8, the number of XCDs."""
+    """Tests GQA ratios of 1, 4, 5 and 8, and numbers of heads that are and are not a multiple of the 8 XCDs."""
     _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
 
 
@@ -87,7 +87,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
 def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
-    """A tile has blocks at the window's edge, unmasked blocks, and the diagonal."""
+    """A tile has blocks at the window's edge, unmasked blocks, and blocks on the diagonal."""
     _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
 
 
@@ -110,7 +110,8 @@ def test_everything_together(gfx950: torch.device, head_dim: int) -> None:
 
 
 def test_scores_far_from_zero(gfx950: torch.device) -> None:
-    """Scores of several hundred, which fall and rise along the keys: the running row max matters, and nothing overflows."""
+    """Scores reach several hundred, and fall and rise along the keys. The result needs the running row max, and nothing
+    overflows."""
     inputs = _inputs([300, 200], gfx950, heads=2, kv_heads=1)
     tokens = torch.arange(500, device=gfx950).view(-1, 1, 1)
     inputs["k"] = (inputs["k"] * torch.where(tokens < 300, 300 - tokens, tokens - 300) / 10).bfloat16()
@@ -124,7 +125,8 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Scores far from the diagonal exceed those on it by 60, so tiles are computed again. The scores of one head do not."""
+    """Scores far from the diagonal exceed scores on the diagonal by 60, so tiles are computed again. One head has no such
+    scores."""
     inputs = _inputs([400, 70], gfx950, heads=2, kv_heads=2, dtype=dtype)
     inputs["q"][:, 0] = 1.0
     inputs["k"][:, 0] *= 0.1
@@ -136,7 +138,7 @@ def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, opti
 
 
 def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
-    """q, k and v are slices of one tensor, and so is out: nothing is copied first."""
+    """q, k, v and out are slices of wider tensors. Nothing is copied first."""
     inputs = _inputs([140, 9], gfx950, heads=4, kv_heads=2)
     fused = torch.cat([inputs["q"], inputs["k"], inputs["v"]], 1)
     q, k, v = fused.split([4, 2, 2], 1)
@@ -149,7 +151,7 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
 
 
 def test_rows_that_are_padded(gfx950: torch.device) -> None:
-    """The strides of tokens and heads are multiples of 8, not of 16, elements."""
+    """The strides of tokens and heads are multiples of 8 elements, but not of 16."""
     inputs = _inputs([140], gfx950, heads=3, kv_heads=1)
     padded = {name: torch.nn.functional.pad(inputs[name], (0, 8))[..., :-8] for name in ("q", "k", "v")}
     assert all(each.stride(0) % 16 == each.stride(1) % 16 == 8 for each in padded.values())
@@ -190,7 +192,8 @@ def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
 def test_more_tiles_than_workgroups(
     gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
-    """Workgroups compute several tiles. The assignment depends on the number of workgroups; results are bitwise equal."""
+    """Workgroups compute several tiles. The assignment of tiles depends on the number of workgroups, but the results are bitwise
+    equal."""
     from tokenspeed_kernel_amd.gfx950.attention import prefill
 
     inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)
@@ -256,8 +259,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
 def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
-    """No VGPRs and few SGPRs are spilled, three waves fit on a SIMD (two with head_dim 128), no scratch, no bank conflict, no loop
-    around a buffer instruction."""
+    """No VGPRs and few SGPRs are spilled, and three waves fit on a SIMD (two with head_dim 128). There is no scratch, no bank
+    conflict, and no loop around a buffer instruction."""
     from gfx950_emulator.occupancy import occupancy
 
     launch = _launch(emulator, 300, head_dim, **options)
@@ -274,10 +277,10 @@ def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 172), _slow(128, 120)])
 def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
-    """Executed instructions per 16 MFMAs of the unmasked loop, copies, branches and waits included.
+    """Counts the executed instructions per 16 MFMAs of the unmasked loop, copies, branches and waits included.
 
-    The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. Taking the difference twice isolates one tile's
-    step.
+    The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. So the second difference over n is the instructions
+    of one tile's step.
     """
     counts = []
     for tiles in (2, 3, 4):

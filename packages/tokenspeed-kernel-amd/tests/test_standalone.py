@@ -131,12 +131,12 @@ class Environment:
         _output([*pip, "install", "--no-index", "--no-deps", str(wheel)])
 
     def run(self, code: str, *arguments: str) -> str:
-        """The output of a script. The current folder is not on its path."""
+        """Returns the output of a script. The current folder is not on the script's path."""
         return _output([str(self.python), "-I", "-c", code, *arguments])
 
 
 def _output(command: list[str]) -> str:
-    """The output of a command, run without environment variables of this project or of Python."""
+    """Returns the output of a command that runs without environment variables of this project or of Python."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -157,7 +157,7 @@ def _build(package: str, where: Path) -> Path:
 
 
 def _printed(text: str) -> dict[str, Any]:
-    """The JSON object in a script's last line."""
+    """Returns the JSON object in a script's last line."""
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 

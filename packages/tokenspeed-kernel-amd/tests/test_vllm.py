@@ -30,7 +30,7 @@ UNTOUCHED = 7.0
 
 @dataclass
 class AttentionMetadata:
-    """The fields read by attention that `TritonAttentionMetadata` and `FlashAttentionMetadata` have in common."""
+    """The fields that attention reads and that both `TritonAttentionMetadata` and `FlashAttentionMetadata` have."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -43,7 +43,7 @@ class AttentionMetadata:
 
 @dataclass
 class Batch:
-    """The arguments of a layer's forward, and the keys and values of every request from its first token on."""
+    """The arguments of a layer's forward, and the keys and values of all tokens of every request."""
 
     query: Tensor
     output: Tensor
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass
 class Layout:
-    """A cache as one tensor: its shape, the order of its axes in memory, and its keys and values as views of it."""
+    """The layout of a cache tensor: its shape, the order of its axes in memory, and how keys and values are views of it."""
 
     shape: Callable[[int, int], tuple[int, ...]]
     order: tuple[int, ...]
@@ -84,11 +84,12 @@ def _batch(
     layout: str = "packed BNHC",
     block_size: int = 16,
 ) -> Batch:
-    """Requests whose tokens were written to the cache through slots, as vLLM does before attention; all other slots hold NaN.
+    """Returns requests whose tokens were written to the cache through slots, as vLLM does before attention. All other slots hold
+    NaN.
 
     Args:
-        seq_lens, query_lens: lengths of each request; 0 for padding requests.
-        rows: rows of query and output, more than there are tokens.
+        seq_lens, query_lens: number of all tokens and of new tokens of each request; 0 for padding requests.
+        rows: number of rows of query and output, which is larger than the number of tokens.
     """
     draw = torch.Generator().manual_seed(sum(seq_lens))
 
@@ -131,7 +132,7 @@ def _batch(
 
 
 def _layer(device: torch.device, sliding_window: int | None, sinks: bool = True) -> Any:
-    """The attributes of a layer's attention implementation."""
+    """Returns the attributes of a layer's attention implementation."""
     learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16, device=device)
     return SimpleNamespace(
         head_size=HEAD_DIM,
@@ -148,7 +149,7 @@ def _options(layer: Any) -> dict[str, Any]:
 
 
 def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
-    """Compares the tokens' rows with attention over whole histories, and checks that other rows were not written."""
+    """Compares the tokens' rows with attention over all tokens of each request, and checks that other rows were not written."""
     tokens = batch.metadata.num_actual_tokens
     wanted = []
     for query, (keys, values) in zip(batch.query[:tokens].split(list(batch.query_lens)), batch.histories, strict=True):
@@ -168,7 +169,7 @@ def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the elements of the largest tensor of a dtype that PyTorch allocates inside the block."""
+    """Inside its `with` block, records the size of the largest tensor of a dtype that PyTorch allocates."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
     ],
 )
 def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
-    """Requests that decode, extend by a chunk, and prefill, and one padding request."""
+    """The batch has requests that decode, extend by a chunk, and prefill, and one padding request."""
     batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
     layer, metadata = _layer(gfx950, sliding_window), batch.metadata
     k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
@@ -255,7 +256,7 @@ def test_what_the_readme_shows(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decode_batch(gfx950: torch.device, layout: str) -> None:
-    """Caches are views, and none is copied."""
+    """The caches are views of one tensor, and no cache is copied."""
     batch = _batch(gfx950, [1, 64, 300, 17], [1, 1, 1, 1], rows=8, layout=layout, block_size=64)
     layer, metadata = _layer(gfx950, None), batch.metadata
     assert metadata.max_query_len == 1
@@ -271,7 +272,8 @@ def test_decode_batch(gfx950: torch.device, layout: str) -> None:
 
 
 def test_prefill_batch(gfx950: torch.device) -> None:
-    """Whole prompts read the new keys and values, not the cache; here they are slices of one projection's output."""
+    """Whole prompts read the new keys and values, not the cache. Here, new keys and values are slices of one projection's
+    output."""
     lens = [33, 1, 50]
     batch = _batch(gfx950, lens, lens, rows=96)
     layer, metadata = _layer(gfx950, 16), batch.metadata
@@ -288,7 +290,7 @@ def test_prefill_batch(gfx950: torch.device) -> None:
 
 
 def test_chunked_prefill_batch(gfx950: torch.device) -> None:
-    """Prompts whose first chunks are in the cache."""
+    """The first chunks of the prompts are in the cache."""
     batch = _batch(gfx950, [70, 40], [30, 9], rows=48, layout="flash NHD")
     layer, metadata = _layer(gfx950, None, sinks=False), batch.metadata
     k_cache, v_cache = LAYOUTS["flash NHD"].views(batch.kv_cache)

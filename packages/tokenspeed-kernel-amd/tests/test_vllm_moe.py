@@ -23,7 +23,7 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 4, 96, 64
 
 
 def readme_code() -> dict[str, Any]:
-    """The names that the README's code defines."""
+    """Returns the names that the README's code defines."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     section = readme.partition("### Experts in vLLM")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -33,7 +33,7 @@ def readme_code() -> dict[str, Any]:
 
 
 def layer_of(device: torch.device) -> SimpleNamespace:
-    """A RoutedExperts layer after vLLM's loader: gate and up rows are interleaved."""
+    """Returns a RoutedExperts layer as vLLM's loader leaves it: gate and up rows are interleaved."""
     draw = torch.Generator().manual_seed(3)
 
     def codes(*shape: int) -> Tensor:

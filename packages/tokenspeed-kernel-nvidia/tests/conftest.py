@@ -20,7 +20,7 @@ from .flashinfer_stand_in import source_reader
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the parameter ``cutedsl_kernel`` runs for the name of each CuteDSL kernel."""
+    """A test with the parameter ``cutedsl_kernel`` runs once for each CuteDSL kernel, with the kernel's name."""
     if "cutedsl_kernel" in metafunc.fixturenames:
         with every_kernel() as registry:
             names = sorted(spec.name for spec in registry.list_kernels() if spec.solution == "cutedsl")

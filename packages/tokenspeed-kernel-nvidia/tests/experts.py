@@ -103,7 +103,7 @@ class RandomLayer:
 
 
 def compare(got: Tensor, wanted: Tensor) -> None:
-    """Compares with tolerances for rounding the activation, each slot's result, and the result."""
+    """Compares results. The tolerances allow for rounding of the activation, of each top-k slot's result, and of the sum."""
     assert got.shape == wanted.shape
     if not wanted.numel():
         return

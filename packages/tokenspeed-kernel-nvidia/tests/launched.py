@@ -1,4 +1,4 @@
-"""Helpers for tests of launchers. Kernels are compared with a reference, executed on the emulator, or recorded instead of launched."""
+"""Helpers for tests of launchers: kernels are compared with a reference, executed on the emulator, or recorded."""
 
 from __future__ import annotations
 

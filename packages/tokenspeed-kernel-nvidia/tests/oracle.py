@@ -113,7 +113,7 @@ def check(
     size, off = wanted[0].norm(dim=2), (out.float() - wanted[0]).norm(dim=2)
     assert not off[size == 0].any(), "rows that see nothing are not 0"
     limits = torch.finfo(out.dtype)
-    # Values below a dtype's smallest normal number have few significant bits, or none.
+    # Values below a dtype's smallest normal number have few significant bits, or are 0.
     nothing = limits.smallest_normal * limits.eps * out.shape[2] ** 0.5
     error = float((off - nothing).clamp_min(0).norm() / size.norm().clamp_min(1e-30))
     assert error <= tolerance, f"relative error {error:.2e}, worst rows {worst(out, wanted[0])}"

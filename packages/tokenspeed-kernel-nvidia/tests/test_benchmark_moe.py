@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _small(shapes: ModuleType) -> list[Any]:
-    """Returns a shape of each kind, and a shape whose first token has no expert on this rank."""
+    """Returns one shape for each weight format, and a shape whose first token has no expert on this rank."""
     return [
         shapes.Shape(shapes.Model("mxfp4", 8, 4, 96, 64, gpt_oss=True), 5),
         shapes.Shape(shapes.Model("dense", 6, 2, 64, 48, "dense"), 3),

@@ -31,7 +31,7 @@ def forget() -> None:
 
 @pytest.fixture
 def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An emulated H200 for Triton, with an empty cache."""
+    """Yields an emulated H200 for Triton, with an empty cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     forget()
     with emulated_sm90(triton=True):
@@ -64,7 +64,7 @@ def test_forbid_stops_triton_before_it_compiles(emulated: None, tmp_path: Path) 
     with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=message):
         call()
     assert not [*(tmp_path / "triton").rglob("*.json")]
-    call()  # the refused call left nothing behind
+    call()  # the refused call has left no state behind
     assert len(compilations(begun)) == 1
 
 

@@ -327,7 +327,7 @@ def test_two_graphs_at_once(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Each stream has its own partial results."""
+    """Calls on two streams overlap, and use separate memory for partial results."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4)]
     streams = [torch.cuda.Stream(sm90) for _ in cases]
     wanted = [case.wanted(Options()) for case in cases]

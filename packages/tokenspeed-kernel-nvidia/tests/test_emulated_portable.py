@@ -1,4 +1,4 @@
-"""Portable kernels as Triton compiles them for Hopper, with cp.async, TMA and wgmma."""
+"""Portable kernels in the form that Triton compiles for Hopper, with cp.async, TMA and wgmma."""
 
 from __future__ import annotations
 

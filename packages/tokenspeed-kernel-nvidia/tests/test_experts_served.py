@@ -169,7 +169,7 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
 def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
     """Layers are called with few and with many tokens, with skipped slots, and with experts that have no tokens."""
     layer = _public(sm90, **changes)
-    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last are too many for the streaming kernel
+    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last number is too large for the streaming kernel
         x, weights, ids = layer.tokens(tokens)
         layer.check(x, weights, ids)
         ids[ids % 3 == 1] = -1

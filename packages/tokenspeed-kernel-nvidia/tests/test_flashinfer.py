@@ -548,7 +548,7 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
         pytest.skip(gap)
     forget_adapters()
     cases = [case for case in (*_cases(spec.mode), *get_operator(spec.operator).all_cases()) if not case.large]
-    if spec.mode == "mha_extend_with_kvcache":  # needs finite unused slots, see `extend_device`
+    if spec.mode == "mha_extend_with_kvcache":  # extend needs finite values in unused slots, see `extend_device`
         cases = [case for case in cases if "NaN" not in case.name]
     results = [verify_case(spec, case, device) for case in cases]
     assert_none_wrong(results)

@@ -33,7 +33,7 @@ COLUMNS = SUPPORTED[PLAIN]
 
 
 class Layer(RandomLayer):
-    """A layer for many tokens."""
+    """A layer that runs on the kernel for many tokens."""
 
     apply = staticmethod(grouped.moe_apply_many)
 
@@ -138,7 +138,7 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int, activation_
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(3000)
-    layer.check(x, weights, torch.full_like(ids, 5))  # each token has it twice
+    layer.check(x, weights, torch.full_like(ids, 5))  # each token has expert 5 in both slots
 
 
 def test_no_tokens(sm90: torch.device) -> None:

@@ -326,7 +326,7 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     """Float32 rows occur if tokens are float16."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
-    if inputs == PARTS:  # a row with an outlier, and a row of zeros and one element
+    if inputs == PARTS:  # row 1 has an outlier; row 0 has one too, but beside it almost only zeros
         rows[1, 5] = 1e8
         rows[0, 3:] = 0.0
         rows[0, 1] = 1e8

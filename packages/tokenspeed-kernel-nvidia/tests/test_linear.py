@@ -107,8 +107,8 @@ def test_many_panels_are_arranged_some_at_a_time(monkeypatch: pytest.MonkeyPatch
 def test_configurations_fit() -> None:
     for config in every_config():
         assert config.shared_bytes <= SHARED_BYTES
-        assert 8 <= GROUPS * config.stages <= 32  # each lane initialises the barriers of one
-        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # bytes in flight
+        assert 8 <= GROUPS * config.stages <= 32  # each lane initialises the barriers of one stage
+        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # enough bytes are in flight
         assert 8 * 2 * GROUPS * (config.stages + 1) <= HEAD_BYTES
     assert {config_of("bfloat16", "nvfp4", tokens) for tokens in range(1, 17)} <= set(every_config())
     assert MAX_K == 28672  # Llama 70B's down projection

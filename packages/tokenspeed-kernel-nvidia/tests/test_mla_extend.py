@@ -1,4 +1,4 @@
-"""MLA extend (many new tokens) against the operator's reference."""
+"""MLA extend (many new tokens), compared with the operator's reference."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ mla_extend_with_kvcache = as_operator(mla_extend.mla_extend_with_kvcache)
 NAME = "cutedsl_mla_extend_with_kvcache"
 NAME_FP8 = "cutedsl_mla_extend_with_kvcache_fp8"
 E4M3 = torch.float8_e4m3fn
-# Dtypes of queries and cache, or of the cache only.
+# Dtypes with an fp8 cache: of queries and cache, or of the cache only.
 FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
 FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
 
 
 def arguments_of(lengths: list[int], new: list[int], heads: int, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """A call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
+    """Returns a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     widths = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, "is_causal": True}
     case = Case("", paged(lengths, new, heads=heads, **{**widths, "stale": True, "return_lse": True, **options}))
     return dict(get_operator("attention.mla_extend_with_kvcache").complete(case.build(device, sum(lengths))))
@@ -48,12 +48,13 @@ def check(arguments: dict[str, Any]) -> None:
 
 
 def check_fp8(arguments: dict[str, Any]) -> None:
-    """Launches the kernel twice with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
+    """Launches the kernel twice with an fp8 cache. The kernel rounds probabilities to e4m3, which gives each an rms error of
+    2.6%."""
     launched.check_fp8(mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
 
 
 def drawn(count: int) -> tuple[list[int], list[int]]:
-    """Lengths of some sequences, and how many of their tokens are new."""
+    """Returns random lengths of some sequences, and how many of each sequence's tokens are new."""
     draw = random.Random(count)
     lengths = [draw.choice([0, 1, 64, draw.randrange(900)]) for _ in range(count)]
     return lengths, [draw.choice([0, min(length, 1), length, draw.randint(0, length)]) for length in lengths]
@@ -74,7 +75,7 @@ SHAPES = [
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("lengths", "new"), SHAPES, ids=str)
 def test_lengths(sm90: torch.device, lengths: list[int], new: list[int], heads: int, is_causal: bool) -> None:
-    """The edges of blocks, few new tokens of long sequences, and many."""
+    """Tests lengths at the edges of blocks, and long sequences with few and with many new tokens."""
     check(arguments_of(lengths, new, heads, sm90, is_causal=is_causal))
 
 
@@ -88,13 +89,13 @@ def test_an_fp8_cache(sm90: torch.device, lengths: list[int], new: list[int], he
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More sequences than lanes of a warp, and more than groups of CTAs."""
+    """The batch has more sequences than a warp has lanes, and more than there are groups of CTAs."""
     check(arguments_of(*drawn(batch), heads, sm90))
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_runs_agree(sm90: torch.device, heads: int) -> None:
-    """Thousands of short work items, many times: a buffer that a CTA releases must have been read before another one
+    """Runs thousands of short work items, many times. A buffer that one CTA releases must have been read before another CTA
     overwrites it.
     """
     arguments = arguments_of(*drawn(200), heads, sm90)
@@ -106,7 +107,7 @@ def test_runs_agree(sm90: torch.device, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_more_queries_than_keys(sm90: torch.device, heads: int) -> None:
-    """Some queries see nothing."""
+    """Some queries see no key."""
     check(arguments_of([30, 0, 300], [40, 5, 400], heads, sm90, is_causal=False))
 
 
@@ -145,20 +146,20 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
 @pytest.mark.parametrize(
     ("heads", "lengths", "new", "sm_count", "options"),
     [
-        (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, and ranges that begin in the middle
+        (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, some of which begin within a sequence
         (128, [130, 65], [2, 1], 2, {"softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
-        (16, [300, 2, 0, 66, 65], [21, 2, 0, 9, 1], 4, {}),  # tiles with fewer tokens, and none
+        (16, [300, 2, 0, 66, 65], [21, 2, 0, 9, 1], 4, {}),  # some tiles have fewer tokens, and some sequences have no tile
         (16, [700, 130], [9, 8], 10, {"is_causal": False}),
         (64, [20, 0, 70], [30, 3, 71], 2, {"is_causal": False}),  # more queries than keys
         (32, [200, 128], [70, 64], 6, {"page_size": 128}),
-        (16, [300, 2, 0, 66, 65], [4, 2, 0, 1, 3], 3, {}),  # so few that one tile has all, and there are no clusters
+        (16, [300, 2, 0, 66, 65], [4, 2, 0, 1, 3], 3, {}),  # one tile has all new tokens of a sequence: no clusters
     ],
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "random")])
 def test_on_the_emulator(
     heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
-    """With warps in any order, and copies and wgmmas as late as possible."""
+    """Runs with warps in any order, and with copies and wgmmas as late as possible."""
     with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, new, heads, **options))
 
@@ -174,8 +175,8 @@ def test_on_the_emulator(
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks are accumulated in registers, and more in memory, while row maxima rise. The emulator accumulates fp8 MMAs with as
-    few bits as Hopper does.
+    """Two blocks of keys are accumulated in registers, and further blocks in memory, while row maxima rise. The emulator
+    accumulates fp8 MMAs with as few bits as Hopper.
     """
     monkeypatch.setattr(mla_extend, "Fp8Config", partial(Fp8Config, summed=2))
     with emulated(sm_count, seed=3, copies="late", limited_fp8_accumulation=True):
@@ -183,7 +184,7 @@ def test_an_fp8_cache_on_the_emulator(
 
 
 def test_many_sequences_on_the_emulator() -> None:
-    """More sequences than a warp has lanes."""
+    """The batch has more sequences than a warp has lanes."""
     lengths, new = drawn(40)
     lengths = [length % 130 for length in lengths]
     with emulated(4):
@@ -202,7 +203,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     ("heads", "new", "groups"), [(16, 5, 66), (32, 3, 66), (64, 2, 66), (128, 1, 66), (16, 4, 132), (64, 1, 132)]
 )
 def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
-    """A group is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
+    """A group of CTAs is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
     mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_extend.mla_extend_program, mla_extend.mla_extend_merge_program)
@@ -227,7 +228,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options
 
 @pytest.mark.parametrize(("is_causal", "bound", "handed_on"), [(True, 1000, 70), (True, 50, 50), (False, 1000, 73)])
 def test_a_loose_bound_of_new_tokens_is_tightened(launches: list[Launched], is_causal: bool, bound: int, handed_on: int) -> None:
-    """By their total number, and for causal attention by the longest sequence."""
+    """The launcher lowers a loose bound to the total number of new tokens, and for causal attention to the longest sequence."""
     arguments = arguments_of([70, 3], [70, 3], 16, is_causal=is_causal)
     mla_extend_with_kvcache(**{**arguments, "max_seqlen_q": bound, "max_seqlen_k": 70})
     assert [arguments[8] for _, _, arguments in launches[:1]] == [arguments[4] for _, _, arguments in launches[1:]] == [handed_on]
@@ -271,7 +272,7 @@ def test_an_empty_cache_and_no_new_tokens(launches: list[Launched]) -> None:
 
 
 def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the kernel is eligible for a call, and which one is selected."""
+    """Returns whether the kernel is eligible for a call, and which kernel is selected."""
     with use_platform(named_platform("sm_90")):
         explained = tokenspeed_kernel.mla_extend_with_kvcache.explain(**arguments)
     accepted = [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME]

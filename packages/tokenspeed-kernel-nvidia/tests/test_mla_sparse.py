@@ -1,4 +1,4 @@
-"""Sparse MLA of tokens to selected slots, against the operator's reference."""
+"""Sparse MLA of tokens to selected slots, compared with the operator's reference."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def arguments_of(
     softmax_scale: float = 0.1352,
     counted: bool = True,
 ) -> dict[str, Any]:
-    """A call with DeepSeek-V3's head dims, whose tokens have these numbers of keys.
+    """Returns a call with DeepSeek-V3's head dims, whose tokens have these numbers of keys.
 
-    Slots that no token selected are NaN, and indices past a token's last are invalid. The LSE is requested.
+    Slots that no token selected are NaN. Indices past a token's last key are invalid. The LSE is requested.
 
     Args:
-        holes: how many of the valid positions have index -1.
-        counted: pass the lengths; otherwise -1 follows a token's indices.
+        holes: how many of a token's valid positions have index -1.
+        counted: whether the lengths are passed; otherwise -1 follows a token's indices.
     """
     draw = torch.Generator().manual_seed(sum(lengths) + heads)
     top_k = top_k or max([1, *lengths])
@@ -79,14 +79,14 @@ def check(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [2048], [2048, 1, 0, 700]], ids=str)
 def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
-    """The edges of blocks, and tokens that are split over many groups."""
+    """Tests numbers of keys at the edges of blocks, and tokens whose keys are split over many groups of CTAs."""
     check(arguments_of(lengths, heads, device=sm90))
 
 
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
-    """More tokens than lanes of a warp, and more than groups of CTAs."""
+    """There are more tokens than a warp has lanes, and more than groups of CTAs."""
     draw = random.Random(tokens)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
 
@@ -122,17 +122,17 @@ emulated = partial(launched.emulated, mla_sparse._programs_of)
 @pytest.mark.parametrize(
     ("lengths", "sm_count", "options", "seed", "copies"),
     [
-        # Three groups; one has ranges of two tokens, and a token is split over two.
+        # There are three groups of CTAs. One group has keys of two tokens, and the keys of one token are split over two groups.
         ([300, 130, 0, 3], 6, {"holes": 0.2}, 3, "late"),
         ([300, 130, 0, 3], 6, {"holes": 0.2}, 5, "random"),
         # Row maxima rise so much that accumulators are rescaled.
         ([130, 70], 4, {"softmax_scale": 1.0, "page_size": 1, "counted": False}, 1, "random"),
-        # A block without any key.
+        # One block has no key.
         ([2, 65], 2, {"holes": 0.97, "top_k": 200}, 2, "late"),
     ],
 )
 def test_on_the_emulator(lengths: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str) -> None:
-    """With warps in any order, and copies and wgmmas as late as possible."""
+    """Runs with warps in any order, and with copies and wgmmas as late as possible."""
     with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, 128, **options))
 
@@ -148,7 +148,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
-    """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
+    """A group of CTAs has all heads. The group is one CTA, or two CTAs with half of 128 heads each."""
     mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)

@@ -1,4 +1,4 @@
-"""GEMMs of few rows against float32."""
+"""GEMMs of few rows, compared with float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ mm = as_operator(launcher_of_mm)
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
-# Relative to a result's norm. Rounding an element to bfloat16 costs 3.9e-3 at most, to float16 4.9e-4.
+# Tolerances relative to a result's norm. Rounding an element gives an error of at most 3.9e-3 in bfloat16, and 4.9e-4 in float16.
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 6e-4, SINGLE: 1e-5}
 
 
@@ -56,7 +56,8 @@ def _wanted(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _check(got: Tensor, wanted: Tensor) -> None:
-    """In total, and the worst element: one at a wrong index, or one that lacks a part of k, is far off."""
+    """Checks the total error and the worst element. An element at a wrong index, or an element that lacks a part of k, has a large
+    error."""
     assert got.shape == wanted.shape
     assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} numbers are not finite"
     off, limit = got.double() - wanted, TOLERANCE[got.dtype]
@@ -100,7 +101,7 @@ def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
 
 @pytest.mark.parametrize("k", [8, 16, 24, 40, 64, 504, 512, 520, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 9000])
 def test_edges_of_k(sm90: torch.device, k: int) -> None:
-    """Loads, chunks and stages that are not full."""
+    """The last load, chunk or stage is only partly filled."""
     for m, n in itertools.product((5, 12), (3, 300, 1500)):
         _run(sm90, m, k, n, out_dtype=SINGLE)
 
@@ -121,7 +122,7 @@ def test_biases_and_results(sm90: torch.device, dtype: torch.dtype, bias: Any, o
 
 
 def test_random_calls(sm90: torch.device) -> None:
-    """200 calls, of every kind."""
+    """Makes 200 calls with random options of every kind."""
     draw = random.Random(3)
     for _ in range(200):
         dtype = draw.choice(DTYPES)
@@ -141,7 +142,7 @@ def test_infinities_and_nan(sm90: torch.device) -> None:
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Slices of larger tensors, results with gaps, and weights in other layouts."""
+    """Tensors are slices of larger tensors, results have gaps, and weights have other layouts."""
     dtype = torch.bfloat16
     wide, stack = _numbers(sm90, 9, 1000, dtype=dtype), _numbers(sm90, 700, 1000, dtype=dtype, scale=0.05)
     bias = _numbers(sm90, 700, 2, dtype=dtype)[:, 0]
@@ -196,7 +197,7 @@ def test_a_graph_whose_inputs_change(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_results_of_the_preceding_kernel_are_visible(sm90: torch.device, graphed: bool) -> None:
-    """Kernels overlap (PDL), but each result is the next one's activations, and another's weights right after."""
+    """Kernels overlap (PDL). Each result is the next call's activations, and the weights of another call right after."""
     n, k = 2000, 2048
     weight, back = (_numbers(sm90, *shape, dtype=torch.bfloat16, scale=0.05) for shape in ((n, k), (k, n)))
     start = _numbers(sm90, 16, k, dtype=torch.bfloat16)
@@ -260,7 +261,7 @@ SCALED = {
 
 
 def _scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: torch.dtype | None, seed: int = 0) -> dict[str, Any]:
-    """Arguments of a GEMM, with an output; ``dtype``: of dense activations."""
+    """Returns the arguments of a GEMM, with an output. ``dtype`` is the dtype of dense activations."""
     options: dict[str, Any] = {} if dtype is None or name == "mxfp4 weights" else {"a_dtype": dtype}
     arguments = operator.operator.complete(Case(name, SCALED[name][1](m, k, n, **options)).build(device, seed))
     return {**arguments, "out": torch.full((m, n), torch.nan, dtype=dtype or torch.bfloat16, device=device)}
@@ -278,7 +279,7 @@ def _run_scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: 
 
 
 def _dtypes(name: str) -> list[torch.dtype | None]:
-    """Activation dtypes that are supported with such weights."""
+    """Returns the activation dtypes that are supported with such weights."""
     return list(DTYPES) if name.startswith("fp8 weights") else [torch.bfloat16] if name.startswith("mx") else [None]
 
 
@@ -300,7 +301,7 @@ def test_random_scaled_calls(sm90: torch.device, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_strides(sm90: torch.device, name: str) -> None:
-    """Scales in other layouts, slices of wider weights, and weights that are not row-major."""
+    """Scales have other layouts. Weights are slices of wider weights, or are not row-major."""
     dtype = _dtypes(name)[0]
     arguments = _scaled(sm90, name, 5, 512, 700, dtype)
     first = mm(**arguments).clone()
@@ -317,7 +318,7 @@ def test_scaled_strides(sm90: torch.device, name: str) -> None:
 
 
 def test_every_fp8_number(sm90: torch.device) -> None:
-    """As weights and as activations, except NaN."""
+    """Every fp8 value except NaN occurs as a weight and as an activation."""
     codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8, device=sm90).view(E4M3)
     one = torch.ones(1, device=sm90)
     k = 256
@@ -335,14 +336,14 @@ def test_every_fp8_number(sm90: torch.device) -> None:
 
 
 def test_every_mxfp4_number(sm90: torch.device) -> None:
-    """Each e2m1 value with each scale, also the smallest, the largest, and NaN."""
+    """Each e2m1 value occurs with each scale, the smallest, the largest and NaN included."""
     row = torch.arange(256, device=sm90)
     packed = torch.zeros(256, 256, 16, dtype=torch.uint8, device=sm90)  # [row, scale, byte], k = 256 * 32
     packed[row, row] = torch.arange(16, dtype=torch.uint8, device=sm90) * 17
     scale = torch.full((256, 256), 127, dtype=torch.uint8, device=sm90)
     scale[row, row] = row.to(torch.uint8)
     b, b_scale = packed.view(256, -1).t(), scale.t()
-    for place in (0, 1, 5, 14, 30, 31):  # in a block of 32
+    for place in (0, 1, 5, 14, 30, 31):  # positions in a block of 32 elements
         a = torch.zeros(4, 256, 32, dtype=torch.bfloat16, device=sm90)
         a[:, :, place] = 1
         a = a.view(4, -1)
@@ -356,7 +357,7 @@ def test_every_mxfp4_number(sm90: torch.device) -> None:
 
 
 def test_configurations() -> None:
-    """Every configuration fits into shared memory for rows of any length, and reads it without bank conflicts."""
+    """Every configuration fits into shared memory for rows of any length, and reads shared memory without bank conflicts."""
     every = every_config()
     assert len(set(every)) == len(every)
     for config in every:
@@ -375,15 +376,16 @@ def test_configurations() -> None:
 
 
 def test_how_clusters_split_the_work() -> None:
-    """Few rows of weights, where the CTAs of a cluster split k and a cluster's rows are one group; or many activations."""
+    """If weights have few rows, the CTAs of a cluster split k, and the cluster's rows are one group. If there are many activations,
+    the CTAs of a cluster share them."""
     assert sharing_of("dense", 1, 128, 5760, 132) == "weights"
     assert sharing_of("dense", 16, 640, 3584, 132) == "weights"
     assert sharing_of("dense", 16, 641, 5760, 132) == "activations"
     assert sharing_of("dense", 8, 641, 5760, 132) == ""
     assert sharing_of("dense", 8, 128, 3583, 132) == ""
-    assert sharing_of("dense", 16, 131, 64, 132) == ""  # one CTA of a pair would have no row
+    assert sharing_of("dense", 16, 131, 64, 132) == ""  # one CTA of a pair would have no weight row
     assert sharing_of("mxfp4", 16, 128, 5760, 132) == ""
-    # Whole rows of activations do not fit.
+    # Whole rows of activations do not fit into shared memory.
     assert sharing_of("dense", 16, 5120, 8192, 132) == "activations"
     assert sharing_of("dense", 16, 5120, 16384, 132) == ""
     for quads in range(CLUSTER * (CLUSTER - 1), 200):
@@ -392,7 +394,7 @@ def test_how_clusters_split_the_work() -> None:
 
 
 def test_which_rows_are_split() -> None:
-    """A cluster's CTAs can process a whole row; longer rows, and more of them, use the other kernel."""
+    """The CTAs of a cluster can process a whole weight row of this length. Longer rows, or more rows, use the other kernel."""
     for m, k in itertools.product((1, 8, 9, 16), (8, 2880, 7168, 8192)):
         assert is_split(m, MOST_ROWS, 2 * k)
         config = split_of("bfloat16", "bfloat16", m, 2 * k)
@@ -404,7 +406,7 @@ def test_which_rows_are_split() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
-    """Records configurations and arguments of launches. Tensors are checked like by compiled programs."""
+    """Records the configurations and arguments of launches. Tensors are checked in the same way as by compiled programs."""
     found: list[tuple[Any, tuple[Any, ...]]] = []
 
     def record(program: Any, config: Any) -> Any:
@@ -445,7 +447,7 @@ def test_used_programs_are_compiled_ahead_of_time(asked: list[tuple[Any, tuple[A
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, SINGLE], ids=str)
 def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dtype | None) -> None:
-    """PyTorch multiplies other layouts where it can; otherwise they are copied."""
+    """If PyTorch's GEMM supports a layout, the call runs on PyTorch. Otherwise, the weights are copied."""
     device = torch.device("cpu")
     a, weight = (_numbers(device, rows, 72, dtype=torch.bfloat16) for rows in (5, 30))
     given = None if bias is None else _numbers(device, 60, dtype=bias)[::2]
@@ -468,7 +470,8 @@ def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dty
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_are_passed_by_address(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
-    """By address, with strides of 0 if one scale applies to all; the programs are those that are compiled ahead of time."""
+    """Scales are passed by address, with strides of 0 if one scale applies to all elements. The programs are those that are
+    compiled ahead of time."""
     device = torch.device("cpu")
     for dtype, m, n in itertools.product(_dtypes(name), (1, 16), (100, 5120)):
         arguments = _scaled(device, name, m, 320, n, dtype)

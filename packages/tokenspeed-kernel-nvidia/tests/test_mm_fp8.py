@@ -1,4 +1,4 @@
-"""fp8 by fp8 GEMMs of many rows against the reference: on the emulator if there is no GPU."""
+"""GEMMs of many rows with two fp8 operands, compared with the reference. The tests run on the emulator if there is no GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .launched import emulated, fresh
 mm_fp8 = unchecked(operator, launcher_of_mm_fp8)
 
 BF16, SINGLE = torch.bfloat16, torch.float32
-# Relative to a result's norm. Rounding an element to bfloat16 costs 3.9e-3 at most.
+# The tolerance relative to a result's norm. Rounding an element to bfloat16 gives an error of at most 3.9e-3.
 TOLERANCE = 4.5e-3
-# Scales of a call, and their classification by `kind_of`.
+# The scales of calls, and how `kind_of` classifies them.
 SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "blocks, e8m0": ({"b_scale": "block", "scales": "e8m0"}, ("block", "byte", 128, 128)),
     "blocks, packed": ({"b_scale": "block", "scales": "packed"}, ("block", "byte", 128, 128)),
@@ -39,7 +39,7 @@ SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 
 @pytest.fixture(params=["gpu", "emulator"])
 def sm(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device: a GPU, or an emulated one that runs two clusters, so that each has several tiles."""
+    """The device: a GPU, or an emulated device that runs only two clusters, so that each cluster has several tiles."""
     if request.param == "gpu":
         with fresh(module._launch_of):
             yield request.getfixturevalue("sm90")
@@ -54,7 +54,7 @@ def arguments_of(device: torch.device, name: str, m: int, k: int, n: int, **opti
 
 
 def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
-    """Compares all elements, and the worst one."""
+    """Compares the total error, and the error of the worst element."""
     bias = None if arguments["bias"] is None else arguments["bias"].float()
     wanted = operator(**{**arguments, "out": None, "out_dtype": SINGLE, "bias": bias}, solution="reference").double()
     out = torch.full(wanted.shape, torch.nan, dtype=BF16, device=wanted.device)
@@ -69,7 +69,7 @@ def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
 
 @pytest.fixture(params=[1, 2], ids=["narrow", "wide"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forces tiles of one width, whatever their number."""
+    """Forces tiles of one width, whatever the number of tiles."""
 
     def chosen(scales: Scales, stored: Stored, block: int, m: int, n: int, count: int) -> Config:
         return Config(scales, stored, block, request.param)
@@ -80,7 +80,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", SCALES)
 def test_scales(sm: torch.device, name: str) -> None:
-    """Partial tiles, some whose second half is past all columns, and a short last block."""
+    """Some tiles are partly filled, some have a second half past all columns, and the last block is short."""
     arguments = arguments_of(sm, name, 600, 416, 520, bias=BF16)
     assert kind_of(arguments["b"], arguments["a_scale"], arguments["b_scale"]) == SCALES[name][1]
     assert torch.equal(check(arguments), check(arguments))
@@ -98,7 +98,8 @@ def test_biases(sm: torch.device, bias: Any) -> None:
 
 
 def test_other_strides_and_alignments(sm: torch.device) -> None:
-    """Weights along n, rows with gaps, scales of any strides, and a result with gaps: some are copied."""
+    """Weights are contiguous along n, rows have gaps, scales have any strides, and the result has gaps. Some of these tensors are
+    copied."""
     arguments = arguments_of(sm, "rows of 128", 140, 272, 136)
     gaps = torch.zeros(140, 280, dtype=torch.float8_e4m3fn, device=sm)
     gaps[:, :272] = arguments["a"]
@@ -124,7 +125,7 @@ def test_nothing_is_read_before_it_is_there(name: str) -> None:
 
 
 def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
-    """An e8m0 scale may be NaN, and a factor infinite."""
+    """An e8m0 scale may be NaN. Then only its row of results is NaN."""
     arguments = arguments_of(sm, "blocks, e8m0", 140, 272, 136)
     arguments["a_scale"] = arguments["a_scale"].clone()
     arguments["a_scale"].view(torch.uint8)[3, 1] = 255
@@ -148,7 +149,7 @@ def test_every_program_that_is_chosen_is_compiled_ahead(served: Supported) -> No
 
 @pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
 def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
-    """`kind_of` classifies the scales of each line of the table as that line's, and no format is declared twice."""
+    """For the scales of each line of the table, `kind_of` returns this line. No format is declared twice."""
     own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
     signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
     assert signatures
@@ -157,7 +158,7 @@ def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
 
 
 def test_shared_memory_of_every_program() -> None:
-    """Operands, results and the rest fit into shared memory."""
+    """Operands, results, scales and barriers fit into shared memory."""
     for config in every_config():
         side = 4 * config.columns + 16 * (config.stages + 1)
         scales = 4 * config.stages * config.parts * config.columns if config.scales == "column" else 0
@@ -166,7 +167,7 @@ def test_shared_memory_of_every_program() -> None:
 
 
 def test_steps_of_packed_scales() -> None:
-    """Four packed exponents are consecutive bytes."""
+    """The strides are in bytes: four packed exponents are consecutive bytes."""
     packed = torch.zeros(3, 5, dtype=torch.int32).t()
     assert steps_of(packed, 0)[1:] == (4 * packed.stride(1), 4 * packed.stride(0), 1)
     single = torch.zeros(6, 7)

@@ -1,4 +1,4 @@
-"""GEMMs of few rows, executed without a GPU: small ones, with the PTX that a GPU would get."""
+"""GEMMs of few rows, executed without a GPU: the emulator runs small GEMMs with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import SplitConfig, spli
 
 CPU = torch.device("cpu")
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
-# Kinds of operands, and the result's dtype.
+# Formats of operands, and the result's dtype.
 CALLS = {
     "dense bfloat16": (partial(dense, bias=BF16), BF16),
     "dense float16": (partial(dense, dtype=F16, bias=SINGLE), F16),
@@ -46,7 +46,7 @@ TOLERANCE = {BF16: 4.5e-3, F16: 6e-4, SINGLE: 1e-5}
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, compiled once."""
+    """Returns the PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -67,7 +67,7 @@ def bytes_of(x: Tensor) -> Any:
 def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     if scale is None:
         return [0, 0, 0]
-    stored = scale.mT if scale.ndim == 2 else scale  # as `mm` gets them, stored transposed
+    stored = scale.mT if scale.ndim == 2 else scale  # `mm` receives scales that are stored transposed
     row, column = (scale.mT.contiguous().mT.stride()) if scale.ndim == 2 else (0, 0)
     return [memory.put(bytes_of(stored)), row, column]
 
@@ -107,7 +107,7 @@ def _check(memory: Memory, out: int, given: dict[str, Any], dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 288, 8), (16, 4360, 13), (9, 72, 3)])
 def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
-    """The CTAs of a cluster split k: some have no part, some rows do not exist, and warps have several 64-byte parts."""
+    """The CTAs of a cluster split k. Some CTAs have no part of k, some rows do not exist, and warps have several 64-byte parts."""
     name = "dense bfloat16" if n > 8 else "dense float16"
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, 0))
@@ -127,7 +127,7 @@ def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_weights(texts: Any, name: str) -> None:
-    """Two CTAs with different numbers of rows, a partial tile, and a row that ends inside a stage's part."""
+    """Two CTAs have different numbers of rows. A tile is partly filled, and a row ends within a stage."""
     run(texts, name, 3, 288, 21, 2)
     run(texts, name, 11, 96, 9, 1)
 
@@ -145,7 +145,7 @@ def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("n", [7, 39])
 def test_clusters(texts: Any, m: int, n: int) -> None:
-    """CTAs split k; the last has less of each row. Some have no rows to write."""
+    """The CTAs of a cluster split k, and the last CTA has less of each row. Some CTAs have no rows to write."""
     run(texts, "dense bfloat16", m, 1856, n, CLUSTER, "weights")
 
 

@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel pack``: a pack is built and checked without a GPU, then its programs are used under the policy ``forbid``."""
+"""``tokenspeed-kernel pack``: a pack is built and checked without a GPU. Then its programs are used under the policy ``forbid``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert {Path(name).suffix for name in manifest["files"]} == {".json", ".ptx", ".cubin", ".so"}
     assert "is not empty" in pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, code=2)
 
-    # Another process's caches are empty, and it may not compile.
+    # Another process has empty caches and must not compile.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TOKENSPEED_KERNEL_PROGRAMS", str(tmp_path / "programs"))
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(folder))
@@ -73,7 +73,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(tk.compilations()) == compiled
     assert not (tmp_path / "programs").exists()
 
-    # What another trace would still compile, and damage.
+    # For another capture, the check names the programs that its calls would still compile, and damaged files.
     with tk.shape_capture(tmp_path / "more"):
         norm(64)
         norm(128)
@@ -131,10 +131,10 @@ print(len(tk.compilations()))
 
 
 def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path) -> None:
-    """Built without the GPU; the serving process has empty caches."""
+    """The pack is built without the GPU, and the serving process has empty caches."""
 
     def serve(place: str, *arguments: str, **settings: str) -> int:
-        """The number of compilations of a process with caches of its own."""
+        """Runs a process with separate caches, and returns its number of compilations."""
         caches = {
             "TRITON_CACHE_DIR": str(tmp_path / place / "triton"),
             "TOKENSPEED_KERNEL_PROGRAMS": str(tmp_path / place / "programs"),

@@ -1,4 +1,4 @@
-"""Full causal attention against float32: of whole sequences, and of new tokens to a paged cache."""
+"""Full causal attention of whole sequences, and of new tokens to a paged cache, compared with float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 BF16, FP16 = torch.bfloat16, torch.float16
 GPT_OSS = (64, 8, 64)
 WIDE = (32, 8, 128)
-# Maximum shared memory of a CTA of sm_90 in bytes, and registers of an SM.
+# The maximum shared memory of a CTA of sm_90 in bytes, and the number of registers of an SM.
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
 
 
@@ -126,7 +126,7 @@ def test_thousands_of_sequences(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_scores_that_grow_rescale_the_sums(sm90: torch.device, head_dim: int) -> None:
-    """Keys ever longer toward the first one, so that the row max rises in most blocks."""
+    """The norms of keys grow toward the first key, so the row max rises in most blocks."""
     q, k, v = oracle.ragged([900], 16, 2, head_dim, BF16, sm90)
     q, k = 4 * q, k * torch.linspace(6, 0.2, 900, device=sm90, dtype=BF16)[:, None, None]
     got = mha_prefill(q, k, v, oracle.offsets([900], sm90), return_lse=True)

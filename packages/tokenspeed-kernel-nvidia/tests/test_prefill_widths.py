@@ -1,4 +1,4 @@
-"""Prefill and extend of head dims other than 64 and 128, with logit caps, and of MLA, against float32."""
+"""Prefill and extend with head dims other than 64 and 128, with logit caps, and of MLA, compared with float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 mla_prefill = as_operator(launcher_of_mla_prefill)
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Maximum shared memory of a CTA of sm_90 in bytes, and registers of an SM.
+# The maximum shared memory of a CTA of sm_90 in bytes, and the number of registers of an SM.
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
 GEMMA = {"logit_cap": 50.0, "softmax_scale": 0.0625}
 
@@ -37,7 +37,7 @@ def check_prefill(
     dtype: torch.dtype = BF16,
     **options: Any,
 ) -> None:
-    """Compares prefill of some lengths with float32, and fails if rows or LSEs differ."""
+    """Compares prefill of sequences with these lengths with float32, and fails if rows or LSEs differ."""
     q, k, v = oracle.ragged(lengths, *heads, max(widths), dtype, device, seed=sum(lengths))
     v = v[..., : widths[1]].contiguous()
     out = v.new_full((*q.shape[:2], widths[1]), math.nan)
@@ -56,7 +56,7 @@ def check_extend(
     is_causal: bool = True,
     **options: Any,
 ) -> None:
-    """Compares extend with float32 likewise; slots without a token are NaN."""
+    """Compares extend with float32 in the same way. Slots without a token are NaN."""
     case = oracle.paged(q_lens, kv_lens, *heads, widths[0], page_size, BF16, device, sum(kv_lens), widths[1])
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
     got = mha_extend_with_kvcache(
@@ -67,7 +67,7 @@ def check_extend(
 
 
 def check_latent(device: torch.device, q_lens: list[int], kv_lens: list[int], heads: int, is_causal: bool, **options: Any) -> None:
-    """Compares MLA of tokens to other tokens with float32."""
+    """Compares MLA of tokens to the keys of other tokens with float32."""
     q, k, v = oracle.ragged([max(sum(q_lens), sum(kv_lens))], heads, heads, 192, BF16, device)
     q, k, v = q[: sum(q_lens)], k[: sum(kv_lens)], v[: sum(kv_lens), :, :128]
     got = mla_prefill(

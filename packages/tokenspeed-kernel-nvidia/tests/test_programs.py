@@ -1,7 +1,7 @@
 """The compile cache: its key, concurrent compilation, and damaged files.
 
-A kernel of a few lines stands for all. The program is compiled for sm_90a, which needs CuteDSL but no GPU. A loaded program is
-recognised by its errors for wrong arguments, and launched if there is an sm_90.
+The tests use a kernel of a few lines. It is compiled for sm_90a, which needs CuteDSL but no GPU. The tests recognise a loaded
+program by its error messages for wrong arguments, and launch it if there is an sm_90.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ except ValueError as error:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A package with a program, in a temporary directory."""
+    """Writes a package with a program to a temporary directory."""
     package = tmp_path / "source" / "scaling"
     package.mkdir(parents=True)
     files = {"__init__": "", "scale": KERNEL, "scale_device": DEVICE, "shared": SHARED, "other": "import os\n"}
@@ -117,7 +117,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The same, imported, with its own cache."""
+    """Imports the package of `sources`, with a separate cache."""
     monkeypatch.syspath_prepend(str(sources.parent))
     monkeypatch.setenv(_programs.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
@@ -127,19 +127,19 @@ def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def fresh(module: Any) -> Any:
-    """The program as in a new process: nothing loaded."""
+    """Returns the program in the state of a new process, in which nothing is loaded."""
     program = module.scale
     return _programs.Program(program._declaration, program.arch, program.configs)
 
 
 def compiled(folder: Path) -> int:
-    """The number of compilations."""
+    """Returns the number of compilations."""
     log = folder / "compiled"
     return len(log.read_text().split()) if log.exists() else 0
 
 
 def works(launch: Any) -> bool:
-    """Whether it is the kernel, which rejects a CPU tensor with an error message of its own."""
+    """Checks that a launch function is the compiled kernel, which rejects a CPU tensor with its own error message."""
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=r"x: Tensor\(\[n0\], float32\)"):
         launch(x, x, 4)
@@ -151,14 +151,14 @@ def files(folder: Path) -> list[str]:
 
 
 def asking(sources: Path, folder: Path, factor: int, **environment: str) -> subprocess.Popen[str]:
-    """A new process that requests a program."""
+    """Starts a new process that requests a program."""
     command = [sys.executable, "-c", ASK, str(HERE), str(sources.parent), str(factor)]
     settings = {**os.environ, _programs.VARIABLE: str(folder / "cache"), "COMPILED": str(folder / "compiled"), **environment}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
 
 
 def answer(process: subprocess.Popen[str]) -> tuple[bool, bool]:
-    """Whether the compiler was imported, and whether the program works."""
+    """Returns whether the compiler was imported, and whether the program works."""
     out, error = process.communicate()
     assert process.returncode == 0, error
     imported, right = out.split()
@@ -273,7 +273,7 @@ def test_off_keeps_nothing(scaling: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 @needs_dsl
 def test_a_backend_stands_in_for_the_gpu(scaling: Any, tmp_path: Path) -> None:
-    """It has its own cache and its own programs; the GPU's are the same before and after."""
+    """The backend has a separate cache and separate programs. The GPU's programs are the same before and after."""
     config, built = scaling.Config(2), []
 
     class Emulator(Backend):
@@ -333,7 +333,8 @@ def test_forbid_allows_cached_programs_and_stops_others_before_the_compiler(scal
 
 @needs_dsl
 def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing can be cached. A damaged file, and a pack of another compiler, are named, and the program is compiled."""
+    """This holds even if nothing can be cached. If a file is damaged, or a pack is of another compiler, a warning names it, and the
+    program is compiled."""
     config, pack = scaling.Config(2), tmp_path / "pack"
     fresh(scaling)(config)
     pack.mkdir()
@@ -382,7 +383,7 @@ def test_a_damaged_file_is_kept_aside_and_replaced(scaling: Any, tmp_path: Path,
         "text": b"not a program",
         "longer": whole + b"\0",
     }[damage]
-    path.unlink()  # this process has the old one mapped
+    path.unlink()  # this process has the old file mapped
     path.write_bytes(damaged)
     assert not fresh(scaling).is_kept(config)
     with pytest.warns(storage.StorageWarning, match=rf"{name} is damaged, and compiled again; kept as .*{name}\.corrupt"):
@@ -406,7 +407,7 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
 
 @needs_dsl
 def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
-    """A file of that name is in its place, which works for root as well: root can write to read-only folders."""
+    """A file is in the folder's place. A read-only folder would not stop root, which can write to read-only folders."""
     (tmp_path / "cache").write_text("a file")
     storage.warn_once.cache_clear()
     with pytest.warns(storage.StorageWarning, match="compiled programs are not kept in .*cache"):
@@ -451,7 +452,8 @@ def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
 
 @needs_dsl
 def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, tmp_path: Path) -> None:
-    """Killed between writing and renaming: its partial file is no program, and the next writer removes it."""
+    """The writer is killed between writing and renaming. Its partial file is not used as a program, and the next writer removes
+    this file."""
     config = scaling.Config(2)
     stop = "from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), sys.stdin.read())\n"
     command = [sys.executable, "-c", stop + ASK, str(HERE), str(sources.parent), "2"]
@@ -499,7 +501,7 @@ def test_it_launches_on_the_current_stream(scaling: Any, sm90: torch.device) -> 
     x = torch.randn(1000, device=sm90)
     y, z = torch.empty_like(x), torch.empty_like(x)
     for config in (scaling.Config(2), scaling.Config(3)):
-        for program in (fresh(scaling), fresh(scaling)):  # compiled, and loaded
+        for program in (fresh(scaling), fresh(scaling)):  # the first one compiles, the second one loads
             program(config)(x, y, 1000)
             assert torch.equal(y, x * config.factor)
     launch = fresh(scaling)(scaling.Config(3))

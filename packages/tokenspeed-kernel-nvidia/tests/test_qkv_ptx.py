@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: small calls, with the PTX that a GPU would get."""
+"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: the emulator runs small calls with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, compiled once."""
+    """Returns the PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -119,7 +119,7 @@ def run(
 
 
 def test_a_token_in_the_cache(texts: Any) -> None:
-    """Two CTAs, which have different numbers of pairs, and heads in both."""
+    """Two CTAs have different numbers of pairs, and some heads are in both CTAs."""
     run(texts, 1, 288, 2, 1, 64, 3, slots=torch.tensor([7]))
 
 

@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope` against float64, beyond the operator's cases."""
+"""The kernel of `rmsnorm_qkv_rope`, compared with float64, with more calls than the operator's cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EPS = 1e-5
 
 
 class Call:
-    """Random arguments of a call."""
+    """A call with random arguments."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Call:
         }
 
     def wanted(self) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values in float64, and the sum."""
+        """Returns queries, keys and values in float64, and the sum of x and the residual."""
         given = self.given
         total = given["x"] if given["residual"] is None else (given["x"].float() + given["residual"].float()).to(BF16)
         wide = total.double()
@@ -87,7 +87,7 @@ class Call:
         return torch.cat([q, k, every[:, turned:]], 1).flatten(1), total
 
     def check(self, **changes: Any) -> None:
-        """Runs the call, and compares its results and the memory that it writes."""
+        """Runs the call, and compares its results and the memory that it may write."""
         given = {**self.given, **changes}
         wanted, total = self.wanted()
         before = [given[name].clone() for name in ("k_cache", "v_cache")]
@@ -121,7 +121,7 @@ def test_tokens(sm90: torch.device, tokens: int) -> None:
     [(8, 1, 1, 64), (4096, 32, 8, 128), (MOST_HIDDEN, 64, 8, 128), (1000, 3, 1, 64), (2048, 100, 10, 128), (7168, 9, 3, 64)],
 )
 def test_shapes(sm90: torch.device, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Shapes of models; heads that share no CTA, and many groups of pairs."""
+    """Tests shapes of models, heads that share no CTA, and many groups of pairs."""
     for tokens in (1, 3, 8):
         Call(sm90, tokens, hidden, heads, kv_heads, head_dim, page_size=5, seed=tokens).check()
 
@@ -137,14 +137,14 @@ def test_weights_of_the_norm(sm90: torch.device, norm_dtype: torch.dtype) -> Non
     ids=str,
 )
 def test_tokens_that_are_not_written(sm90: torch.device, index_dtype: torch.dtype, slots: list[int]) -> None:
-    """The low 32 bits of some of these slots are slots of the cache."""
+    """The slots are negative, but the low 32 bits of some of them are valid slots of the cache."""
     call = Call(sm90, 6, index_dtype=index_dtype)
     call.given["slot_mapping"][1 : 1 + len(slots)] = torch.tensor(slots, dtype=index_dtype, device=sm90)
     call.check()
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Interleaved memory, unaligned rows, and caches with gaps between elements."""
+    """Tensors are interleaved in memory or have unaligned rows, and caches have gaps between elements."""
     for target in ("x", "residual"):
         call = Call(sm90, 4)
         call.check(residual_out=call.given[target])

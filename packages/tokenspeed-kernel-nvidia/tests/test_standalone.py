@@ -1,8 +1,8 @@
-"""The wheels, built and installed into an empty environment: this package alone first, then with tokenspeed-kernel.
+"""Builds the wheels and installs them into an empty environment: this package alone first, then tokenspeed-kernel as well.
 
-The environment is new. It links PyTorch, CuteDSL and their requirements from the environment that runs the tests, and nothing of
-this project: an editable installation there is a file of paths, and such files are not linked. A program is compiled there for
-sm_90a, and launched if there is an sm_90.
+The new environment links PyTorch, CuteDSL and their requirements from the environment that runs the tests. It links nothing of this
+project: an editable installation is a file of paths (.pth), and such files are not linked. In the new environment, a program is
+compiled for sm_90a, and launched if there is an sm_90.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Environment:
         self.site_packages = Path(self.run(purelib).strip())
         for module in ("torch", "nvidia_cutlass_dsl", "tvm_ffi", "numpy"):
             self._link_all_beside(Path(_folder(module)).parent)
-        # CuteDSL's wheel adds its own folder to the path in this way.
+        # CuteDSL's wheel adds its own folder to the path with such a .pth file.
         (self.site_packages / "cutedsl.pth").write_text(f"{_folder('cutlass').rpartition('/')[0]}\n")
 
     def _link_all_beside(self, folder: Path) -> None:
@@ -106,17 +106,17 @@ class Environment:
                 link.symlink_to(entry)
 
     def install(self, wheel: Path) -> None:
-        """Uses the pip of the environment that runs the tests. Dependencies are linked already."""
+        """Installs a wheel with the pip of the environment that runs the tests. The wheel's dependencies are linked already."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
         _output([*pip, "install", "--no-index", "--no-deps", str(wheel)])
 
     def run(self, code: str) -> str:
-        """The output of a script. The tests' working directory is not on its path."""
+        """Returns the output of a script. The tests' working directory is not on the script's path."""
         return _output([str(self.python), "-I", "-c", code], TOKENSPEED_KERNEL_PROGRAMS=str(self.where / "programs"))
 
 
 def _output(command: list[str], **settings: str) -> str:
-    """The output of a command, without this project's settings and without the Python paths of the tests."""
+    """Returns the output of a command that runs without this project's settings and without the tests' Python paths."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **settings}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +137,7 @@ def _build(package: str, where: Path) -> Path:
 
 
 def _printed(text: str) -> dict[str, Any]:
-    """The object that a script printed last."""
+    """Returns the JSON object that a script printed last."""
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 

@@ -1,4 +1,4 @@
-"""MoE experts for few tokens against float32, the choice of programs, and the launcher's arguments."""
+"""MoE experts for few tokens, compared with float32; the choice of programs; and the launcher's arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 class Layer(RandomLayer):
-    """A layer for few tokens."""
+    """A layer that runs on the kernel for few tokens."""
 
     apply = staticmethod(stream.moe_apply_few)
 
@@ -59,11 +59,11 @@ class Layer(RandomLayer):
         (4, 96, 64, 4, (9,), {"dtype": torch.float16}),
         (128, 2880, 2880, 4, (1, 16, 64), GPT_OSS),
         (128, 2880, 2880, 4, (64,), {**GPT_OSS, "dtype": torch.float16}),
-        (4, 2880, 2880, 4, (40,), GPT_OSS),  # several entries an expert
+        (4, 2880, 2880, 4, (40,), GPT_OSS),  # several entries per expert
         (384, 1024, 512, 8, (33,), GPT_OSS),
         (8, 7168, 2048, 8, (5,), GPT_OSS),
         (8, 32, 32, 1, (6,), GPT_OSS),
-        (16, 192, 160, 4, (300,), GPT_OSS),  # more pairs than a launch takes
+        (16, 192, 160, 4, (300,), GPT_OSS),  # more pairs than one launch supports
     ],
     ids=str,
 )
@@ -92,19 +92,19 @@ def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
     assert (got[17] == 0).all()
     out = torch.full_like(x, torch.nan)
     assert (layer.run(x, weights, torch.full_like(ids, -1), out) == 0).all()
-    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # only one expert
+    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # only one expert has pairs
 
 
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(100)
-    layer.check(x, weights, torch.full_like(ids, 5))  # each token has it twice
+    layer.check(x, weights, torch.full_like(ids, 5))  # each token has expert 5 more than once
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
-    """Tokens may choose an expert twice, and there may be two entries of an expert."""
+    """Tokens may choose an expert twice, and an expert may have two entries."""
     layer = Layer(sm90, 16, 4, 192, 160, dtype=dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(count)
     layer.check(x, weights, ids)
@@ -117,7 +117,7 @@ def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("pairs", [31, 32, 33])
 def test_lists_of_a_warp_and_of_a_cta(sm90: torch.device, pairs: int) -> None:
-    """Up to 32 pairs are sorted by one warp."""
+    """One warp sorts up to 32 pairs; all warps of a CTA sort more pairs."""
     layer = Layer(sm90, 24, 1, 96, 64, **GPT_OSS)
     x, weights, ids = layer.tokens(pairs)
     ids[pairs // 2] = -1
@@ -138,7 +138,8 @@ def test_strides(sm90: torch.device, count: int) -> None:
     x, weights, ids = layer.tokens(count)
     wanted = layer.wanted(x, weights, ids)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    # Aligned rows, then slices that begin between multiples of 16 bytes, then rows whose pitch is not a multiple of 16 bytes.
+    # The first case has aligned rows. The second has slices that begin between multiples of 16 bytes. In the third, the pitch of
+    # rows is not a multiple of 16 bytes.
     for first, width in ((8, 400), (3, 400), (8, 397)):
         wide_x, wide_out = (torch.full((count, width), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
         wide_x[:, first : first + 192] = x
@@ -152,7 +153,8 @@ def test_strides(sm90: torch.device, count: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Each row is scaled by its own amax, which may be far from the amax of other rows, and from the other elements of the row."""
+    """The kernel scales each row by the row's amax. This amax may be far from other rows' amax, and from the other elements of the
+    row."""
     layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **options)
     x, weights, ids = layer.tokens(9)
     x[2] = 0
@@ -162,7 +164,7 @@ def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtyp
     got, wanted = layer.run(x, weights, ids), layer.wanted(x, weights, ids)
     if not options:
         assert (got[2] == 0).all()
-    if dtype == torch.float16 and not options:  # so small that float16 has fewer bits for it
+    if dtype == torch.float16 and not options:  # so small that float16 represents it with fewer bits
         x, got, wanted = (torch.cat((rows[:6], rows[7:])) for rows in (x, got, wanted))
     for row in range(len(x)):
         compare(got[row : row + 1], wanted[row : row + 1])
@@ -213,14 +215,14 @@ def _capture(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> tuple[torch.c
 
 
 def _change(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Writes other tokens, for other experts, some of them skipped, to the memory that a graph reads."""
+    """Writes other tokens and other experts, some of them skipped, to the memory that a graph reads."""
     x, weights, ids = layer.tokens(len(call[0]))
     for old, new in zip(call, (x, weights, torch.where(ids > 3, ids, -1)), strict=True):
         old.copy_(new)
 
 
 def test_two_graphs(sm90: torch.device) -> None:
-    """In turn on one stream, and then on two at once, beside calls without a graph."""
+    """The graphs run in turn on one stream, and then at once on two streams, beside calls without a graph."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     calls = [layer.tokens(24) for _ in range(3)]
     layer.run(*calls[2])
@@ -251,14 +253,14 @@ def test_two_graphs(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Launches on both streams wait until all of them are queued, and then overlap. They leave their counters zero."""
+    """Launches on both streams wait until all launches are queued, and then overlap. They leave their counters at zero."""
     layer = Layer(sm90, 32, 4, 960, 640, **GPT_OSS)
     calls = [layer.tokens(16), layer.tokens(60)]
     wanted = [layer.run(*call) for call in calls]
     streams = [torch.cuda.Stream(sm90) for _ in calls]
     for call, on in zip(calls, streams, strict=True):
         with torch.cuda.stream(on):
-            layer.run(*call)  # makes the stream's workspace
+            layer.run(*call)  # allocates the stream's workspace
     torch.cuda.synchronize()
     begin = torch.cuda.Event()
     torch.cuda._sleep(20_000_000)
@@ -279,7 +281,7 @@ def test_two_streams(sm90: torch.device) -> None:
 
 
 def test_kernels_that_overlap(sm90: torch.device) -> None:
-    """Kernels overlap (PDL): each output is the next call's tokens."""
+    """Kernels overlap (PDL). The output of each call is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(24)
     wanted = x
@@ -331,7 +333,7 @@ def test_programs() -> None:
         ("bfloat16", 800, 1, 8, 128, 45, 4),
         ("bfloat16", 4096, 1, 8, 128, 64, 4),
         ("bfloat16", 7168, 128, 8, 256, 112, 8),
-        ("bfloat16", 7168, 128, 8, 32, 112, 8),  # no program is for more pairs
+        ("bfloat16", 7168, 128, 8, 32, 112, 8),  # no program supports more pairs
         ("float16", 7168, 128, 8, 32, 112, 4),
     ],
 )
@@ -353,7 +355,7 @@ def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_p
 
 @st.composite
 def _routings(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Pairs of each expert, in total no more than a launch takes, and skipped pairs."""
+    """Draws the number of pairs of each expert, in total no more than one launch supports, and the number of skipped pairs."""
     counts = draw(st.lists(st.one_of(st.sampled_from([0, 1, 5, 9, 17]), st.integers(0, 200)), min_size=1, max_size=MAX_EXPERTS))
     left, kept = MAX_PAIRS, []
     for count in counts:
@@ -375,7 +377,7 @@ def test_room_for_all_entries(routing: tuple[list[int], int], config: Config) ->
 
 @dataclass
 class Launch:
-    """The arguments of a program, and the workspace that was made for it."""
+    """The arguments of a launch, and the workspace that was allocated for it."""
 
     config: Config
     arguments: tuple[Any, ...]
@@ -388,7 +390,8 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Launches, none of which is run: programs double their tokens instead, and reject what compiled ones reject."""
+    """Records launches without running them. The fake programs double the tokens, and reject the same arguments as compiled
+    programs."""
     found: list[Launch] = []
     made: list[Workspace] = []
 
@@ -421,7 +424,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 
 def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None) -> list[int]:
-    """Makes a call, and checks its launches. Returns the tokens of each."""
+    """Makes a call, and checks its launches. Returns the number of tokens of each launch."""
     plan = layer.plan
     got = layer.run(x, weights, ids, out)
     assert out is None or got is out
@@ -480,7 +483,7 @@ def test_no_launch_has_more_pairs_than_it_takes(
 @pytest.mark.parametrize("top_k", range(1, MAX_TOP_K + 1))
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
-    """The programs that are used are compiled ahead of time."""
+    """All programs that calls use are among those that are compiled ahead of time."""
     every = set(every_config())
     sizes = ((32, 32, 8), (768, 800, 8), (2880, 32, 9), (32, 4096, 8), (max_k(), 64, 8), (64, max_k(), 8), (32, 32, MAX_EXPERTS))
     for hidden, intermediate, experts in sizes:
@@ -494,7 +497,7 @@ def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 300])
 def test_layouts(launches: list[Launch], tokens: int) -> None:
-    """Whatever the layout of the caller's tensors, programs get aligned rows, and ``out`` is returned."""
+    """For every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
     layer = Layer(CPU, 8, 4, 64, 96)
     x, weights, ids = layer.tokens(tokens)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
@@ -514,7 +517,7 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
     ],
 )
 def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:
-    """Naming a kernel skips its traits."""
+    """If a plan names a kernel, selection does not check the kernel's traits. So the launcher checks the plan."""
     options = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, "weight_format": "mxfp4", **changes}
     plan = declared.moe_apply.plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
     x, ids = torch.zeros(1, plan.hidden_size, dtype=torch.bfloat16), torch.zeros(1, plan.top_k, dtype=torch.int32)

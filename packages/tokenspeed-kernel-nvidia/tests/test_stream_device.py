@@ -1,4 +1,4 @@
-"""Parts of the device code of experts for few tokens that can be tested without a GPU."""
+"""Device functions of the MoE kernel for few tokens that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LARGEST = 256.0  # a row is scaled so that all of its elements are smaller
 
 
 def scaled_numbers(dtype: torch.dtype) -> Tensor:
-    """All values of a type, times all powers of 2 that rows are scaled by, as far as they occur in a scaled row."""
+    """Returns all values that occur in a scaled row: the values of a dtype, times the powers of 2 by which rows are scaled."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
-    # float16 rows have an amax from 2^15 to 2^-24. bfloat16's own values already have all relevant exponents.
+    # float16 rows have an amax from 2^15 to 2^-24. Unscaled bfloat16 values already have all relevant exponents.
     exponents = range(-8, 32) if dtype == torch.float16 else range(1)
     numbers = torch.cat([every * 2.0**exponent for exponent in exponents])
     return numbers[numbers.abs() < LARGEST]  # neither NaN nor infinity
 
 
 def split(numbers: Tensor, others: Tensor, parts: int) -> Tensor:
-    """``[parts, 2, n]``: the dequantised fp8 parts of pairs of values."""
+    """Returns ``[parts, 2, n]``: the dequantised fp8 parts of pairs of values."""
     words = execute(rows._split(parts), bits(numbers), bits(others))
     assert len(words) == parts
     assert all((word >> 16 == 0).all() for word in words), "bytes are joined by or"
@@ -58,7 +58,7 @@ def test_parts_of_a_row_sum_to_its_elements(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_nan_and_infinity(parts: int) -> None:
-    """NaN stays NaN, in its own byte; infinity and values out of range become finite."""
+    """NaN stays NaN, and affects only its own byte. Infinity and values out of range become finite."""
     given = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6])
     found = split(given, torch.full((4,), 3.0), parts)
     assert found[:, 0, 0].isnan().all()

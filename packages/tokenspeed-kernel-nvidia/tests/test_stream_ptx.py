@@ -1,4 +1,4 @@
-"""MoE experts for few tokens, executed without a GPU: small layers, with the PTX that a GPU would get."""
+"""MoE experts for few tokens, executed without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, compiled once."""
+    """Returns the PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -47,7 +47,7 @@ def bytes_of(x: Tensor) -> Any:
 def executed(
     texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
 ) -> Tensor:
-    """The output of a launch, which must leave its counters zero."""
+    """Returns the output of a launch, which must leave its counters at zero."""
     x, weights, ids = call
     plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
     config = config_of(DTYPES[plan.dtype], max(plan.hidden_size, plan.intermediate_size), pairs / plan.num_experts)
@@ -77,7 +77,7 @@ def executed(
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """Skips a third of all slots, and all slots of one token."""
+    """Returns the ids with all slots of a third of the experts skipped, and all slots of one token."""
     ids = torch.where(ids % 3 == 2, -1, ids)
     ids[len(ids) // 2] = -5
     return ids
@@ -114,7 +114,7 @@ def test_layers(
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: neither a projection nor gate times up overflows float32."""
+    """Tokens and weights are multiplied by powers of 2. Neither a projection nor gate times up overflows float32."""
     layer = RandomLayer(CPU, 4, 2, 96, 64)
     given = layer.given
     assert given.w13_weight_scale is not None
@@ -141,7 +141,7 @@ def test_activations_beyond_float16(texts: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
-    """Outliers whose weights are zero: in some tokens, and in all activations."""
+    """Some tokens and all activations have outliers. The outliers' weights are zero."""
     layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:, [0, 96]] = 2.0**15

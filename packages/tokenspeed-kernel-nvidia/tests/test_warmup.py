@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: the listing, the selection and the output. The programs compiled here are stand-ins."""
+"""Ahead-of-time compilation: the listing, the selection and the output. The tests compile stand-ins for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Two programs in place of this package's, one that compiles and one that does not, and what was compiled."""
+    """Replaces this package's programs by two stand-ins, one of which has a configuration that does not compile. Returns the list
+    of compiled configurations."""
     monkeypatch.setenv(_programs.VARIABLE, str(tmp_path))
     done: list[Any] = []
 
@@ -46,7 +47,7 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
 
 def test_every_program_is_found() -> None:
-    """Those of all modules that declare one, without the compiler."""
+    """The programs of all modules that declare one are found, without the compiler."""
     declaring = [path for path in PACKAGE.rglob("*.py") if re.search(r"^@program\(", path.read_text(), re.MULTILINE)]
     found = warmup.programs()
     assert {program._declaration.__module__.rpartition(".")[2] for program in found} == {path.stem for path in declaring}
@@ -54,7 +55,8 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """Configurations name files and are pickled to other processes: each must be distinct, and equal when it is made again."""
+    """Configurations determine file names and are pickled for other processes. So each must be distinct, and equal to one that is
+    made again."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
@@ -116,8 +118,8 @@ def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: py
         list(warmup.warm_up(warmup.select(), jobs=1))
 
 
-# Six configurations. Compilations from the third on do not end while the test holds a pipe open: each has a partial file, and a
-# linker process that would write another one.
+# Six configurations. Compilations from the third on do not end while the test holds a pipe open: each compilation has a partial
+# file, and a linker process that would write another file.
 SLOW = """
 import os, subprocess, sys
 from tokenspeed_kernel_base.storage import part_of
@@ -184,7 +186,7 @@ def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, w
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests in the background of a shell inherit that SIGINT is ignored.
+        # If a shell runs the tests in the background, they inherit that SIGINT is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     holder = os.open(held, os.O_RDWR)

@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    """A random generator seeded by the test's name alone, so that it does not depend on other tests."""
+    """Returns a random generator whose seed is the test's name, so random values do not depend on other tests."""
     return torch.Generator().manual_seed(sum(request.node.name.encode()))

@@ -1,4 +1,4 @@
-"""Shared by the instruction tests: corner-case values, and the list of implemented instructions."""
+"""Helpers for the instruction tests: corner-case values, and the list of implemented instructions."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ SPECIAL64 = (
 
 
 def implemented(*families: str) -> set[str]:
-    """The mnemonics (without encoding suffix) that modules of `gfx950_emulator.instructions` bind."""
+    """Returns the mnemonics, without encoding suffix, that modules of `gfx950_emulator.instructions` bind."""
     modules = {f"gfx950_emulator.instructions.{family}" for family in families}
     return {mnemonic for mnemonic, binder in BINDERS.items() if binder.__module__ in modules}
 
 
 def signed(value: int, bits: int = 32) -> int:
-    """Bits as a two's complement number."""
+    """Converts bits to a two's complement number."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def random_words(rng: np.random.Generator, count: int, bits: int = 32) -> list[int]:
-    """Random integers of all magnitudes: all bit lengths are equally frequent."""
+    """Returns random integers of all magnitudes: all bit lengths are equally frequent."""
     return [int(rng.integers(0, 1 << 63)) * 2 + int(rng.integers(2)) >> int(rng.integers(64 - bits, 64)) for _ in range(count)]
 
 
 def random_lanes(rng: np.random.Generator, waves: int = 1) -> np.ndarray:
-    """uint32 per lane."""
+    """Returns a random uint32 per lane."""
     return rng.integers(0, 1 << 32, WAVE * waves, dtype=np.uint32)
 
 
 def bits_of(mask: int) -> np.ndarray:
-    """64 bits as one bool per lane."""
+    """Converts 64 bits to one bool per lane."""
     return np.array([mask >> lane & 1 for lane in range(WAVE)], bool)
 
 
@@ -56,7 +56,7 @@ def _bf16(bits: int) -> float:
 
 
 def _add_bf16(a: int, b: int) -> int:
-    """The sum in single precision, then rounded to nearest even. Double precision is exact enough for the sum of two bf16
+    """Returns the sum in single precision, rounded to nearest even. Double precision is exact enough for the sum of two bf16
     values."""
     total = np.float32(_bf16(a)) + np.float32(_bf16(b))
     bits = struct.unpack("<I", struct.pack("<f", total))[0]
@@ -90,8 +90,8 @@ def _float(function: Callable[[float, float], float], bits: int) -> Callable[[in
 
 
 def atomics(bits: int) -> dict[str, Callable[[int, int], int]]:
-    """Functions from the old value (a) and the operand (b) to the value that an atomic stores, from the ISA document's
-    pseudocode."""
+    """Returns the definitions of atomics from the ISA document's pseudocode. A definition maps the old value (a) and the operand
+    (b) to the stored value."""
     mask = (1 << bits) - 1
     return {
         "swap": lambda a, b: b,

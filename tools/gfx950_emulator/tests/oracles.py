@@ -1,4 +1,5 @@
-"""Shared by the tests of vector instructions: number formats in exact arithmetic, and comparison of instructions with an oracle.
+"""Helpers for the tests of vector instructions: number formats in exact arithmetic, and the comparison of instructions with an
+oracle.
 
 An oracle is a function of Python numbers that returns one lane's result: integers for integer operands, bit patterns for
 floating-point ones. It is written from the ISA document's definition of the instruction and does not use the emulator.
@@ -22,7 +23,7 @@ NAN = "any quiet NaN"
 
 @dataclass(frozen=True)
 class Binary:
-    """An IEEE 754 binary format; values are represented as bit patterns."""
+    """An IEEE 754 binary format. Its methods take and return bit patterns."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -73,11 +74,11 @@ class Binary:
         return 0 < self.magnitude(bits) < 1 << self.mantissa_bits
 
     def exponent(self, bits: int) -> int:
-        """The biased exponent."""
+        """Returns the biased exponent."""
         return self.magnitude(bits) >> self.mantissa_bits
 
     def value(self, bits: int) -> Fraction:
-        """The value of a finite number."""
+        """Returns the value of a finite number."""
         exponent, mantissa = self.exponent(bits), bits & ((1 << self.mantissa_bits) - 1)
         if exponent:
             mantissa |= 1 << self.mantissa_bits
@@ -102,11 +103,12 @@ class Binary:
         return sign | min(bits, self.largest if toward_zero else self.infinity)
 
     def key(self, bits: int) -> int:
-        """An integer key that orders values, with -0 below +0; the difference of two keys is their distance in ulps."""
+        """Returns an integer key that orders values, with -0 below +0. The difference of two keys is the values' distance in
+        ulps."""
         return -1 - self.magnitude(bits) if self.negative(bits) else bits
 
     def flush(self, bits: int) -> int:
-        """Flushes a denormal to a zero of its sign."""
+        """Flushes a denormal to a zero of the same sign."""
         return bits & self.sign_bit if self.is_denormal(bits) else bits
 
 
@@ -115,7 +117,7 @@ FORMATS = {"f16": F16, "f32": F32, "f64": F64}
 
 
 def fma(form: Binary, a: int, b: int, c: int) -> int | str:
-    """a * b + c, rounded once."""
+    """Returns a * b + c, rounded once."""
     if form.is_nan(a) or form.is_nan(b) or form.is_nan(c):
         return NAN
     sign = form.negative(a) ^ form.negative(b)
@@ -215,7 +217,7 @@ for _name, _form in FORMATS.items():
 
 
 def random_bits(type_: str, rng: random.Random) -> int:
-    """Random bits; for floats, half of them are values near 1, so that sums and products of them need rounding."""
+    """Returns random bits. For floats, half of them are values near 1, whose sums and products need rounding."""
     width = width_of(type_)
     bits = rng.getrandbits(width)
     if type_ in FORMATS and rng.random() < 0.6:
@@ -230,7 +232,8 @@ def random_bits(type_: str, rng: random.Random) -> int:
 
 
 def operands(types: Sequence[str], lanes: int, seed: int) -> list[list[int]]:
-    """Bit patterns for every source and lane: specials against specials, specials against random ones, random ones."""
+    """Returns bit patterns for every source and lane: pairs of special values, special values with random values, and random
+    values."""
     rng = random.Random(seed)
     columns: list[list[int]] = [[] for _ in types]
     pool = [SPECIAL[type_] for type_ in types]
@@ -239,7 +242,7 @@ def operands(types: Sequence[str], lanes: int, seed: int) -> list[list[int]]:
         for column, type_, specials in zip(columns, types, pool, strict=True):
             special = kind < 2 or (kind == 2 and rng.random() < 0.5)
             column.append(rng.choice(specials) if special else random_bits(type_, rng))
-    # every special value at least once for every source, as far as there are lanes
+    # every special value occurs at least once in every source, as far as there are lanes
     for place, (column, specials) in enumerate(zip(columns, pool, strict=True)):
         for i, value in enumerate(specials):
             at = (2 * i + place) * 3 % lanes
@@ -248,7 +251,7 @@ def operands(types: Sequence[str], lanes: int, seed: int) -> list[list[int]]:
 
 
 def decoded(type_: str, bits: int) -> int:
-    """An oracle's input: signed integers as integers, everything else as bits."""
+    """Returns an oracle's input: signed integers as integers, all other types as bits."""
     return signed(bits, width_of(type_)) if type_[0] == "i" else bits
 
 
@@ -256,13 +259,13 @@ def decoded(type_: str, bits: int) -> int:
 
 
 def words(column: Iterable[int], width: int) -> list[np.ndarray]:
-    """A column of values as registers."""
+    """Converts a column of values to registers."""
     values = [int(x) for x in column]
     return [np.array([x >> 32 * i & 0xFFFFFFFF for x in values], np.uint32) for i in range((width + 31) // 32)]
 
 
 def lane_bits(mask: Sequence[bool]) -> list[int]:
-    """A bool per lane as 64 bits per wave."""
+    """Converts a bool per lane to 64 bits per wave."""
     return [sum(int(on) << i for i, on in enumerate(mask[at : at + WAVE])) for at in range(0, len(mask), WAVE)]
 
 
@@ -271,13 +274,13 @@ def register(file: str, index: int, width: int) -> str:
 
 
 def read_lanes(snippet: Snippet, index: int, width: int) -> list[int]:
-    """A vector register, or several as one integer."""
+    """Returns the lanes' values of a vector register, or of several registers as one integer."""
     rows = [snippet.v(index + i) for i in range((width + 31) // 32)]
     return [sum(int(row[lane]) << 32 * i for i, row in enumerate(rows)) for lane in range(len(rows[0]))]
 
 
 def same(type_: str, expected: int | str, got: int, ulp: int = 0) -> bool:
-    """Whether a result equals the oracle's."""
+    """Returns whether a result equals the oracle's result."""
     form = FORMATS.get(type_)
     if expected == NAN:
         return form is not None and form.is_nan(got) and not form.is_signalling(got)
@@ -300,10 +303,10 @@ class Case:
         oracle: function from the sources' values to the result's bits.
         suffix: suffix of the encoding, ``"_e32"``.
         tail: modifiers.
-        accumulates: the oracle also gets the destination's old value.
-        keeps: a 16-bit result keeps the upper half of the register.
+        accumulates: whether the oracle also receives the destination's old value.
+        keeps: whether a 16-bit result leaves the upper half of the register unchanged.
         ulp: the permitted error.
-        scalar: the first source may be a scalar register or an inline constant.
+        scalar: whether the first source may be a scalar register or an inline constant.
     """
 
     name: str
@@ -324,7 +327,7 @@ class Case:
         return register("v", 0, width_of(self.result))
 
     def line(self, first: str | None = None) -> str:
-        """The instruction with its sources in v8, v12, v16, and possibly another first source."""
+        """Returns the instruction's text, with its sources in v8, v12, v16, and possibly another first source."""
         sources = [register("v", 8 + 4 * i, width_of(type_)) for i, type_ in enumerate(self.sources)]
         if first is not None:
             sources[0] = first
@@ -332,7 +335,7 @@ class Case:
 
     @property
     def lines(self) -> list[str]:
-        """All instructions that `check` runs."""
+        """The texts of all instructions that `check` runs."""
         if not self.scalar:
             return [self.line()]
         return [self.line(), self.line(register("s", 4, width_of(self.sources[0]))), *(self.line(c[0]) for c in self._constants())]

@@ -1,4 +1,4 @@
-"""Runs snippets under the sanitizer, for its tests: registers and memory, and checks of the report."""
+"""Helpers for the sanitizer's tests: they run snippets under the sanitizer, with registers and memory, and check the reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LANES = np.arange(4 * WAVE, dtype=np.uint32)
 
 
 class Memory:
-    """Two arrays for the instructions: 4 KiB, addressed by s[4:5] and the buffer s[4:7], and 4 KiB at s[8:9]."""
+    """Two arrays of 4 KiB for the instructions. s[4:5] is the address of the first array, and s[4:7] its buffer resource. s[8:9] is
+    the address of the second array."""
 
     def __init__(self) -> None:
         self.x = np.arange(1024, dtype=np.uint32)
@@ -23,7 +24,7 @@ class Memory:
 
 
 def run(text: str, memory: Memory | None = None, **state) -> Snippet:
-    """Runs with v1 = 4 * lane. Besides v1, only v2 and the registers that the text writes are initialised."""
+    """Runs the text with v1 = 4 * lane. Besides v1, only v2 and the registers that the text writes are initialised."""
     memory = memory or Memory()
     waves = state.get("waves", 1)
     vectors = {1: 4 * LANES[: waves * WAVE], 2: LANES[: waves * WAVE] + np.uint32(1000), **state.pop("v", {})}
@@ -32,7 +33,7 @@ def run(text: str, memory: Memory | None = None, **state) -> Snippet:
 
 
 def reported(text: str, kind: str, at: str, match: str | None = None, **state) -> SanitizerError:
-    """Asserts that running the text raises a report of this kind at this instruction (its first words)."""
+    """Asserts that running the text raises a report of this kind. `at` is the beginning of the reported instruction."""
     with pytest.raises(SanitizerError, match=match) as caught:
         run(text, **state)
     assert caught.value.kind == kind
@@ -42,4 +43,4 @@ def reported(text: str, kind: str, at: str, match: str | None = None, **state) -
     return caught.value
 
 
-FULL = np.zeros(1024, np.uint8)  # initialised LDS; an int instead of an array means uninitialised LDS
+FULL = np.zeros(1024, np.uint8)  # initialised LDS; for uninitialised LDS, tests pass its size instead

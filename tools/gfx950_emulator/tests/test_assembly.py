@@ -126,7 +126,7 @@ def test_labels_and_entry(kernel) -> None:
 
 
 def test_source_lines(kernel) -> None:
-    """Line 0 marks compiler-generated code; it keeps the previous source line."""
+    """Line 0 marks compiler-generated code, which keeps the previous source line."""
     load, _, branch, move, maximum, buffer, *_ = kernel.instructions
     assert load.source == branch.source == move.source == ("/home/kernels/attend.py", 74)
     assert load.location == "attend.py:74:0"
@@ -198,7 +198,8 @@ def test_the_kernel_need_not_come_first() -> None:
 
 @pytest.mark.parametrize("callee", ["near", "a.b.c__i32__", '"quoted"'])
 def test_distances_to_functions(callee: str) -> None:
-    """Distances are relative to the result of s_getpc_b64, the address of the next instruction; they may be negative."""
+    """Distances are relative to the result of s_getpc_b64, which is the address of the next instruction. Distances may be
+    negative."""
     text = f"""
 k:
 	s_getpc_b64 s[4:5]
@@ -281,7 +282,7 @@ def test_encodings(mnemonic: str, parts: tuple[str, str]) -> None:
     ],
 )  # fmt: skip
 def test_registers(text: str, file: str, index: int, count: int) -> None:
-    """Accumulation registers follow the vector registers, here 100 of them."""
+    """Accumulation registers are numbered after the vector registers, of which there are 100 in this test."""
     operand = parse_operand(text, 100)
     assert (operand.file, operand.index, operand.count) == (file, index, count)
     first = index + (SCALAR_BASE if file == "s" else 0)

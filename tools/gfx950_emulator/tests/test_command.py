@@ -1,4 +1,4 @@
-"""The command line, in this process and, if interpreter start-up matters, in a new process."""
+"""Tests the command line in this process, or in a new process if the start of the interpreter matters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def takes(x, y, z=1):
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with kernels. The command's changes to the interpreter's state are undone."""
+    """Writes a file with kernels. After the test, the command's changes to the interpreter's state are undone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "160")
     path = tmp_path / "kernels_of_a_test.py"
@@ -123,7 +123,7 @@ def test_stats_of_chosen_kernels(file: Path) -> None:
 def test_trace_prints_what_a_wave_does(file: Path) -> None:
     result = _invoke("trace", f"{file}::works", "--float", "--lanes", "0,5", "-g", "1", "-w", "0")
     assert result.exit_code == 0, result.output
-    # Workgroup 1 has elements 256 up, of which 44 lie below 300.
+    # Workgroup 1 has the elements from 256 on, of which 44 are below the limit of 300.
     assert re.search(r"v_add_f32.*v\d+=512,522", result.stdout)
     assert "s_endpgm" in result.stdout
     assert result.stdout.count("\ndouble") + result.stdout.startswith("double") == 1, "the second launch has no workgroup 1"

@@ -40,7 +40,7 @@ def test_every_control_instruction_is_tested() -> None:
 
 
 def _run(text: str, waves: int, **state) -> tuple[list[int], Snippet]:
-    """Every wave's s10 after the text has run and all waves have reconverged."""
+    """Runs the text, and returns every wave's s10 after all waves have reconverged."""
     out = np.zeros(waves, np.uint32)
     scalars = {2: out.ctypes.data, **state.pop("s", {})}
     s = Snippet(f"{text}\ns_mov_b64 exec, -1\n{_STORE}", s=scalars, waves=waves, arrays=[out], registers=4, **state).run()
@@ -79,7 +79,7 @@ def test_vcc_is_looked_at_whether_or_not_lanes_are_on(mnemonic: str) -> None:
 
 
 def test_lanes_from_compares_decide_branches() -> None:
-    """Branches on VCC and EXEC that are stored as lane masks."""
+    """Tests branches on VCC and EXEC when these are stored as lane masks."""
     values = np.zeros(4 * WAVE, np.uint32)
     values[[WAVE + 17, 3 * WAVE + 63]] = 1
     result, _ = _run(
@@ -163,7 +163,8 @@ def test_loop_in_a_loop_with_early_exits() -> None:
 
 
 def _random_program(rng: np.random.Generator, blocks: int) -> tuple[str, list[tuple]]:
-    """Blocks that change s10 and branch on one of its bits, forwards and backwards; s11 counts the remaining steps."""
+    """Returns a random program of blocks that change s10 and branch on one of its bits, forwards and backwards. s11 counts the
+    remaining steps."""
     text, plan = ["s_mov_b32 s10, s4"], []
     for i in range(blocks):
         add, turn, bit = int(rng.integers(1, 1 << 30)), int(rng.integers(1, 32)), int(rng.integers(32))
@@ -216,7 +217,7 @@ def test_branch_to_no_label() -> None:
 
 
 def _address_of(label: str, pair: int) -> str:
-    """A function's address as compilers compute it: a distance from the instruction after s_getpc_b64."""
+    """Returns the code that computes a function's address like compilers: the distance from the instruction after s_getpc_b64."""
     return f"""
         s_getpc_b64 s[{pair}:{pair + 1}]
         s_add_u32 s{pair}, s{pair}, {label}@rel32@lo+4
@@ -226,7 +227,8 @@ def _address_of(label: str, pair: int) -> str:
 
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_calls(sanitize: bool) -> None:
-    """A function called in a loop calls another one; one is placed before its caller, the other after it."""
+    """A function that is called in a loop calls another function. One function is placed before its caller, the other after its
+    caller."""
     text = f"""
         s_branch .Lmain
         twice:
@@ -258,7 +260,7 @@ def test_calls(sanitize: bool) -> None:
 
 
 def test_calls_of_different_functions() -> None:
-    """Every wave calls the function that it chose; all reconverge after the return."""
+    """Every wave calls the function that it chose. All waves reconverge after the return."""
     text = f"""
         {_address_of("first", 12)}
         {_address_of("second", 14)}
@@ -289,7 +291,7 @@ def test_jump_to_nowhere(address: int) -> None:
 
 # Barriers
 
-# Every wave writes its index at 4 * wave (v3), then reads the next wave's (v4).
+# Every wave writes its index at 4 * wave (v3), then reads the next wave's index (v4).
 _EXCHANGE = """
     v_lshrrev_b32_e32 v2, 6, v0
     v_lshlrev_b32_e32 v3, 2, v2
@@ -301,7 +303,7 @@ _EXCHANGE = """
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("delays", [[0, 0, 0, 0], [5, 0, 9, 2], [0, 1, 2, 3]])
 def test_barrier_waits_for_all_waves(delays: list[int], sanitize: bool) -> None:
-    """Waves that arrive at different times see the other waves' earlier writes."""
+    """Waves that arrive at a barrier at different times see the other waves' writes from before the barrier."""
     out = np.zeros(4, np.uint32)
     text = f"""
         {_EXCHANGE}
@@ -341,7 +343,7 @@ def test_barrier_waits_for_all_waves(delays: list[int], sanitize: bool) -> None:
 
 @pytest.mark.parametrize("late", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1, 0]])
 def test_barrier_waits_for_waves_that_are_elsewhere(late: list[int]) -> None:
-    """Late waves write from code after the barrier in program order, which runs while the others already wait."""
+    """Late waves run code that follows the barrier in program order, and write there while the other waves already wait."""
     waves = len(late)
     out = np.zeros(waves, np.uint32)
     text = f"""
@@ -381,7 +383,8 @@ def test_waves_that_ended_are_not_waited_for() -> None:
 
 
 def test_mode_as_kernels_begin() -> None:
-    """Rounding to nearest even [3:0], denormals kept [7:4], DX10_CLAMP [8], IEEE [9]; FP16_OVFL [23] is off."""
+    """At a kernel's start, MODE has rounding to nearest even [3:0], denormals kept [7:4], DX10_CLAMP [8] and IEEE [9]; FP16_OVFL
+    [23] is off."""
     s = Snippet(
         """
         s_getreg_b32 s4, hwreg(HW_REG_MODE)
@@ -417,7 +420,8 @@ def test_setreg_with_a_number() -> None:
 
 
 def test_mode_belongs_to_the_wave() -> None:
-    """Waves that set FP16_OVFL saturate, the others do not, even after reconvergence; 1000 exceeds fp8 (448 is 0x7e, NaN 0x7f)."""
+    """Waves that set FP16_OVFL saturate, and other waves do not, even after reconvergence. The value 1000 exceeds fp8 (448 is 0x7e,
+    NaN 0x7f)."""
     result, _ = _run(
         """
         v_mov_b32_e32 v1, 0x447a0000

@@ -1,4 +1,4 @@
-"""Counters: bank conflicts, cache lines, instructions and occupancy, against patterns whose counts are known."""
+"""Counters: bank conflicts, cache lines, instructions and occupancy, for patterns whose counts are known."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEASURED = {
 
 
 def _conflicts_by_definition(offsets: list[int], size: int, store: bool) -> int:
-    """Extra cycles of one wave: lane by lane, bank by bank."""
+    """Returns the extra cycles of one wave, computed lane by lane and bank by bank."""
     banks, groups = MEASURED[size, store]
     extra = 0
     for group in groups:
@@ -106,7 +106,7 @@ def test_remembered_patterns_are_told_apart() -> None:
 
 
 def _lines(text: str, **state: object) -> list[Line]:
-    """Runs instructions with counters; returns those that access memory."""
+    """Runs instructions with counters, and returns the counters of instructions that access memory."""
     snippet = Snippet(text, counters=True, **state).run()
     assert isinstance(snippet.counters, Counters)
     return [line for line in snippet.counters.lines() if line.accesses or line.lds_accesses]
@@ -132,7 +132,7 @@ def test_transposing_reads_write_and_atomics_of_lds() -> None:
 
 
 def _address(array: np.ndarray, offsets: np.ndarray) -> dict[int, np.ndarray]:
-    """v0 and v1 for global addresses."""
+    """Returns values of v0 and v1: the lower and upper halves of each lane's global address."""
     at = array.ctypes.data + offsets.astype(np.uint64)
     return {0: (at & np.uint64(0xFFFFFFFF)).astype(np.uint32), 1: (at >> np.uint64(32)).astype(np.uint32)}
 
@@ -224,7 +224,7 @@ def test_totals_of_an_addition() -> None:
 
 @pytest.mark.parametrize("k", [64, 128])
 def test_totals_of_a_product(k: int) -> None:
-    m = n = 128  # a workgroup's four waves have 32 x 32 of its 64 x 64 each
+    m = n = 128  # each of a workgroup's four waves has 32 x 32 of the 64 x 64 elements
     a, b, c = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16(), torch.empty(m, n)
     with emulated_gfx950(counters=True) as emulator:
         products.matmul[(2, 2)](a, b, c, m, n, k, n, 1, 64, 64, 32, 1, False)
@@ -253,7 +253,7 @@ def test_without_counters_nothing_is_counted() -> None:
 
 
 def _kernel(vgprs: int, accum_offset: int = 0, sgprs: int = 30) -> Assembly:
-    """A kernel with nothing but register counts; vgprs counts from v0 to the last accumulation register."""
+    """Returns a kernel that has only register counts. vgprs is the count from v0 to the last accumulation register."""
     descriptor = {"next_free_vgpr": vgprs, "accum_offset": accum_offset or -(-vgprs // 4) * 4, "next_free_sgpr": sgprs - 6}
     return Assembly("kernel", (), {}, descriptor, (), {"sgpr_count": sgprs})
 
@@ -275,13 +275,13 @@ def test_occupancy_by_vector_registers(vgprs: int, accum_offset: int, per_simd: 
     ("lds", "waves", "workgroups", "limiter"),
     [
         (0, 4, 8, "waves"),
-        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are allocated: 9 would fit
-        (49712, 4, 3, "LDS"),  # 49920
-        (54272, 4, 2, "LDS"),  # 55040: three would fit without rounding up
-        (66368, 4, 2, "LDS"),  # 66560
+        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are allocated, so LDS would fit 9 workgroups
+        (49712, 4, 3, "LDS"),  # 49920 bytes are allocated
+        (54272, 4, 2, "LDS"),  # 55040 bytes are allocated; without rounding up, three would fit
+        (66368, 4, 2, "LDS"),  # 66560 bytes are allocated
         (105376, 4, 1, "LDS"),
         (160 * 1024, 4, 1, "LDS"),
-        (81920, 8, 2, "LDS"),  # exactly half
+        (81920, 8, 2, "LDS"),  # exactly half of LDS
         (81921, 8, 1, "LDS"),
         (16832, 1, 9, "LDS"),
         (0, 1, 32, "waves"),

@@ -1,6 +1,7 @@
-"""Corner cases that random operands rarely hit; each has its own test.
+"""Corner cases that random operands rarely hit. Each has a separate test.
 
-Definitions: CDNA4 ISA document, chapters of the instructions; order of k: `gfx950_emulator.mfma` and what it cites.
+Definitions are from the chapters of the instructions in the CDNA4 ISA document. The order of k is from `gfx950_emulator.mfma` and
+its sources.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .oracles import F32, FORMATS, NAN, Binary, fma, read_lanes, same, words
 
 
 def _chain(terms: list[float], c: float) -> float:
-    """c + terms[0] + terms[1] + ..., every sum rounded to float32."""
+    """Returns c + terms[0] + terms[1] + ..., with every sum rounded to float32."""
     total = np.float32(c)
     for term in terms:
         total = np.float32(total + np.float32(term))
@@ -55,9 +56,9 @@ def test_swizzle_with_masks_that_overlap() -> None:
 
 
 def test_fma_rounds_denormal_results_once() -> None:
-    """An addend of at least 2**-127 and a product next to half of the smallest denormal: the sum's first and last bit are more than
-    53 bits apart."""
-    # 2**46 + 1 and 2**46 - 1 as products of numbers of at most 24 bits
+    """The addend is at least 2**-127, and the product is next to half of the smallest denormal. So the first and last bit of the
+    sum are more than 53 bits apart."""
+    # 2**46 + 1 and 2**46 - 1 are products of numbers of at most 24 bits.
     above, below = (277 * 30269, 5 * 1013 * 1657), (2**23 - 1, 2**23 + 1)
     assert above[0] * above[1] == 2**46 + 1
     assert below[0] * below[1] == 2**46 - 1
@@ -72,12 +73,12 @@ def test_fma_rounds_denormal_results_once() -> None:
         s = Snippet(line, v={0: 0, **v}).run()
         expected = [fma(F32, *lane) for lane in zip(*columns, strict=True)]
         assert s.v(0 if "fma_" in line else 16).tolist() == expected
-    assert set(expected) - set(columns[2])  # some are rounded up, some are not
+    assert set(expected) - set(columns[2])  # some results are rounded up, and others are not
     assert set(expected) & set(columns[2])
 
 
 def _quotient(form: Binary, numerator: int, denominator: int) -> int | str | None:
-    """IEEE 754's quotient if an operand is zero, infinite or NaN, otherwise None."""
+    """Returns IEEE 754's quotient if an operand is zero, infinite or NaN; otherwise None."""
     sign = (numerator ^ denominator) & form.sign_bit
     if form.is_nan(numerator) or form.is_nan(denominator):
         return NAN
@@ -90,7 +91,7 @@ def _quotient(form: Binary, numerator: int, denominator: int) -> int | str | Non
 
 @pytest.mark.parametrize("type_", FORMATS)
 def test_division_of_special_numbers(type_: str) -> None:
-    """Every pair of zeros, infinities, NaNs and others, with any intermediate quotient."""
+    """Tests every pair of zeros, infinities, NaNs and other values, with any intermediate quotient."""
     form = FORMATS[type_]
     positive = [0, 1, form.one, form.largest, form.infinity, form.infinity | 1 << (form.mantissa_bits - 1)]
     numbers = [x | sign for x in positive for sign in (0, form.sign_bit)]
@@ -156,7 +157,7 @@ def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, 
 
 @pytest.mark.parametrize("mask", [0, 1, 0xFF00FF00FF00FF00])
 def test_matrix_instructions_ignore_exec(mask: int) -> None:
-    """Inactive lanes contribute their rows and columns, and receive their results."""
+    """Inactive lanes contribute their rows and columns to an MFMA, and receive their results."""
     v = {register: np.arange(64, dtype=np.float32) + register for register in range(6)}
     text = "v_mfma_f32_16x16x4_f32 v[2:5], v0, v1, v[2:5]"
     all_, some = (Snippet(text, v=v, s={"exec": on}).run() for on in ((1 << 64) - 1, mask))
@@ -168,7 +169,8 @@ def test_matrix_instructions_ignore_exec(mask: int) -> None:
 @pytest.mark.parametrize("mnemonic", ["s_bfe_u32", "s_bfe_i32", "s_bfe_u64", "s_bfe_i64"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_scalar_fields_of_every_width(mnemonic: str, shared: bool) -> None:
-    """Bits [offset, offset + width) of S0 by S1: offset in its low bits, width in bits 22:16; bits beyond S0 are dropped."""
+    """S1 selects bits [offset, offset + width) of S0: the offset is in S1's low bits, and the width in bits 22:16. Bits beyond S0
+    are dropped."""
     bits = int(mnemonic[-2:])
     value, low, high = (0x9ABCDEF0, "s4", "s8") if bits == 32 else (0x9ABCDEF076543210, "s[4:5]", "s[8:9]")
     fields = [
@@ -237,7 +239,8 @@ _WHERE = """where:
 
 @pytest.mark.parametrize("batch_lanes", [64, 7 * 64, 4096])
 def test_workgroups_go_to_the_xcds_in_turn(batch_lanes: int) -> None:
-    """Workgroups go to the eight XCDs in the order of x, then y, then z, whatever their batches."""
+    """Workgroups are assigned to the eight XCDs in the order of x, then y, then z. The assignment does not depend on the emulator's
+    batches."""
     x, y, z = 5, 2, 3
     out = np.full(x * y * z, 99, np.uint32)
     kernarg = np.zeros(16, np.uint8)
@@ -248,7 +251,7 @@ def test_workgroups_go_to_the_xcds_in_turn(batch_lanes: int) -> None:
 
 
 def _kind(text: str, **state) -> str | None:
-    """The kind of the sanitizer's report, or None."""
+    """Returns the kind of the sanitizer's report, or None."""
     try:
         Snippet(text, sanitize=True, registers=8, **state).run()
     except SanitizerError as error:
@@ -259,7 +262,7 @@ def _kind(text: str, **state) -> str | None:
 @pytest.mark.parametrize(("width", "size"), [("ubyte", 1), ("ushort", 2), ("dword", 4), ("dwordx4", 16)])
 @pytest.mark.parametrize("nbytes", [61, 64])
 def test_accesses_that_reach_one_byte_past_a_tensor(width: str, size: int, nbytes: int) -> None:
-    """Accesses at the last valid address of the tensor, one byte after it, and one byte before the tensor."""
+    """Tests accesses at the last valid address of the tensor, one byte after this address, and one byte before the tensor."""
     data = np.zeros(nbytes, np.uint8)
     registers = "v[4:7]" if size == 16 else "v4"
     v = dict.fromkeys((1, 4, 5, 6, 7), 0)
@@ -280,7 +283,7 @@ def test_lds_accesses_that_reach_one_byte_past_the_allocation(text: str, size: i
 
 @pytest.mark.parametrize(("m0", "kind"), [(256, None), (512, "out-of-bounds"), (LIMIT - 4, "out-of-bounds"), (LIMIT, None)])
 def test_direct_loads_behind_the_allocation(m0: int, kind: str | None) -> None:
-    """A whole wave beyond the workgroup's LDS is an error, unless an M0 beyond any LDS disables it."""
+    """If a whole wave's load is beyond the workgroup's LDS, it is an error, unless an M0 beyond any LDS disables the load."""
     data = np.zeros(64, np.uint32)
     s = {4: data.ctypes.data & 0xFFFFFFFF, 5: data.ctypes.data >> 32, "m0": m0}
     line = "global_load_lds_dword v1, s[4:5]\ns_waitcnt vmcnt(0)"

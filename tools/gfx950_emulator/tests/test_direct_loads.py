@@ -1,4 +1,4 @@
-"""Direct loads from memory to LDS: addresses on both sides, inactive lanes and waves, and when the data arrives.
+"""Direct loads from memory to LDS: memory and LDS addresses, inactive lanes and waves, and the time at which the data arrives.
 
 Addresses: "memory buffer load to LDS" in the CDNA3 and CDNA4 ISA documents.
 """
@@ -16,7 +16,7 @@ from kernel_emulation.errors import SanitizerError
 from .isa import MASK32, WAVE, implemented
 from .walk import EXECS, Case
 
-# Bytes, and whether the value is signed
+# For each load: the number of bytes, and whether the value is signed.
 TO_LDS = {"ubyte": (1, False), "sbyte": (1, True), "ushort": (2, False), "sshort": (2, True), "dword": (4, False),
           "dwordx3": (12, False), "dwordx4": (16, False)}  # fmt: skip
 
@@ -33,7 +33,8 @@ def _run_to_lds(case: Case, text: str, m0: object = 0, wait: str = "s_waitcnt vm
 
 
 def _lds_after(case: Case, name: str, first: list[int], data_of: Callable[[int], bytes | None]) -> bytes:
-    """LDS after a load whose wave w begins at byte first[w]: lane i writes i times the size, at least a dword, after that."""
+    """Returns LDS after a load. Wave w begins at byte first[w]. Lane i writes at i times the size from there; the size counts as at
+    least a dword."""
     size, is_signed = TO_LDS[name]
     expected, step = bytearray(_BEFORE.tobytes()), max(4, size)
     for lane in range(case.lanes):
@@ -63,7 +64,7 @@ def _try_direct_loads(space: str, name: str, mask: int) -> None:
 @pytest.mark.parametrize("name", TO_LDS)
 @pytest.mark.parametrize("space", ["buffer", "global"])
 def test_direct_loads(space: str, name: str) -> None:
-    """M0 and the immediate offset determine the LDS address; the immediate is also added to the memory address."""
+    """M0 and the immediate offset determine the LDS address. The immediate offset is also added to the memory address."""
     for mask in EXECS:
         _try_direct_loads(space, name, mask)
 
@@ -93,7 +94,7 @@ def test_direct_loads_out_of_range() -> None:
 
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_waves_switched_off_by_m0(sanitize: bool) -> None:
-    """Such waves load nothing, whatever their addresses are."""
+    """Waves that M0 disables load nothing, whatever their addresses are."""
     case = Case(44, 3)
     case.offsets[WAVE : 2 * WAVE] = 1 << 20
     m0 = np.array([256, 0x7FFFFFFF, 2048])
@@ -110,7 +111,7 @@ def test_waves_switched_off_by_m0(sanitize: bool) -> None:
 
 
 def test_direct_loads_beyond_lds() -> None:
-    """Lanes beyond the allocation are dropped; the sanitizer reports this unless the whole wave is far out of range."""
+    """Lanes beyond the allocation are dropped. The sanitizer reports such lanes, unless the whole wave is far out of range."""
     case = Case(45)
     s = _run_to_lds(case, "global_load_lds_dword v1, s[4:5]", 8192 - 128)
     assert s.lds.tobytes() == _lds_after(case, "dword", [8192 - 128], lambda lane: case.before[case.offsets[lane] :][:4])
@@ -127,7 +128,8 @@ def test_direct_loads_from_outside() -> None:
 
 @pytest.mark.parametrize("outstanding", range(5))
 def test_data_arrives_with_the_wait_that_covers_it(outstanding: int) -> None:
-    """Three direct loads among ordinary ones: each arrives once only operations issued after it may be outstanding."""
+    """There are three direct loads among ordinary loads. A direct load has arrived when a wait permits only later operations to be
+    outstanding."""
     case = Case(47)
     text = """
         s_mov_b32 m0, 0
@@ -159,8 +161,8 @@ def test_without_a_wait_nothing_arrives() -> None:
 
 
 def test_direct_loads_of_waves_that_part_and_meet() -> None:
-    """One half of the waves issues one more load before they reconverge; the later wait covers the loads of both, aligned at the
-    newest."""
+    """One half of the waves issues one more load before all waves reconverge. A later wait counts each wave's loads from its newest
+    load."""
     case, out = Case(49, 2), np.zeros(2 * WAVE, np.uint32)
     case.offsets = (np.arange(2 * WAVE) * 4).astype(np.uint32)
     text = """

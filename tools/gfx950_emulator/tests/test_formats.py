@@ -1,4 +1,4 @@
-"""Number formats against their definitions, with exact rational arithmetic, and against torch where torch has the format."""
+"""Number formats, compared with their definitions in exact rational arithmetic, and with torch if torch has the format."""
 
 import math
 from bisect import bisect_right
@@ -36,7 +36,7 @@ float_bits = st.one_of(
     st.integers(0, 2**32 - 1),
     # Around the range of the narrow formats
     st.builds(lambda s, e, m: s << 31 | e << 23 | m, st.integers(0, 1), st.integers(100, 146), st.integers(0, 2**23 - 1)),
-    # Ties and their neighbours: few mantissa bits set
+    # Ties and their neighbours, which have few mantissa bits set
     st.builds(
         lambda s, e, m, low: s << 31 | e << 23 | (m << 18) + low & 0x7FFFFF,
         st.integers(0, 1), st.integers(100, 146), st.integers(0, 31), st.integers(-1, 1),
@@ -49,7 +49,7 @@ def as_float32(bits: list[int]) -> np.ndarray:
 
 
 def value_of(form: Format, code: int) -> float:
-    """The value by the definition of the encoding, in Python floats."""
+    """Returns the value by the definition of the encoding, as a Python float."""
     exponent_bits, mantissa_bits, bias, _, _ = DEFINED[form.name]
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
@@ -66,22 +66,22 @@ def value_of(form: Format, code: int) -> float:
 
 @lru_cache
 def finite_values(name: str) -> list[float]:
-    """All finite values from 0 up; the index is the encoding."""
+    """Returns all finite values from 0 up. The index of a value is its encoding."""
     form = next(form for form in ALL if form.name == name)
     values = [value_of(form, code) for code in range(1 << (form.bits - 1))]
     return [value for value in values if math.isfinite(value)]
 
 
 def below(form: Format, value: Fraction) -> int:
-    """The largest encoding whose value does not exceed `value`."""
+    """Returns the largest encoding whose value does not exceed `value`."""
     return bisect_right(finite_values(form.name), value) - 1
 
 
 def nearest(form: Format, value: Fraction, saturate: bool) -> int:
-    """The encoding of the nearest value, ties to even, without a sign; `value` is not negative."""
+    """Returns the encoding of the nearest value, ties to even, without a sign. `value` is not negative."""
     values = finite_values(form.name)
     low, top = below(form, value), len(values) - 1
-    # The hypothetical value after the largest one has the same distance as the value before it.
+    # A value that exceeds the largest value is rounded as if the format had one more value, at the distance of the last two values.
     after = values[low + 1] if low < top else 2 * values[top] - values[top - 1]
     middle = (Fraction(values[low]) + Fraction(after)) / 2
     code = low + (value > middle or (value == middle and low % 2 == 1))
@@ -95,7 +95,7 @@ def overflow(form: Format, top: int, saturate: bool) -> int:
 
 
 def narrowed(form: Format, bits: int, saturate: bool, exponent: int = 127) -> int:
-    """The result of V_CVT(_SCALEF32)_PK_* for one float32."""
+    """Returns the result of V_CVT(_SCALEF32)_PK_* for one float32."""
     value = float(as_float32([bits])[0])
     sign = bits >> 31 << (form.bits - 1)
     if math.isnan(value) or exponent == 255:
@@ -248,8 +248,8 @@ def test_16_bit_formats_are_not_encoded_by_table():
 
 
 def stochastic(form: Format, bits: int, random: int, exponent: int, saturate: bool) -> int:
-    """Stochastic rounding in Python integers: align the float32 significand, add the random bits below the last kept bit,
-    truncate."""
+    """Rounds stochastically with Python integers: aligns the float32 significand, adds the random bits below the last kept bit, and
+    truncates."""
     exponent_bits, mantissa_bits, bias, _, _ = DEFINED[form.name]
     sign, value = bits >> 31 << (form.bits - 1), float(as_float32([bits & 0x7FFFFFFF])[0])
     all_ones = (1 << (form.bits - 1)) - 1
@@ -297,7 +297,7 @@ def test_stochastic_rounding_is_fair():
     assert set(rounded.tolist()) == {1.0, 1.125}
     assert abs(rounded.mean() - 1.03) < 1e-3
     assert (formats.encode_stochastic(FP8, values, np.zeros_like(random)) == 0x38).all()
-    assert (formats.encode_stochastic(FP8, np.ones(8, np.float32), random[:8]) == 0x38).all()  # exact values stay
+    assert (formats.encode_stochastic(FP8, np.ones(8, np.float32), random[:8]) == 0x38).all()  # exact values stay unchanged
 
 
 def test_the_random_generator_is_a_shift_register():
@@ -345,7 +345,7 @@ def test_packed_bf16_has_the_first_operand_below(pairs, saturate):
 
 
 def half_of(bits: int, saturate: bool, toward_zero: bool) -> int:
-    """Conversion to float16 by exact comparison with the adjacent values."""
+    """Converts to float16 by exact comparison with the adjacent values."""
     value, sign = float(as_float32([bits])[0]), bits >> 16 & 0x8000
     if math.isnan(value):
         return sign | 0x7C00 | bits >> 13 & 0x3FF | 0x200

@@ -1,4 +1,4 @@
-"""Whole Gluon kernels for gfx950, emulated, against references in PyTorch."""
+"""Whole Gluon kernels for gfx950 on the emulator, compared with references in PyTorch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_scaled_matmul_of_several_waves(rng: torch.Generator) -> None:
 
 
 def _shared_layout(name: str, itemsize: int) -> gl.SwizzledSharedLayout | gl.PaddedSharedLayout:
-    """A layout of 64 x 64 elements. Paddings keep 16-byte accesses aligned, which Triton does not check."""
+    """Returns a layout of 64 x 64 elements. Triton does not check that paddings keep 16-byte accesses aligned; these paddings
+    do."""
     unit = 16 // itemsize
     return {
         "plain": gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
@@ -185,7 +186,7 @@ def test_buffer_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
         gluon_memory.buffer_atomics[(2,)](x.to(dtype), sums, old, n, bins, 256)
     expected = torch.zeros(bins, dtype=torch.float64).index_add(0, torch.arange(n) % bins, x.double())
     assert torch.equal(sums.double(), expected)
-    # Whatever the order of additions to a bin, each one returns the sum of the earlier ones.
+    # In any order of additions to a bin, each addition returns the sum of the earlier additions.
     for bin_ in range(bins):
         found, value = old.double()[bin_::bins], x[bin_::bins].double()
         order = torch.argsort(found + value / 1024)
@@ -225,7 +226,7 @@ def test_conversion_with_scales_to_fewer_bits(form: str, source: torch.dtype, rn
     rows, k = 32, 128
     scale = integers(rng, 118, 136, rows, k // 32, dtype=torch.uint8)
     factor = decode_e8m0(scale).repeat_interleave(32, 1)
-    # Values are within each format's range, so that nothing saturates.
+    # Values are within each format's range, so nothing saturates.
     x = ((torch.rand(rows, k, generator=rng) * 2 - 1) * 6 * factor).to(source)
     out = torch.zeros(rows, k // 2 if form == "e2m1" else k, dtype=torch.uint8)
     target = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}[form]
@@ -233,7 +234,7 @@ def test_conversion_with_scales_to_fewer_bits(form: str, source: torch.dtype, rn
         gluon_memory.scaled_down[(1,)](x, scale, out.view(target), rows, k, form, num_warps=1)
     exact = x.double() / factor
     if form == "e2m1":
-        # Round to nearest, ties to the even mantissa, which belongs to an even number here.
+        # Rounds to nearest, ties to the even mantissa. Here, an even mantissa means an even number.
         distance = (exact.abs()[..., None] - FP4_VALUES[:8]).abs()
         tie_to_even = torch.arange(8) % 2 * 1e-9
         nearest = (distance + tie_to_even).argmin(-1)

@@ -1,4 +1,5 @@
-"""Groups of waves in lockstep: all kinds of scalar registers, divergence and reconvergence, and outstanding operations."""
+"""Groups of waves in lockstep: every representation of scalar registers, divergence and reconvergence, and outstanding
+operations."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from .isa import MASK32, MASK64, WAVE, bits_of, random_lanes, random_words
     ],
 )  # fmt: skip
 def test_wait_limits(text: str, limits: dict[str, int]) -> None:
-    """As an immediate: vmcnt is bits [15:14] and [3:0], expcnt [6:4], lgkmcnt [11:8]."""
+    """In the immediate of s_waitcnt, vmcnt is bits [15:14] and [3:0], expcnt [6:4], and lgkmcnt [11:8]."""
     assert Snippet(text).program.bound[0].extra == limits
 
 
@@ -55,7 +56,7 @@ def _queue(*vector: object, local: tuple = ()) -> Outstanding:
 
 
 class _Waiting:
-    """The part of a group that wait counters use; collects their reports."""
+    """A stand-in for the part of a group that wait counters use. It records their calls."""
 
     def __init__(self) -> None:
         self.landed: list[Deferred] = []
@@ -85,7 +86,8 @@ def test_the_oldest_operations_are_waited_for(limit: int) -> None:
 
 
 def test_scalar_loads_may_overtake() -> None:
-    """While a scalar load is outstanding, only a limit of 0 is a guarantee."""
+    """Scalar loads may overtake one another. So while a scalar load is outstanding, only a wait with limit 0 guarantees its
+    data."""
     scalar = Bound(lambda g: None, memory=Access("scalar", "load", 4, "lgkmcnt"))
     lds = [Bound(lambda g: None, memory=Access("lds", "load", 4, "lgkmcnt")) for _ in range(2)]
     queue, group = _queue(local=(lds[0], scalar, lds[1])), _Waiting()
@@ -135,7 +137,7 @@ def test_what_is_outstanding_meets_at_the_newest() -> None:
 
 
 def _state(group: Group) -> dict[tuple[int, int], tuple]:
-    """The whole state of every wave, by slot and wave."""
+    """Returns the whole state of every wave, by slot and wave."""
     whole = {}
     scalars = {i: np.broadcast_to(np.asarray(group.s32(i)), group.waves) for i in range(112)}
     masks = {i: group.lane_mask(i).reshape(group.waves, WAVE) for i in (4, 6, 8, 20, VCC, EXEC)}
@@ -155,7 +157,7 @@ def _state(group: Group) -> dict[tuple[int, int], tuple]:
 
 
 def _mixed_group(waves: int) -> Group:
-    """A group whose scalars are of every kind."""
+    """Returns a group whose scalar registers have every kind of representation."""
     rng = np.random.default_rng(6)
     group = (
         Snippet(

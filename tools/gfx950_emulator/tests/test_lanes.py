@@ -1,4 +1,5 @@
-"""Instructions that move data between lanes, and between lanes and scalar registers: per lane, from the ISA documents' definitions.
+"""Instructions that move data between lanes, and between lanes and scalar registers. Each lane is compared with the ISA documents'
+definitions.
 
 Lane maps of DPP: section "DPP_CTRL" of the CDNA3 ISA document. Swaps: V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32 of CDNA4's.
 """
@@ -37,7 +38,7 @@ def _per_wave(value: object, waves: int) -> list[int]:
 
 @pytest.mark.parametrize("target", ["s4", "vcc_hi", "m0"])
 def test_read_first_lane(target: str) -> None:
-    """Reads the lowest active lane, or lane 0 if none is active."""
+    """v_readfirstlane reads the lowest active lane, or lane 0 if no lane is active."""
     values = _values(1, len(_EXECS))
     s = Snippet(f"s_mov_b64 exec, s[8:9]\nv_readfirstlane_b32 {target}, v1", v={1: values},
                 s={8: np.array(_EXECS, object), "vcc": 5}, waves=len(_EXECS), registers=4).run()  # fmt: skip
@@ -55,7 +56,7 @@ def test_read_first_lane_of_equal_waves_is_one_number() -> None:
 @pytest.mark.parametrize("mask", _EXECS)
 @pytest.mark.parametrize("lane", [0, 1, 31, 32, 63])
 def test_read_lane(lane: int, mask: int) -> None:
-    """Reads the lane whether or not it is active."""
+    """v_readlane reads the lane whether or not the lane is active."""
     values = _values(3, 2)
     for text in (str(lane), "s6", "m0"):
         s = Snippet(f"v_readlane_b32 s4, v1, {text}", v={1: values}, s={6: lane + 64, "m0": lane, "exec": mask}, waves=2).run()
@@ -102,7 +103,7 @@ def test_registers_spilled_to_lanes_come_back() -> None:
 @pytest.mark.parametrize("mask", _EXECS)
 @pytest.mark.parametrize("half", ["lo", "hi"])
 def test_masked_bit_count(half: str, mask: int) -> None:
-    """Bits of S0 that belong to lanes below this one, plus S1."""
+    """The result is the number of set bits of S0 for lanes below this lane, plus S1."""
     add, vector = _values(7, 2) >> np.uint32(3), _values(8, 2)
     bits = np.array([0x89ABCDEF, 0x00010001])
     sources = {
@@ -149,7 +150,7 @@ def test_rows_of_permlane32_swap() -> None:
 
 
 def _swapped(size: int, first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
-    """The documents' loops: exchanges the lower lanes of S0 with the lanes ``size`` higher of D."""
+    """Follows the loops in the documents: exchanges the lower lanes of S0 with the lanes of D that are ``size`` higher."""
     first, second = list(first), list(second)
     for block in range(0, WAVE, 2 * size):
         for lane in range(block, block + size):
@@ -186,7 +187,7 @@ def test_swaps_with_one_partner_off(size: int, mask: int) -> None:
 
 
 def test_a_register_swapped_with_itself() -> None:
-    """Rows 0 and 1 are exchanged, and rows 2 and 3."""
+    """Rows 0 and 1 are exchanged, and so are rows 2 and 3."""
     a = _values(13)
     s = Snippet("v_permlane16_swap_b32_e32 v1, v1", v={1: a}).run()
     assert np.array_equal(s.v(1).reshape(2, 2, 16), a.reshape(2, 2, 16)[:, ::-1])
@@ -202,7 +203,7 @@ def test_swaps_with_modifiers(modifier: str) -> None:
 
 
 def _source(control: str, lane: int) -> int | None:
-    """The lane that DPP_CTRL reads from, or None."""
+    """Returns the lane that DPP_CTRL reads from, or None."""
     name, _, argument = control.partition(":")
     row, at = lane // 16 * 16, lane % 16
     if name == "quad_perm":
@@ -243,7 +244,7 @@ CONTROLS = [
 
 
 def _dpp(control: str, lane: int, mask: int, rows: int, banks: int, zero: bool, values: list[int]) -> int | None:
-    """The lane's first source value; None if the lane is not written."""
+    """Returns the lane's first source value; None if the lane is not written."""
     if not (mask >> lane & 1 and rows >> lane // 16 & 1 and banks >> lane % 16 // 4 & 1):
         return None
     source = _source(control, lane)
@@ -256,8 +257,8 @@ def _dpp(control: str, lane: int, mask: int, rows: int, banks: int, zero: bool, 
 @pytest.mark.parametrize(("rows", "banks"), [(15, 15), (0xA, 15), (0xC, 15), (15, 0x5), (0x3, 0xC), (0, 15)])
 @pytest.mark.parametrize("control", CONTROLS)
 def test_dpp_moves(control: str, rows: int, banks: int, zero: bool) -> None:
-    """Inactive lanes and lanes excluded by row_mask or bank_mask keep their values. Lanes without a source keep theirs too, or read
-    zero with bound_ctrl. An inactive lane is no source."""
+    """Inactive lanes and lanes excluded by row_mask or bank_mask keep their values. Lanes without a source also keep their values,
+    or read zero with bound_ctrl. An inactive lane is not a source."""
     a, old = _values(20, 2), _values(21, 2)
     modifiers = f"{control} row_mask:{rows:#x} bank_mask:{banks:#x}" + " bound_ctrl:1" * zero
     for mask in (MASK64, 0x5A5A5A5AF00F1234, 0x00000000FFFFFFFF, 0):
@@ -271,7 +272,8 @@ def test_dpp_moves(control: str, rows: int, banks: int, zero: bool) -> None:
 @pytest.mark.parametrize("control", ["row_shr:1", "row_bcast:31", "quad_perm:[1,0,3,2]", "row_ror:8", "row_half_mirror"])
 @pytest.mark.parametrize(("rows", "zero"), [(15, True), (15, False), (0xC, False)])
 def test_dpp_of_arithmetic(control: str, rows: int, zero: bool) -> None:
-    """Only the first source moves. Integer, floating-point and 16-bit operations, and one that reads its destination."""
+    """DPP applies to the first source only. The tests have integer, floating-point and 16-bit operations, and one that reads its
+    destination."""
     rng = np.random.default_rng(22)
     a, b, old = _values(23), _values(24), _values(25)
     f, g = (rng.normal(size=WAVE).astype(np.float32) for _ in range(2))
@@ -317,7 +319,7 @@ def _add_f32(x: int, y: int) -> int:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_both_halves_of_row_bcast_31(zero: bool) -> None:
-    """Lanes 32 to 63 read lane 31; lanes 0 to 31 have no source."""
+    """Lanes 32 to 63 read lane 31. Lanes 0 to 31 have no source."""
     a, old = np.arange(WAVE) + 100, np.arange(WAVE) + 500
     modifiers = "row_bcast:31 row_mask:0xf bank_mask:0xf" + " bound_ctrl:1" * zero
     s = Snippet(f"v_mov_b32_dpp v2, v1 {modifiers}\nv_add_u32_dpp v3, v1, v1 {modifiers}", v={1: a, 2: old, 3: old}).run()
@@ -329,7 +331,7 @@ def test_both_halves_of_row_bcast_31(zero: bool) -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_all_rows_of_row_bcast_15(zero: bool) -> None:
-    """Rows 1, 2 and 3 read the last lane of the row before; row 0 has no source."""
+    """Rows 1, 2 and 3 read the last lane of the preceding row. Row 0 has no source."""
     a, old = np.arange(WAVE) + 100, np.arange(WAVE) + 500
     modifiers = "row_bcast:15 row_mask:0xf bank_mask:0xf" + " bound_ctrl:1" * zero
     s = Snippet(f"v_mov_b32_dpp v2, v1 {modifiers}", v={1: a, 2: old}).run()
@@ -338,7 +340,8 @@ def test_all_rows_of_row_bcast_15(zero: bool) -> None:
 
 
 def test_scan_over_a_wave() -> None:
-    """The prefix sum as compilers emit it: shifts within rows, then lane 15 to odd rows, lane 31 to the upper half."""
+    """Tests the prefix sum that compilers emit: shifts within rows, then a broadcast of lane 15 to odd rows, and of lane 31 to the
+    upper half."""
     values = np.array([(7 * lane * lane + 3) % 101 for lane in range(WAVE)])
     shifts = "\n".join(f"v_add_u32_dpp v1, v1, v1 row_shr:{n} row_mask:0xf bank_mask:0xf" for n in (1, 2, 3))
     text = f"""

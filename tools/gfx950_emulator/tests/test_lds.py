@@ -1,4 +1,5 @@
-"""LDS instructions: reads, writes, transposing reads, atomics, permutations, from the CDNA3 and CDNA4 ISA documents.
+"""LDS instructions: reads, writes, transposing reads, atomics, permutations. Definitions are from the CDNA3 and CDNA4 ISA
+documents.
 
 The oracle walks over bytes and lanes. For the transposing reads it also transposes a whole matrix.
 """
@@ -31,7 +32,7 @@ _KINDS = {
     "smax": ("i32", "i64"), "umin": ("u32", "u64"), "umax": ("u32", "u64"), "and": ("b32", "b64"), "or": ("b32", "b64"),
     "xor": ("b32", "b64"),
 }  # fmt: skip
-ATOMICS: dict[str, tuple[str, int]] = {  # name without ds_ and rtn -> operation, bits
+ATOMICS: dict[str, tuple[str, int]] = {  # maps the name without ds_ and rtn to operation and bits
     **{f"{kind.removeprefix('s').removeprefix('u') if kind.endswith(('min', 'max')) else kind}_{type_}": (kind, int(type_[1:]))
        for kind, types in _KINDS.items() if kind != "sub" for type_ in types},
     "sub_u32": ("sub", 32), "sub_u64": ("sub", 64),
@@ -59,7 +60,8 @@ _SIZE = 4096
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of LDS, and registers v8 to v11 with the data to write, or the old values before a read."""
+    """The lanes' state: offsets into 4 KiB of LDS, and registers v8 to v11. These registers hold the data to write, or the old
+    values before a read."""
 
     def __init__(self, seed: int, waves: int = 1, mask: int = MASK64, offsets: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -75,7 +77,7 @@ class Case:
         return Snippet(text, v=vectors, s={"exec": self.mask}, waves=self.waves, lds=self.lds, registers=16, **more).run()
 
     def read(self, at: int, size: int) -> bytes:
-        """The result of an LDS read: zero if any byte is beyond the allocation."""
+        """Returns the result of an LDS read, which is zero if any byte is beyond the allocation."""
         return self.lds[at : at + size] if 0 <= at <= _SIZE - size else bytes(size)
 
     def words(self, lane: int) -> bytes:
@@ -177,7 +179,7 @@ def test_writes_beyond_the_allocation_are_dropped(name: str) -> None:
 @pytest.mark.parametrize("offsets", [(0, 1), (3, 0), (7, 7), (255, 254)])
 @pytest.mark.parametrize("name", TWICE)
 def test_two_at_a_time(name: str, offsets: tuple[int, int]) -> None:
-    """Two offsets from one address; beyond the allocation, reads return zero and writes are dropped."""
+    """The instructions access two offsets from one address. Beyond the allocation, reads return zero and writes are dropped."""
     for mask in EXECS:
         size, unit = TWICE[name]
         modifiers = "".join(f" offset{i}:{offset}" for i, offset in enumerate(offsets) if offset)
@@ -221,7 +223,7 @@ def test_accumulation_registers() -> None:
 
 
 def test_lanes_that_write_to_one_place() -> None:
-    """The last lane's value wins."""
+    """If lanes write to the same address, the last lane's value remains."""
     case = Case(10, 2, offsets=np.full(2 * WAVE, 160))
     s = case.run("ds_write_b64 v1, v[8:9]")
     assert s.lds[160:168].tobytes() == case.words(2 * WAVE - 1)[:8]
@@ -245,12 +247,12 @@ def _words(mnemonic: str) -> int:
 
 
 def _received(s: Snippet, lane: int, mnemonic: str) -> int:
-    """The bits of a lane's registers from v2 on, as one integer. The first element is in the lowest bits."""
+    """Returns the bits of a lane's registers from v2 on as one integer. The first element is in the lowest bits."""
     return sum(int(s.v(2 + i)[lane]) << 32 * i for i in range(_words(mnemonic)))
 
 
 def _element(memory: bytes, index: int, bits: int) -> int:
-    """An element of packed data, the first in the lowest bits."""
+    """Returns an element of packed data, whose first element is in the lowest bits."""
     return int.from_bytes(memory, "little") >> index * bits & (1 << bits) - 1
 
 
@@ -269,7 +271,8 @@ def test_lane_map_of_transposing_reads(mnemonic: str) -> None:
 
 
 def test_lane_maps_element_by_element() -> None:
-    """The same maps as formulas: 16-bit elements are four interleaved 4 x 4 transposes, 8-bit ones two interleaved 8 x 8 ones."""
+    """Tests the same lane maps as formulas: for 16-bit elements four interleaved 4 x 4 transposes, for 8-bit elements two
+    interleaved 8 x 8 transposes."""
     tags16 = np.arange(WAVE * 4, dtype=np.uint16)  # lane * 4 + element
     s = Snippet("ds_read_b64_tr_b16 v[2:3], v1", v={1: np.arange(WAVE) * 8}, lds=tags16.tobytes(), registers=4).run()
     got = s.v64(2).view(np.uint16).reshape(WAVE, 4)
@@ -303,7 +306,7 @@ def test_lane_maps_of_small_elements() -> None:
 
 @pytest.mark.parametrize("mnemonic", [name for name, bits in TRANSPOSING.items() if bits >= 8])
 def test_a_matrix_transposed(mnemonic: str) -> None:
-    """A matrix of rows of 16 elements in LDS; every group of 16 lanes reads some rows and receives columns."""
+    """LDS has a matrix with rows of 16 elements. Every group of 16 lanes reads some rows and receives columns."""
     bits = TRANSPOSING[mnemonic]
     per_lane = 64 // bits
     matrix = np.random.default_rng(21).integers(0, 1 << bits, (4 * per_lane, 16)).astype(f"u{bits // 8}")
@@ -315,7 +318,7 @@ def test_a_matrix_transposed(mnemonic: str) -> None:
 
 @pytest.mark.parametrize("mnemonic", TRANSPOSING)
 def test_transposing_reads_with_lanes_off(mnemonic: str) -> None:
-    """All lanes of a wave are active, or none."""
+    """In each wave, either all lanes are active or none."""
     case = Case(22, 3)
     registers = range(8, 8 + _words(mnemonic))
     instruction = f"{mnemonic} v[8:{registers[-1]}], v1"
@@ -363,7 +366,8 @@ def _operand_bits(name: str, bits: int, rng: np.random.Generator) -> list[int]:
     ("name", "returns"), [(name, True) for name in ATOMICS] + [(name, False) for name in ATOMICS if not name.startswith("wrxchg")]
 )
 def test_atomics(name: str, returns: bool) -> None:
-    """Lanes are applied in order, several per address; beyond the allocation nothing is written and zero is returned."""
+    """Lanes are applied in order, with several lanes per address. Beyond the allocation, nothing is written and zero is
+    returned."""
     for mask in (MASK64, 0xFFFFFFFFFFFFFF7E):
         kind, bits = ATOMICS[name]
         function = atomics(bits).get(kind)
@@ -374,7 +378,7 @@ def test_atomics(name: str, returns: bool) -> None:
         case.offsets[[9, 77]] = _SIZE
         memory = bytearray(b"".join(operands[i * 7].to_bytes(size, "little") for i in range(16)) + case.lds[16 * size :])
         case.lds = bytes(memory)
-        if kind == "cmpst":  # the first operand is compared: half of the lanes use the initial contents
+        if kind == "cmpst":  # the first operand is compared; half of the lanes compare with the initial contents
             operands = [int.from_bytes(memory[o : o + size], "little") if n % 2 else 7 for n, o in enumerate(case.offsets)]
         data = {8 + i: np.array([x >> 32 * i & MASK32 for x in operands], np.uint32) for i in range(words)}
         data |= {12 + i: np.array([x >> 32 * i & MASK32 for x in other], np.uint32) for i in range(words)}
@@ -420,7 +424,8 @@ def test_atomics_with_all_lanes_off() -> None:
 @pytest.mark.parametrize("immediate", [0, 4, 252])
 @pytest.mark.parametrize("mnemonic", ["ds_bpermute_b32", "ds_permute_b32"])
 def test_permutations(mnemonic: str, immediate: int) -> None:
-    """bpermute pulls, permute pushes; lanes are bits [7:2] of the address. Inactive lanes neither send nor receive."""
+    """bpermute reads from the addressed lane, and permute writes to it. The lane is bits [7:2] of the address. Inactive lanes
+    neither send nor receive."""
     for mask in EXECS:
         rng = np.random.default_rng(40)
         addresses = rng.integers(0, 1 << 32, 2 * WAVE, dtype=np.uint32)
@@ -449,7 +454,8 @@ def test_permutation_over_its_own_address() -> None:
 
 
 def _swizzle_source(offset: int, lane: int) -> int:
-    """DS_SWIZZLE_B32 of the ISA document: FFT, rotation, permutation of four lanes, or masks on the lane's five bits."""
+    """Returns the source lane of DS_SWIZZLE_B32 by the ISA document: FFT, rotation, permutation of four lanes, or masks on the
+    lane's five bits."""
     low, mask = lane & 31, offset & 31
     if offset >= 0xE000:
         source = int(f"{low:05b}"[::-1], 2) >> bin(mask).count("1") | low & mask
@@ -487,7 +493,7 @@ def test_swizzles(text: str, offset: int) -> None:
 
 
 def test_swizzle_without_an_offset() -> None:
-    """Offset 0, which the assembler omits: all lanes read lane 0 of their half."""
+    """The assembler omits an offset of 0. With this offset, all lanes read lane 0 of their half of the wave."""
     data = random_lanes(np.random.default_rng(43))
     s = Snippet("ds_swizzle_b32 v2, v1", v={1: data}).run()
     assert s.v(2).tolist() == [int(data[0])] * 32 + [int(data[32])] * 32

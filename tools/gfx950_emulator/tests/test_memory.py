@@ -1,4 +1,4 @@
-"""Vector memory: buffer, global and scratch accesses, and atomics, against a byte-wise walk over the lanes.
+"""Vector memory: buffer, global and scratch accesses, and atomics, compared with a byte-wise walk over the lanes.
 
 Addresses and range checks: chapter on vector memory of the CDNA3 ISA document; names of modifiers: LLVM's AMDGPU documentation.
 """
@@ -28,7 +28,7 @@ STORES: dict[str, Store] = {
 }  # fmt: skip
 
 
-ATOMICS: dict[str, tuple[Callable[[int, int], int] | None, int]] = {  # None: compare and swap
+ATOMICS: dict[str, tuple[Callable[[int, int], int] | None, int]] = {  # None means compare and swap
     **{name: (f, 32) for name, f in atomics(32).items()},
     **{(name if name.endswith("f64") else f"{name}_x2"): (f, 64) for name, f in atomics(64).items()},
     "cmpswap": (None, 32),
@@ -74,7 +74,7 @@ def test_buffer_stores(name: str) -> None:
 
 
 _ADDRESSING = [
-    # text of address and modifiers, soffset in s9, and the lane's offset in bytes of v1 and s9
+    # The text of address and modifiers, the soffset in s9, and the lane's offset in bytes as a function of v1 and s9.
     ("v1, s[4:7], s9 offen", 24, lambda v, s: v + s),
     ("v1, s[4:7], 16 offen", 0, lambda v, s: v + 16),
     ("v1, s[4:7], s9 offen offset:20", 4, lambda v, s: v + s + 20),
@@ -105,7 +105,7 @@ def test_buffer_stores_with_offsets_of_all_kinds(name: str) -> None:
 @pytest.mark.parametrize("soffset", [0, 12])
 @pytest.mark.parametrize("immediate", [0, 8])
 def test_range_check_of_buffer_loads(records: int, soffset: int, immediate: int) -> None:
-    """Every dword is checked separately; dwords out of range read as zero."""
+    """Every dword is checked separately. Dwords out of range read as zero."""
     for name in ("ubyte", "ushort", "short_d16", "dword", "dwordx2", "dwordx4"):
         size = LOADS[name][0]
         case = Case(5)
@@ -162,7 +162,7 @@ def test_buffers_that_differ_between_waves() -> None:
 @pytest.mark.parametrize(("index", "value"), [(5, 0x00040000), (5, 0x80000000), (7, 0x00800000)])
 @pytest.mark.parametrize("waves", [1, 2])
 def test_resources_that_are_not_implemented(index: int, value: int, waves: int) -> None:
-    """Strides, swizzles, and resources that add the thread id."""
+    """Buffer resources with strides, with swizzles, or with the thread id added are rejected."""
     case = Case(8, waves)
     values = np.array([value, 0][:waves]) if index == 7 else np.array([value | case.address >> 32, case.address >> 32][:waves])
     with pytest.raises(EmulationError, match="not implemented"):
@@ -194,7 +194,7 @@ def test_buffer_forms_that_are_not_implemented(text: str) -> None:
     "mnemonic", ["buffer_load_dwordx2 v[8:9],", "buffer_store_dwordx2 v[8:9],", "buffer_atomic_add_x2 v[8:9],"]
 )
 def test_buffer_accesses_outside_all_arrays(mnemonic: str, offset: int) -> None:
-    """A buffer's range may be larger than the tensor behind it."""
+    """A buffer's range may be larger than its tensor. Accesses past the tensor are errors."""
     case = Case(10)
     case.offsets[33] = offset
     if "atomic" in mnemonic:
@@ -264,7 +264,7 @@ def test_scalar_bases_that_differ_between_waves() -> None:
 
 
 def test_a_vector_offset_is_unsigned_and_the_sum_wraps() -> None:
-    """With a base of the address minus (2**32 - 4), the offset must be 2**32 - 4."""
+    """The base is the address minus (2**32 - 4), so the offset that reaches the address is 2**32 - 4."""
     case = Case(15)
     case.offsets = np.full(WAVE, MASK32 - 3, np.uint32)
     s = case.run("global_load_dword v8, v1, s[12:13] offset:8\ns_waitcnt vmcnt(0)", s={12: case.address - (1 << 32) + 4 & MASK64})
@@ -297,7 +297,7 @@ def test_the_message_of_an_access_out_of_bounds() -> None:
 
 
 def test_an_access_across_two_arrays() -> None:
-    """Adjacent arrays in memory are separate tensors."""
+    """Two arrays that are adjacent in memory are separate tensors. An access across their border is an error."""
     memory = np.zeros(64, np.uint8)
     first, second = memory[:32], memory[32:]
     offsets = np.where(np.arange(WAVE) == 9, 28, 40).astype(np.uint32)
@@ -318,7 +318,7 @@ def test_accumulation_registers_are_loaded_and_stored() -> None:
 
 
 def test_lanes_that_store_to_one_place() -> None:
-    """The last lane's value wins."""
+    """If lanes store to the same address, the last lane's value remains."""
     case = Case(19, 2)
     case.offsets[...] = 128
     case.run("global_store_dwordx2 v1, v[8:9], s[4:5]")
@@ -329,7 +329,7 @@ def test_lanes_that_store_to_one_place() -> None:
 
 
 def _operands(name: str, rng: np.random.Generator) -> list[int]:
-    """128 operands for lanes: meaningful values for floating point, otherwise arbitrary bits."""
+    """Returns 128 operands for lanes: ordinary values for floating point, otherwise arbitrary bits."""
     bits = ATOMICS[name][1]
     if "f16" in name and "pk" in name:
         special = [0x0000, 0x8000, 0x7C00, 0xFC00, 0x7BFF, 0x0001, 0x3C00]
@@ -351,7 +351,7 @@ def _operands(name: str, rng: np.random.Generator) -> list[int]:
 @pytest.mark.parametrize("space", ["buffer", "global"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str, space: str, returns: bool) -> None:
-    """Lanes are applied in order, several per address; lanes that are inactive or out of a buffer's range do nothing."""
+    """Lanes are applied in order, with several lanes per address. Lanes that are inactive or out of a buffer's range do nothing."""
     function, bits = ATOMICS[name]
     rng = np.random.default_rng(20)
     size, words, mask = bits // 8, bits // 32, 0xFFFFFFFFFFFFFF7E
@@ -412,7 +412,7 @@ def test_atomics_with_all_lanes_off(text: str) -> None:
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("name", ["pk_add_bf16", "pk_add_f16"])
 def test_packed_atomics_at_the_edges_of_a_tensor(name: str, returns: bool) -> None:
-    """The half of a dword outside of the tensor is unchanged and reads zero, if zero is added to it."""
+    """If zero is added to the half of a dword that is outside of the tensor, this half is unchanged and reads as zero."""
     add = ATOMICS[name][0]
     assert add is not None
     memory = np.random.default_rng(24).integers(0x3C00, 0x4400, 8, dtype=np.uint16)
@@ -441,7 +441,7 @@ def test_packed_atomics_at_the_edges_of_a_tensor(name: str, returns: bool) -> No
 
 
 def test_a_loop_of_compare_and_swap_at_the_edge_of_a_tensor() -> None:
-    """The loop's first load reads a whole dword. Half of it may be outside of the tensor if the loop writes that half back
+    """The loop's first load reads a whole dword. Half of the dword may be outside of the tensor if the loop writes this half back
     unchanged."""
     memory = np.array([5, 7, 9, 11], np.uint16)
     loop = """
@@ -483,7 +483,7 @@ def test_minimum_of_a_nan_leaves_memory_alone() -> None:
 @pytest.mark.parametrize("at", [0, 4, 8, 5, 7, 100])
 @pytest.mark.parametrize("name", LOADS)
 def test_scratch(name: str, at: int) -> None:
-    """No lane sees another lane's stores; bytes are read back at any alignment."""
+    """No lane sees another lane's stores to scratch. Bytes are read back at any alignment."""
     size = LOADS[name][0]
     case = Case(24, 2, 0xFFFF00000000FFFF)
     stored = {i: random_lanes(np.random.default_rng(25 + i), 2) for i in range(4)}
@@ -532,7 +532,7 @@ def test_scratch_stores(name: str, at: int) -> None:
 
 
 def test_scratch_follows_waves_that_part() -> None:
-    """Waves diverge between store and load; every lane reads its own data."""
+    """Waves diverge between a store to scratch and the load. Every lane reads its own data."""
     values, out = random_lanes(np.random.default_rng(27), 4), np.zeros(4 * WAVE, np.uint32)
     text = """
         scratch_store_dword off, v1, off offset:16

@@ -1,8 +1,8 @@
-"""MFMA instructions against their definition, element by element.
+"""MFMA instructions, compared with their definition, element by element.
 
-The oracle places every element by a map from (row, k) to (lane, bit) that is typed here from the tables of AMD's Matrix
-Instruction Calculator, of AMD's article on CDNA4's matrix cores and of Composable Kernel's hardware tests, reads it from Python
-integers, and adds in exact arithmetic. `TRITON` holds the layouts that Triton 3.9 prints for the same instructions.
+The oracle finds every element by a map from (row, k) to (lane, bit), reads it from Python integers, and adds in exact arithmetic.
+The map follows the tables of AMD's Matrix Instruction Calculator, of AMD's article on CDNA4's matrix cores, and of Composable
+Kernel's hardware tests. `TRITON` holds the layouts that Triton 3.9 prints for the same instructions.
 """
 
 import math
@@ -56,7 +56,7 @@ F8F6F4 = [
 
 
 def place(kind: str, size: int, total_k: int, row: int, k: int, f8f6f4: bool) -> tuple[int, int]:
-    """Lane and first bit of element (row, k) of A, or (k, column) of B."""
+    """Returns the lane and the first bit of element (row, k) of A, or of element (k, column) of B."""
     if f8f6f4 and kind in ("fp8", "bf8"):
         half, rest = divmod(k, total_k // 2)
         group, byte = divmod(rest, 16)
@@ -66,7 +66,7 @@ def place(kind: str, size: int, total_k: int, row: int, k: int, f8f6f4: bool) ->
 
 
 def place_c(size: int, row: int, column: int) -> tuple[int, int]:
-    """Register and lane of element (row, column) of 32-bit C and D."""
+    """Returns the register and the lane of element (row, column) of 32-bit C and D."""
     if size == 32:
         return 4 * (row // 8) + row % 4, 32 * (row // 4 % 2) + column
     return row % 4, 16 * (row // 4) + column
@@ -89,7 +89,7 @@ def decoded(kind: str, code: int) -> float:
 
 
 def matrix(kind: str, size: int, total_k: int, registers: np.ndarray, f8f6f4: bool) -> list[list[float]]:
-    """Rows of A, or columns of B, from the registers of one wave."""
+    """Returns the rows of A, or the columns of B, from the registers of one wave."""
     lanes = [sum(int(word) << 32 * at for at, word in enumerate(registers[:, lane])) for lane in range(64)]
     mask = (1 << BITS[kind]) - 1
     rows = []
@@ -100,7 +100,7 @@ def matrix(kind: str, size: int, total_k: int, registers: np.ndarray, f8f6f4: bo
 
 
 def to_float32(value: Fraction) -> float:
-    """Rounded once, to nearest even; no overflow."""
+    """Rounds once to float32, to nearest even. The value must not overflow."""
     if value == 0:
         return 0.0
     power = max(math.frexp(float(value))[1] - 1, -126)
@@ -109,7 +109,7 @@ def to_float32(value: Fraction) -> float:
 
 
 def expected_bits(size: int, rows: list, columns: list, c: np.ndarray) -> np.ndarray:
-    """uint32 [registers, 64]: D = A B + C of one wave with one rounding; C is float32 in registers."""
+    """Returns D = A B + C of one wave with one rounding, as uint32 [registers, 64]. C is float32 in registers."""
     result = np.zeros((size * size // 64, 64), np.float32)
     for i, j in product(range(size), range(size)):
         register, lane = place_c(size, i, j)
@@ -119,7 +119,7 @@ def expected_bits(size: int, rows: list, columns: list, c: np.ndarray) -> np.nda
 
 
 def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int) -> np.ndarray:
-    """Any encodings but NaN and infinity; floats of 16 bits and more are near 1, so that sums do not cancel."""
+    """Returns random encodings except NaN and infinity. Floats of 16 bits and more are near 1, so sums do not cancel."""
     if kind == "f64":
         return rng.standard_normal((count // 2, lanes)).view(np.uint32).reshape(-1, lanes, 2).swapaxes(1, 2).reshape(count, lanes)
     if kind == "f32":
@@ -136,7 +136,7 @@ def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int
 
 
 def one_rounding(bits: np.ndarray, wanted: np.ndarray) -> None:
-    """Checks equality, except ties that float64's rounding of the sum moved: at most 1 ulp of float32, and rarely."""
+    """Checks equality. A few results may differ by 1 ulp of float32, because rounding the sum to float64 first can change a tie."""
     off = bits.view(np.int32).astype(np.int64) - wanted.view(np.int32)
     assert np.abs(off).max() <= 1, f"{np.count_nonzero(np.abs(off) > 1)} elements differ"
     assert np.count_nonzero(off) <= max(1, off.size // 1000)
@@ -204,7 +204,7 @@ def test_f8f6f4_forms_follow_the_definition(form):
     if not scaled:
         one_rounding(op.compute(a, b, c), expected_bits(size, rows, columns, c.view(np.float32)))
         return
-    # Bytes near 127, different in all lanes and bytes, so that the sum has terms of like size
+    # The scale bytes are near 127 and differ in all lanes and bytes, so the terms of a sum have similar sizes.
     scales = [rng.integers(120, 135, (64, 4), dtype=np.uint8).view(np.uint32)[:, 0] for _ in "ab"]
     d = op.compute(a, b, c, *scales)
     for elements, scale, index in ((rows, scales[0], 0), (columns, scales[1], 1)):
@@ -230,7 +230,7 @@ def test_every_scale_byte_can_be_selected(byte_a, byte_b):
 
 
 def test_scales_belong_to_blocks_of_32_and_to_their_row():
-    """One element of A and of B is not zero; the scales of its block alone count."""
+    """Only one element of A and one of B are not zero. Only the scales of this element's block affect the result."""
     for (size, k), kind in product([(16, 128), (32, 64)], FORMATS):
         op = bind_mfma(f"v_mfma_scale_f32_{size}x{size}x{k}_f8f6f4", {"cbsz": FORMATS.index(kind), "blgp": FORMATS.index(kind)})
         _, mantissa_bits, bias = FIELDS[kind]
@@ -277,9 +277,10 @@ def test_extreme_scales():
     np.testing.assert_array_equal(d, np.where(np.arange(64) % 16 == 5, np.uint32(NAN), np.uint32(0)) + np.zeros_like(d))
 
 
-# Layouts of Triton 3.9 for these instructions: bases of the register and of the lane, as (row, column) of the tensor. Printed by
-# GluonOpBuilder.to_linear_layout for DotOperandLayout(0, AMDMFMALayout(4, [M, M, K], False, [1, 1]), k_width=16), where the tensor
-# of bytes is half as wide for fp4, for get_mfma_scale_layout, and for AMDMFMALayout. B's layout is A's with the axes exchanged.
+# The layouts of Triton 3.9 for these instructions. A layout has the bases of the register index and of the lane, as (row, column)
+# of the tensor. GluonOpBuilder.to_linear_layout printed them for DotOperandLayout(0, AMDMFMALayout(4, [M, M, K], False, [1, 1]),
+# k_width=16), for get_mfma_scale_layout, and for AMDMFMALayout. For fp4, the tensor of bytes is half as wide. B's layout is A's
+# with the axes exchanged.
 TRITON = {
     16: {
         "fp8": ([(0, 1), (0, 2), (0, 4), (0, 8), (0, 64)], [(1, 0), (2, 0), (4, 0), (8, 0), (0, 16), (0, 32)]),
@@ -297,10 +298,10 @@ TRITON = {
 
 
 def triton_coordinates(size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, each [registers of Triton, 64]."""
+    """Returns the row and the column, each as an array [registers of Triton, 64]."""
 
     def combined(bases: list[tuple[int, int]], axis: int) -> np.ndarray:
-        """The coordinate for every index, combined from the bases of its bits."""
+        """Returns the coordinate of every index, combined from the bases of the index's bits."""
         return np.array([sum(base[axis] for bit, base in enumerate(bases) if n >> bit & 1) for n in range(1 << len(bases))])
 
     register_bases, lane_bases = TRITON[size][name]
@@ -314,7 +315,7 @@ def fp_values(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("kinds", list(product(["fp8", "fp4"], repeat=2)), ids="-".join)
 def test_triton_s_layouts_give_the_product(size, kinds):
-    """Operands in Triton's register layouts with random scales, against a plain matmul of the tensors."""
+    """Operands in Triton's register layouts, with random scales, give the result of a plain matmul of the tensors."""
     k = 2048 // size
     rng = np.random.default_rng(size)
     op = bind_mfma(f"v_mfma_scale_f32_{size}x{size}x{k}_f8f6f4", {"cbsz": FORMATS.index(kinds[0]), "blgp": FORMATS.index(kinds[1])})
@@ -327,7 +328,7 @@ def test_triton_s_layouts_give_the_product(size, kinds):
         else:
             values = np.stack([fp_values("fp4")[octets & 15], fp_values("fp4")[octets >> 4]], axis=-1).reshape(size, k)
         rows, columns = triton_coordinates(size, kind)
-        registers.append(octets[rows, columns].T.copy().view(np.uint32).T.copy())  # four bytes to a register, low byte first
+        registers.append(octets[rows, columns].T.copy().view(np.uint32).T.copy())  # four bytes per register, low byte first
         scale = rng.integers(117, 137, (size, k // 32), dtype=np.uint8)
         rows, columns = triton_coordinates(size, "scale")
         scales.append(scale[rows, columns][0].astype(np.uint32))
@@ -411,7 +412,7 @@ def test_wrong_shapes_are_refused():
 
 
 def bf16_operands(a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
-    """One wave of operands for `BF16`, A all `a` and B all `b`."""
+    """Returns one wave's operands for `BF16`: all elements of A are `a`, and all elements of B are `b`."""
     return tuple(np.full((2, 64), int(np.array(x, np.float32).view(np.uint32) >> 16) * 0x10001, np.uint32) for x in (a, b))
 
 
@@ -573,7 +574,7 @@ def test_scaled_waves_do_not_mix():
 
 
 def test_remembered_operands_are_compared_whole():
-    """Registers change in place between two executions: one word, one scale, each in turn."""
+    """Between two executions, one word or one scale changes in place. The emulator must not reuse the decoded operands."""
     op = bind_mfma("v_mfma_scale_f32_16x16x128_f8f6f4", {"cbsz": 4, "blgp": 4})
     ones, a = np.full((4, 64), 0x22222222, np.uint32), np.zeros((4, 64), np.uint32)
     unit, scale = np.full(64, 127, np.uint32), np.full(64, 127, np.uint32)
@@ -587,7 +588,7 @@ def test_remembered_operands_are_compared_whole():
         scale[word[1] // 16 * 16 + row] = 130
         np.testing.assert_array_equal(op.compute(a, ones, 0, scale, unit).view(np.float32), 8 * d)
         a[word], scale[:] = 0, 127
-    # More operands than are kept, then the first again
+    # Then more operands than the emulator keeps, and the first ones again.
     rng = np.random.default_rng(0)
     many = [random_registers(rng, "fp4", 4, 64) for _ in range(mfma._Recent.KEPT + 3)]
     first = [op.compute(x, ones, 0, unit, unit) for x in many]

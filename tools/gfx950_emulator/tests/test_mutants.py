@@ -1,4 +1,4 @@
-"""The mutants match the sources; and, in a slow test, the tests kill all of them."""
+"""Each mutant matches the sources. In a slow test, the tests detect all mutants."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TESTS = Path(__file__).resolve().parent
 
 
 def _runner() -> ModuleType:
-    """mutation/run.py, which belongs to no package."""
+    """Imports mutation/run.py, which belongs to no package."""
     spec = importlib.util.spec_from_file_location("gfx950_mutation_run", TESTS.parent / "mutation" / "run.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up here
+    sys.modules[spec.name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -40,7 +40,7 @@ def _functions(file: str) -> frozenset[str]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_sources(mutant: run.Mutant) -> None:
     original = (run.SOURCE / mutant.file).read_text()
-    changed = mutant.apply(run.SOURCE)  # an error unless the old text occurs exactly once
+    changed = mutant.apply(run.SOURCE)  # raises an error unless the old text occurs exactly once
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(original)), "the mutant changes no code"
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name)
     assert re.fullmatch(r"\S[^\n]*\.", mutant.fact), "the fact is one sentence"

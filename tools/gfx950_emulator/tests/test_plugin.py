@@ -88,7 +88,7 @@ def test_wrong_setting():
 
 
 def _pytest(path: Path, *arguments: str) -> str:
-    """The output of pytest with only this plugin."""
+    """Returns the output of pytest with only this plugin."""
     source = str(Path(gfx950_emulator.__file__).parents[1])
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": source, "COLUMNS": "160"}
     command = [sys.executable, "-m", "pytest", "-p", "gfx950_emulator.pytest_plugin", "-p", "no:cacheprovider", *arguments]

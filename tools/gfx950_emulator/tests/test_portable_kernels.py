@@ -1,5 +1,5 @@
-"""The core's portable Triton kernels on the emulated MI355X, with the sanitizer on, against the operators' references and
-tolerances."""
+"""The core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
+references, by the operators' tolerances."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 CPU = torch.device("cpu")
-# Cases of a kernel that run by default: the first, the last, and some in between. The others are marked slow.
+# The number of a kernel's cases that run by default: the first, the last, and some in between. The other cases are marked slow.
 FAST = 3
-# A search down to the last bit: ten million wave-instructions
+# Cases that search down to the last bit, with ten million wave instructions.
 HEAVY = ("ties across top-k and top-p",)
 
 
 def _runs() -> list[Any]:
-    """Kernels with their eligible cases on the emulated platform, which determines the layout of a case's weights."""
+    """Returns pairs of a kernel and an eligible case on the emulated platform. The platform determines the layout of a case's
+    weights."""
     runs = []
     with emulated_gfx950():
         for op in operators():
             cases = {case: op.complete(case.build(CPU)) for case in op.all_cases() if not case.large}
             for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
-                if spec.solution != "triton" or spec.family == "comm":  # those of several processes: test_ranks
+                if spec.solution != "triton" or spec.family == "comm":  # `test_ranks` has the kernels for several processes
                     continue
                 taken = [case for case, arguments in cases.items() if refusal(op, spec, arguments) is None]
                 assert taken, f"no case reaches {spec.name}"
@@ -86,7 +87,7 @@ def test_division_among_processes_changes_nothing() -> None:
 
 
 def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
-    """A sequence without keys: lanes are inactive while MFMAs run, which ignore EXEC."""
+    """One sequence has no keys, so its lanes are inactive while MFMAs run. MFMAs ignore EXEC."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(tokens, 2, width).half() for tokens, width in ((8, 24), (7, 24), (7, 16)))
     cu, cu_kv = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 3, 8], [0, 0, 7]))
@@ -99,7 +100,7 @@ def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
 
 
 def test_states_that_lie_transposed_in_a_tile_smaller_than_a_workgroup() -> None:
-    """Several waves hold copies of the state, and the lanes of a row add it up in different orders."""
+    """Several waves hold copies of the state, and the lanes of a row add the elements in different orders."""
     torch.manual_seed(0)
     x, b, c = torch.randn(1, 1, 2, 8).half(), torch.randn(1, 1, 1, 16).half(), torch.randn(1, 1, 1, 16).half()
     states = torch.randn(1, 2, 16, 8).transpose(2, 3)

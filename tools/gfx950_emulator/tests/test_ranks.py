@@ -1,4 +1,5 @@
-"""Multi-GPU kernels on two processes, each of which emulates a GPU. The memory that they write to is a file that both map."""
+"""Multi-GPU kernels on two processes, each of which emulates a GPU. The memory that the kernels write to is a file that both
+processes map."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-# Workgroups of a batch wait for one another: a workgroup that waits for another rank could block the workgroup for which that rank
-# waits.
+# Each workgroup runs in a batch of its own. In a common batch, a workgroup that waits for another rank could block the workgroup
+# for which that rank waits.
 ONE_WORKGROUP = 256
 
 
@@ -39,7 +40,7 @@ def comm_operators() -> list[Operator[Any, Any]]:
 
 
 def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
-    """Each kernel on the small cases of two ranks, or on its first eligible one."""
+    """Runs each kernel on the small cases for two ranks; if `fast`, only up to the first case that passes."""
     group, found = ProcessGroup.with_peer_memory(), dict[str, list[CaseResult]]()
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:
         reach_peers(emulator, group)
@@ -58,8 +59,8 @@ def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
 
 
 def two_shots() -> list[bool]:
-    """Whether consecutive two-shot all-reduces in reused memory return correct sums. With two ranks, the two-shot variant is
-    otherwise not selected."""
+    """Returns whether consecutive two-shot all-reduces in reused memory return correct sums. With two ranks, selection never uses
+    the two-shot variant."""
     group, right = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16), []
     generator = torch.Generator().manual_seed(0)
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:

@@ -121,12 +121,12 @@ _ODD = 0xAAAAAAAAAAAAAAAA
 
 
 def _written_in(mask: int) -> str:
-    """v3 is written in some lanes only."""
+    """Returns code that writes v3 in some lanes only."""
     return f"s_mov_b32 exec_lo, {mask & MASK32:#x}\ns_mov_b32 exec_hi, {mask >> 32:#x}\nv_mov_b32_e32 v3, 7\ns_mov_b64 exec, -1\n"
 
 
 def _lanes_reported(text: str, register: str, waves: int = 1, **state) -> int:
-    """The first uninitialised lane reported for a store of v4 or another register."""
+    """Returns the first uninitialised lane that the report names for a store of the register."""
     error = reported(f"{text}\nglobal_store_dword v1, {register}, s[8:9]", "uninitialised", "global_store", waves=waves, **state)
     return int(re.search(r"lane (\d+) of wave 0", str(error))[1])
 
@@ -159,7 +159,7 @@ def _lanes_reported(text: str, register: str, waves: int = 1, **state) -> int:
 )
 @pytest.mark.parametrize("mask", [0x00000000FFFFFFFF, 0xFFFF0000FFFF0000, _ODD, MASK64 - (1 << 31), MASK64 - 4])
 def test_lanes_are_followed_through_moves(text: str, source_of, mask: int) -> None:
-    """Exactly those result lanes are uninitialised whose source lanes are."""
+    """A result lane is uninitialised exactly if its source lane is."""
     initialised = [source_of(lane) is None or mask >> source_of(lane) & 1 for lane in range(WAVE)]
     text = _written_in(mask) + text
     if not all(initialised):
@@ -179,7 +179,7 @@ def test_lanes_read_to_scalars() -> None:
 
 
 def test_lanes_of_several_waves() -> None:
-    """Reads differ between waves, and so do the uninitialised lanes."""
+    """Source lanes differ between waves, and so do the uninitialised lanes."""
     text = """
         s_cmp_eq_u32 s13, 0
         s_cbranch_scc1 .Lmeet
@@ -199,7 +199,7 @@ def test_lanes_of_several_waves() -> None:
 
 
 def test_spilled_scalars() -> None:
-    """A register with only some lanes written, which are the only lanes read."""
+    """Some lanes of a register are written, and only these lanes are read."""
     text = "v_writelane_b32 v3, s4, 0\nv_writelane_b32 v3, s5, 1\n"
     store = "s_mov_b32 exec_lo, -1\nv_mov_b32_e32 v4, s12\nglobal_store_dword v1, v4, s[8:9]"
     run(f"{text}v_readlane_b32 s12, v3, 0\nv_readlane_b32 s13, v3, 1\n{store}")
@@ -229,21 +229,21 @@ def test_registers_that_come_back_from_scratch() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        # only lanes that are on count
+        # only active lanes matter
         f"s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 1\n{_STORE}",
         "s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 4\nds_read_b32 v4, v3",
         # inactive lanes keep their state
         f"v_mov_b32_e32 v3, 0\ns_mov_b64 exec, 0xff\nv_not_b32_e32 v3, v4\ns_mov_b32 exec_lo, 0xff00\n{_STORE}",
-        # two halves, written apart
+        # two halves of the lanes are written separately
         f"{_written_in(_ODD)}s_mov_b32 exec_lo, 0x55555555\ns_mov_b32 exec_hi, 0x55555555\nv_mov_b32_e32 v3, v2\n"
         f"s_mov_b64 exec, -1\n{_STORE}",
-        # not chosen
+        # the uninitialised source is not selected
         f"v_cmp_le_u32_e32 vcc, 0, v1\nv_cndmask_b32_e32 v3, v4, v2, vcc\n{_STORE}",
         f"v_cmp_gt_u32_e32 vcc, 32, v1\nv_cndmask_b32_e32 v3, v4, v2, vcc\nv_cndmask_b32_e32 v3, v1, v3, vcc\n{_STORE}",
         f"s_cmp_eq_u32 s6, s6\ns_cselect_b32 s12, s6, s13\nv_mov_b32_e32 v3, s12\n{_STORE}",
         f"s_cmp_lg_u32 s6, s6\ns_cmov_b32 s6, s13\nv_mov_b32_e32 v3, s6\n{_STORE}",
         "s_cmp_eq_u32 s6, s6\ns_cselect_b64 vcc, exec, s[20:21]\ns_cbranch_vccz .Lend\n.Lend:",
-        # bits that one operand decides: an uninitialised mask where EXEC is 0
+        # one operand determines the bits: an uninitialised mask is combined with zeros, or with EXEC
         "s_mov_b64 exec, 0xff\nv_cmp_eq_u32_e32 vcc, 0, v1\ns_and_b64 s[12:13], s[20:21], 0\ns_or_b64 vcc, vcc, s[12:13]\n"
         "s_cbranch_vccz .Lend\n.Lend:",
         "s_or_b64 s[12:13], s[20:21], exec\ns_andn2_b64 s[14:15], s[20:21], exec\ns_and_saveexec_b64 s[16:17], s[12:13]\n"
@@ -258,11 +258,11 @@ def test_registers_that_come_back_from_scratch() -> None:
         # data of lanes that a buffer's range drops is not stored
         "v_mov_b32_e32 v5, 0x80000000\nbuffer_store_dwordx2 v[20:21], v5, s[4:7], 0 offen",
         "s_mov_b32 s6, 8\ns_mov_b64 exec, 7\nv_mov_b32_e32 v3, 1\ns_mov_b64 exec, -1\nbuffer_store_dword v3, v1, s[4:7], 0 offen",
-        # overwritten, or never used
+        # an uninitialised result is overwritten, or never used
         f"v_add_u32_e32 v3, v4, v5\nv_mov_b32_e32 v3, v2\n{_STORE}",
         "v_add_u32_e32 v3, v4, v5\nv_mul_lo_u32 v6, v3, v3",
         "ds_write_b32 v1, v4\ns_waitcnt lgkmcnt(0)",
-        # the lane's number is there at entry
+        # the lane's number is in v0 at entry
         "v_lshlrev_b32_e32 v3, 2, v0\nglobal_load_dword v4, v3, s[4:5]",
     ],
 )
@@ -283,7 +283,7 @@ def test_matrix_products_mix_all_lanes() -> None:
 
 
 def test_matrix_products_write_lanes_that_are_off() -> None:
-    """v8 was never written; the MFMA writes it even in inactive lanes."""
+    """v8 was never written. The MFMA writes v8 even in inactive lanes."""
     text = "v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[6:7], 0"
     some, store = "s_mov_b64 exec, 0xff", "s_mov_b64 exec, -1\ns_nop 7\nglobal_store_dword v1, v8, s[8:9]"
     run(f"{some}\n{text}\n{store}", v={4: 0, 5: 0, 6: 0, 7: 0})
@@ -302,7 +302,7 @@ def test_matrix_products_write_lanes_that_are_off() -> None:
         ("ds_write_b16 v1, v2\ns_waitcnt lgkmcnt(0)\nds_read_u16 v3, v1\ns_waitcnt lgkmcnt(0)", False),
         ("ds_write_b16 v1, v2\ns_waitcnt lgkmcnt(0)\nds_read_b32 v3, v1\ns_waitcnt lgkmcnt(0)", True),
         ("ds_write_b8 v1, v2 offset:1\ns_waitcnt lgkmcnt(0)\nds_read_u8 v3, v1\ns_waitcnt lgkmcnt(0)", True),
-        # the dwords of a wide read are told apart: v5 is written, v3 is not
+        # the dwords of a wide read are tracked separately: v5 is initialised, v3 is not
         (
             "v_lshlrev_b32_e32 v10, 2, v1\nds_write_b32 v10, v2 offset:4\ns_waitcnt lgkmcnt(0)\nds_read_b128 v[2:5], v10\n"
             "s_waitcnt lgkmcnt(0)",
@@ -351,7 +351,7 @@ def test_atomics_on_uninitialised_lds(mnemonic: str) -> None:
 
 @pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8), ("ds_read_b64_tr_b4", 4)])
 def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> None:
-    """One lane's 8 bytes are uninitialised, so the receiving lanes are, each in one half only."""
+    """The 8 bytes of one lane are uninitialised. So the lanes that receive these bytes are uninitialised, each in one half only."""
     missing = 16 + 5
     on = MASK64 - (1 << missing)
     text = f"""
@@ -366,7 +366,7 @@ def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> Non
         s_waitcnt lgkmcnt(0)
     """
     per_lane = 64 // bits
-    row, first = divmod(5 * per_lane, 16)  # its elements are a part of this row, from this column on
+    row, first = divmod(5 * per_lane, 16)  # the lane's elements are a part of this row, from this column on
     receivers = range(16 + first, 16 + first + per_lane)
     register = 4 + row * bits // 32
     assert _lanes_reported(text, f"v{register}", lds=1024) == receivers[0]
@@ -395,7 +395,7 @@ def test_without_the_sanitizer_nothing_but_bounds_is_checked() -> None:
 
 
 def test_the_state_of_waves_that_part_and_meet() -> None:
-    """Uninitialised lanes, pending registers and outstanding writes stay with their waves."""
+    """When waves diverge and reconverge, uninitialised lanes, pending registers and outstanding writes stay with their waves."""
     s = Snippet("s_nop 0", v={1: 0}, waves=3, sanitize=True, lds=64, registers=4)
     group, shadow = s.group, s.group.shadow
     lanes = np.concatenate([bits_of(m) for m in (5, 0, 9)])

@@ -1,6 +1,7 @@
 """Seeded faults in kernels: each is reported with its kind, the instruction and the line of the kernel's source.
 
-Every kernel also runs without its fault, with no report and with the correct result. So only the fault can cause the report.
+Every kernel also runs without its fault. It then causes no report and gives the correct result. So only the fault can cause the
+report.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _line_at_fault(kernel: triton.JITFunction) -> tuple[str, int]:
 
 
 def _assert_reported(report: SanitizerError, kind: str, kernel: triton.JITFunction, mnemonic: str) -> None:
-    """The report has this kind, refers to the marked line, and names kernel, instruction and line."""
+    """Asserts that the report has this kind, refers to the marked line, and names kernel, instruction and line."""
     assert report.kind == kind, str(report)
     name, line = _line_at_fault(kernel)
     assert report.source is not None, str(report)
@@ -48,7 +49,7 @@ def _assert_reported(report: SanitizerError, kind: str, kernel: triton.JITFuncti
 
 
 def _without(pattern: str, occurrence: int = 0) -> Edit:
-    """An edit that removes one matching line of the code (the last one if `occurrence` is -1)."""
+    """Returns an edit that removes one matching line of the code (the last matching line if `occurrence` is -1)."""
 
     def edit(kernel: str, text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -61,7 +62,8 @@ def _without(pattern: str, occurrence: int = 0) -> Edit:
 
 
 def _without_wait(counter: str, after: str) -> Edit:
-    """An edit that removes a counter from the first s_waitcnt for it after a line that matches `after`."""
+    """Returns an edit that removes a counter from an s_waitcnt: the first one with this counter after a line that matches
+    `after`."""
 
     def edit(kernel: str, text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -76,7 +78,7 @@ def _without_wait(counter: str, after: str) -> Edit:
 
 
 def _replaced(pattern: str, replacement: str) -> Edit:
-    """An edit of the first match of a pattern."""
+    """Returns an edit that replaces the first match of a pattern."""
 
     def edit(kernel: str, text: str) -> str:
         changed, count = re.subn(pattern, replacement, text, count=1, flags=re.MULTILINE)
@@ -106,7 +108,7 @@ def test_one_element_past_a_tensor(kernel: str, dtype: torch.dtype, n: int) -> N
 
 @pytest.mark.parametrize("sanitize", [True, False])
 def test_bounds_of_the_storage(sanitize: bool) -> None:
-    """A kernel that reads padding which its caller sliced off."""
+    """The kernel reads padding that its caller sliced off."""
     memory, out = torch.randn(256), torch.zeros(30)
     x = memory[100:130]
     with emulated_gfx950(sanitize=sanitize), pytest.raises(SanitizerError, match="is 0 bytes past the end"):

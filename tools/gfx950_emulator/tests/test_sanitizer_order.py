@@ -78,21 +78,22 @@ def test_stores_count_too() -> None:
     ],
 )
 def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
-    """Compilers rely on this: if at least that many operations follow, they emit no wait."""
+    """Compilers rely on the counter's maximum: if so many operations follow a load, they emit no wait for the load."""
     use = "v_mov_b32_e32 v4, v3"
     run("\n".join([load, *[other] * limit, use]), lds=FULL)
     reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)
 
 
 def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
-    """Scalar loads may complete in any order, so the oldest may still be outstanding."""
+    """Scalar loads may complete in any order, so the oldest load may still be outstanding."""
     use = "s_add_u32 s13, s12, 1"
     text = "\n".join(["s_load_dword s12, s[4:5], 0x0", *["ds_write_b32 v1, v2"] * 15, use])
     reported(text, "wait", use, lds=FULL)
 
 
 def test_a_vector_load_may_follow_another_into_its_register() -> None:
-    """Vector loads return in order, so the wait for the second covers both; a wait for the first alone is not enough."""
+    """Vector loads return in order. So the wait for the second load covers both loads, and a wait for the first load alone is not
+    enough."""
     text = "global_load_dword v3, v1, s[4:5]\nbuffer_load_dword v3, v1, s[4:7], 0 offen\n"
     run(f"{text}s_waitcnt vmcnt(0)\n{_STORE}")
     reported(f"{text}s_waitcnt vmcnt(1)\n{_STORE}", "wait", "global_store_dword")
@@ -141,7 +142,8 @@ def test_a_register_loaded_on_both_paths() -> None:
 
 # LDS: races and waits
 
-# Two waves: s13 is the wave's index; v1 is 4 * lane within the workgroup, v8 the corresponding address of the other wave.
+# There are two waves. s13 is the wave's index, v1 is 4 * lane within the workgroup, and v8 is the corresponding address of the
+# other wave.
 _TWO = {"waves": 2, "s": {13: np.array([0, 1])}, "v": {8: 4 * (LANES[: 2 * WAVE] ^ np.uint32(WAVE))}}
 
 
@@ -200,7 +202,8 @@ def test_races(text: str, at: str, match: str) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_lanes_of_a_wave_may_disagree_where_waves_agree(apart: bool) -> None:
-    """16 lanes write different values to one address; both waves leave the same lane's value. Waves run together or apart."""
+    """16 lanes write different values to one address, and the same lane's value remains in both waves. The waves run together or
+    separately."""
     state = {**_TWO, "v": {9: 4 * (LANES[: 2 * WAVE] % WAVE // 16), 10: LANES[: 2 * WAVE] % WAVE}}
     text = "s_cmp_eq_u32 s13, 0\ns_cbranch_scc1 .Lwrite\ns_nop 0\n.Lwrite:\n" if apart else ""
     text += "ds_write_b32 v9, v10\ns_waitcnt lgkmcnt(0)"
@@ -247,7 +250,8 @@ def test_writes_that_were_not_waited_for_before_the_barrier() -> None:
 
 
 def test_waits_of_waves_that_parted_before_the_barrier() -> None:
-    """Only one wave waits for its write. Its data may be read after the barrier, the other wave's may not."""
+    """Only one wave waits for its write before the barrier. After the barrier, this wave's data may be read, but not the other
+    wave's data."""
     text = """
         ds_write_b32 v1, v2
         s_cmp_eq_u32 s13, s14
@@ -284,7 +288,7 @@ def test_direct_loads_in_flight() -> None:
 
 
 def test_pipelined_direct_loads() -> None:
-    """Double buffering: the next tile is loaded while this one is read; loads stay in flight across barriers."""
+    """With double buffering, the next tile is loaded while the current tile is read. Loads stay in flight across barriers."""
     text = """
         s_mov_b32 s16, 0
         s_mov_b32 s17, 0
@@ -355,7 +359,8 @@ def test_barrier_that_a_wave_passes_by() -> None:
 
 
 def test_waves_at_different_barriers() -> None:
-    """Hardware counts arrivals. Earlier writes are published as by any barrier."""
+    """Hardware counts arrivals, so waves may wait at different barrier instructions. Earlier writes are visible afterwards as with
+    any barrier."""
     text = """
         ds_write_b32 v1, v2
         s_waitcnt lgkmcnt(0)
@@ -388,7 +393,7 @@ def test_waiting_for_nobody() -> None:
 
 
 def test_waiting_for_somebody() -> None:
-    """Wave 1 sets the flag that wave 0 polls: late, from a longer loop, or from code after wave 0's loop."""
+    """Wave 1 sets the flag that wave 0 polls. It sets the flag late, from a longer loop, or from code after wave 0's loop."""
     setter = (
         "s_movk_i32 s17, 0x7fff\n.Ldelay:\ns_sub_u32 s17, s17, 1\ns_cmp_lg_u32 s17, 0\ns_cbranch_scc1 .Ldelay\n"
         "global_store_dword v8, v2, s[8:9]"
@@ -404,5 +409,5 @@ def test_waiting_for_a_wave_at_a_barrier() -> None:
 
 
 def test_loops_that_only_look_like_waiting() -> None:
-    """Thousands of iterations that change nothing but a counter."""
+    """A loop runs thousands of iterations that change only a counter. The emulator must not take it for a wait."""
     run("s_movk_i32 s16, 0x2000\n.Lloop:\ns_sub_u32 s16, s16, 1\ns_cmp_lg_u32 s16, 0\ns_cbranch_scc1 .Lloop")

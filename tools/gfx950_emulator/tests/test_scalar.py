@@ -1,7 +1,7 @@
-"""Scalar arithmetic and scalar loads against the CDNA3 and CDNA4 ISA documents' definitions, as plain Python on integers.
+"""Scalar arithmetic and scalar loads, compared with the CDNA3 and CDNA4 ISA documents' definitions in plain Python on integers.
 
-A scalar register of the emulator holds an int that all waves share, a value per wave, or lanes as booleans: every instruction is
-tested on all three, and on their mixtures.
+A scalar register of the emulator holds an int that all waves share, a value per wave, or lanes as booleans. Every instruction is
+tested on all three representations, and on mixtures of them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ UNARY32: dict[str, Definition] = {
     "s_bitset1_b32": lambda a, b, c, d: (d | 1 << (a & 31), None),
 }
 
-# 64 bits; the shape says which of destination, first and second source are pairs.
+# Instructions on 64 bits. The text before the definition says which of destination, first and second source are pairs of registers
+# ("d").
 WIDE: dict[str, tuple[str, Definition]] = {
     **{f"s_{name}_b64": ("ddd", lambda a, b, c, d, f=f: _nonzero(f(a, b), 64)) for name, f in LOGIC.items()},
     "s_lshl_b64": ("dds", lambda a, b, c, d: _nonzero(a << (b & 63), 64)),
@@ -147,7 +148,7 @@ RELATIONS = {
     "eq": lambda a, b: a == b, "lg": lambda a, b: a != b, "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
 }  # fmt: skip
-COMPARES: dict[str, tuple[str, Definition]] = {  # without destination
+COMPARES: dict[str, tuple[str, Definition]] = {  # instructions without a destination
     **{f"s_cmp_{r}_u32": ("ss", lambda a, b, c, d, f=f: (None, int(f(a, b)))) for r, f in RELATIONS.items()},
     **{f"s_cmp_{r}_i32": ("ss", lambda a, b, c, d, f=f: (None, int(f(signed(a), signed(b))))) for r, f in RELATIONS.items()},
     **{f"s_cmp_{r}_u64": ("dd", lambda a, b, c, d, f=RELATIONS[r]: (None, int(f(a, b)))) for r in ("eq", "lg")},
@@ -155,7 +156,7 @@ COMPARES: dict[str, tuple[str, Definition]] = {  # without destination
     **{f"s_bitcmp{n}_b64": ("ds", lambda a, b, c, d, n=n: (None, int(a >> (b & 63) & 1 == n))) for n in (0, 1)},
 }
 
-IMMEDIATE: dict[str, Callable[[int, int, int], tuple[int | None, int | None]]] = {  # of immediate (16 bits), scc, d
+IMMEDIATE: dict[str, Callable[[int, int, int], tuple[int | None, int | None]]] = {  # of the immediate (16 bits), scc and d
     "s_movk_i32": lambda k, c, d: (signed(k, 16), None),
     "s_cmovk_i32": lambda k, c, d: (signed(k, 16) if c else None, None),
     "s_addk_i32": lambda k, c, d: (d + signed(k, 16), _overflows(signed(d) + signed(k, 16))),
@@ -164,7 +165,7 @@ IMMEDIATE: dict[str, Callable[[int, int, int], tuple[int | None, int | None]]] =
     **{f"s_cmpk_{r}_u32": lambda k, c, d, f=f: (None, int(f(d, k))) for r, f in RELATIONS.items()},
 }
 
-# EXEC = function(S0, EXEC)
+# Functions from S0 and EXEC to the new EXEC.
 ON_EXEC = {**LOGIC, "andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b}
 SAVEEXEC = {f"s_{name}_saveexec_b64": f for name, f in ON_EXEC.items()}
 WREXEC = {f"s_{name}_wrexec_b64": ON_EXEC[name] for name in ("andn1", "andn2")}
@@ -186,13 +187,14 @@ def test_every_scalar_instruction_has_a_definition() -> None:
 
 
 def _text(mnemonic: str, operands: str, kinds: str) -> str:
-    """The instruction on `_REGISTERS`: ``operands`` are among "dab", ``kinds`` say "s" or "d" (a pair) for each."""
+    """Returns the instruction's text with registers of `_REGISTERS`. ``operands`` are among "dab". ``kinds`` has "s" (one register)
+    or "d" (a pair) for each."""
     written = [_REGISTERS[o][1] if kind == "d" else f"s{_REGISTERS[o][0]}" for o, kind in zip(operands, kinds, strict=True)]
     return f"{mnemonic} {', '.join(written)}"
 
 
 def _values(kinds: str, seed: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Values of a, b, scc and d for 256 waves: all pairs of special values first, then random ones."""
+    """Returns values of a, b, scc and d, one per wave: first all pairs of special values, then random values."""
     rng = np.random.default_rng(seed)
     wide_a, wide_b = (kind == "d" for kind in kinds)
     pairs = [(a, b) for a in (SPECIAL64 if wide_a else SPECIAL32) for b in (SPECIAL64 if wide_b else SPECIAL32)]
@@ -214,7 +216,7 @@ def _per_wave(value: object, waves: int) -> list[int]:
 
 
 def _shape(mnemonic: str) -> tuple[str, str, Definition]:
-    """Operands among "dab", "s" or "d" for each, and the definition."""
+    """Returns the operands among "dab", the kind "s" or "d" of each, and the definition."""
     if mnemonic in COMPARES:
         kinds, definition = COMPARES[mnemonic]
         return "ab", kinds, definition
@@ -223,7 +225,7 @@ def _shape(mnemonic: str) -> tuple[str, str, Definition]:
 
 
 def _source_kinds(operands: str, kinds: str) -> str:
-    """ "s" or "d" for a and b, whether or not the instruction has both."""
+    """Returns "s" or "d" for a and for b. An operand that the instruction lacks counts as "s"."""
     given = dict(zip(operands, kinds, strict=True))
     return given.get("a", "s") + given.get("b", "s")
 
@@ -247,7 +249,7 @@ def test_values_that_differ_between_waves(mnemonic: str) -> None:
 
 
 def _pairs(values: list[int]) -> np.ndarray:
-    """Values per wave for a pair of registers; those of 32 bits fill the lower one."""
+    """Returns the values of a pair of registers, one per wave. A 32-bit value fills the lower register."""
     return np.array([MASK64 & value for value in values], object)
 
 
@@ -265,7 +267,7 @@ def test_values_that_all_waves_share(mnemonic: str) -> None:
 
 
 def _wide(value: int) -> np.ndarray:
-    """One value for a pair of registers, even if its upper half is 0."""
+    """Returns one value for a pair of registers, even if the value's upper half is 0."""
     return np.array([value | 1 << 64], object)
 
 
@@ -308,7 +310,8 @@ _ON_PAIRS = [name for name in (*WIDE, *COMPARES) if _source_kinds(*_shape(name)[
     + [(name, other) for name in _ON_PAIRS if _source_kinds(*_shape(name)[:2]) == "dd" for other in ("numbers", "exec")],
 )
 def test_sources_that_are_lanes(mnemonic: str, other: str) -> None:
-    """The first source is a lane mask from a vector compare; a second source pair is a lane mask, integers, or EXEC."""
+    """The first source is a lane mask from a vector compare. If the second source is a pair, it is a lane mask, integers, or
+    EXEC."""
     operands, kinds, definition = _shape(mnemonic)
     b_is_pair = _source_kinds(operands, kinds)[1] == "d"
     waves, wide = len(_MASKS), operands[0] == "d" and kinds[0] == "d"
@@ -426,14 +429,14 @@ def test_halves_of_exec_and_vcc(waves: int) -> None:
     assert _per_wave(s.s64("vcc"), waves) == [0x80000001 << 32 | 7] * waves
     assert _per_wave(s.s64(8), waves) == [
         0x80000001 << 32 | MASK32 ^ 5 + i for i in range(waves)
-    ]  # a mask whose upper half was replaced
+    ]  # the upper half of a mask is replaced
     for wave in range(waves):
         expected = bits_of(0x80000001 << 32 | 5 + wave)
         assert (s.lanes("exec")[wave * WAVE : (wave + 1) * WAVE] == expected).all()
 
 
 def test_register_pairs_that_do_not_belong_together() -> None:
-    """Halves of two masks, and a mask read as two single registers."""
+    """A pair of registers holds halves of two different masks. Another mask is read as two single registers."""
     s = Snippet(
         "v_cmp_ne_u32_e64 s[8:9], 0, v1\nv_cmp_eq_u32_e64 s[10:11], 0, v1\ns_mov_b32 s9, s11\ns_mov_b32 s12, s8\n"
         "s_mov_b32 s13, s10",
@@ -470,7 +473,7 @@ def test_scalar_loads(mnemonic: str, offset: str, register: int, bytes_: int | N
     base = data.ctypes.data + 64
     target = f"s[16:{15 + count}]" if count > 1 else "s16"
     text = f"{mnemonic} {target}, s[8:9], {offset}\ns_waitcnt lgkmcnt(0)"
-    if bytes_ is None:  # a register's offset is unsigned
+    if bytes_ is None:  # the offset in a register is unsigned
         with pytest.raises(SanitizerError) as caught:
             Snippet(text, s={8: base, 6: register}, arrays=[data], registers=1).run()
         assert caught.value.kind == "out-of-bounds"

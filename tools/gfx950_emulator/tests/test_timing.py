@@ -18,7 +18,7 @@ LANES = np.arange(64)
 
 
 def _time(text: str, waves: int = 1, copies: int = 1, **state: object) -> Simulation:
-    """Simulates one workgroup that runs these instructions, or several copies of it on one CU."""
+    """Simulates one workgroup that runs these instructions, or several copies of this workgroup on one CU."""
     snippet = Snippet(text, waves=waves, counters=True, **state).run()
     return simulate(instruction_costs(snippet.counters), [instructions_of(snippet.counters, 0)] * copies)
 
@@ -32,7 +32,7 @@ _ZEROS = {"v": dict.fromkeys(range(32), 0), "a": dict.fromkeys(range(64), 0)}
 
 
 def _products(count: int, accumulators: int = 4, form: str = BF16) -> str:
-    """MFMAs that accumulate onto ``accumulators`` results in rotation."""
+    """Returns MFMAs that accumulate onto ``accumulators`` results in rotation."""
     return "\n".join(form.format(d=16 * (i % accumulators), e=16 * (i % accumulators) + 15) for i in range(count))
 
 
@@ -53,7 +53,7 @@ def test_matrix_rates_of_narrow_formats() -> None:
     fp8 = _time(_products(100, form=form.format(a=7, b=15, modifiers="")), **_ZEROS)
     fp4 = _time(_products(100, form=form.format(a=3, b=11, modifiers=" cbsz:4 blgp:4")), **_ZEROS)
     bf16 = _time(_products(100), **_ZEROS)
-    # Per operation, fp8 takes half the time of bf16 and fp4 a quarter; one of these MFMAs does four times as many operations.
+    # Per operation, fp8 takes half the time of bf16, and fp4 a quarter. The fp8 and fp4 MFMAs do four times as many operations.
     assert fp8.cycles / bf16.cycles == pytest.approx(2, rel=0.05)
     assert fp4.cycles / bf16.cycles == pytest.approx(1, rel=0.05)
 
@@ -126,15 +126,15 @@ def test_vector_instructions_hide_behind_matrix_ones() -> None:
 
 
 def _lds(instruction: str, offsets: np.ndarray, waves: int) -> float:
-    """Bytes per cycle of 200 LDS instructions per wave."""
+    """Returns the bytes per cycle of 200 LDS instructions per wave."""
     values = {0: np.tile(offsets, waves), **dict.fromkeys(range(4, 8), 0)}
     result = _time(_repeat(200, instruction) + "\ns_waitcnt lgkmcnt(0)", waves=waves, v=values, lds=160 * 1024)
     return waves * 200 * 1024 / result.cycles
 
 
 def test_lds_bandwidth() -> None:
-    # Reads: 256 bytes a clock (CDNA 4 white paper), half of it for a pair of SIMDs. Writes: two ports of 64 bytes a clock, which
-    # addresses use, too.
+    # Reads reach 256 bytes per clock (CDNA 4 white paper), half of it for a pair of SIMDs. Writes have two ports of 64 bytes per
+    # clock, which addresses use, too.
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=16) == pytest.approx(256, rel=0.1)
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=1) == pytest.approx(128, rel=0.1)
     assert 75 < _lds("ds_write_b128 v0, v[4:7]", LANES * 16, waves=16) < 128
@@ -291,14 +291,14 @@ def _addition(n: int) -> LaunchReport:
 
 def test_the_grid_is_bound_by_memory_or_by_its_fullest_unit() -> None:
     small, large = predict(_addition(1 << 10)), predict(_addition(1 << 20))
-    # x is read once, out written once.
+    # x is read once, and out is written once.
     assert large.memory_seconds == pytest.approx(2 * 4 * (1 << 20) / 8e12)
     assert large.seconds >= large.memory_seconds
     for found in (small, large):
         slow = max(found.compute_seconds, found.memory_seconds * 8 / 6.6)
         assert found.achievable_seconds == pytest.approx(2.3e-6 + slow)
     assert small.bound_by == "global memory latency"
-    # 4096 workgroups on 256 CUs with 8 workgroups each: two rounds.
+    # There are 4096 workgroups on 256 CUs with 8 workgroups each, so they take two rounds.
     assert 1.2 < large.compute_seconds / small.compute_seconds < 8
 
 
@@ -318,7 +318,8 @@ def test_what_a_compute_unit_is_bound_by(valu: float, mfma: float, bound: str) -
 
 @pytest.mark.parametrize(("length", "measured"), [(1024, 9.74), (2048, 16.2), (4096, 25.3), (8192, 45.3)])
 def test_the_achievable_time_against_published_measurements(length: int, measured: float) -> None:
-    """Decode of 16 sequences with 8 KV heads of 64 in bf16, in two launches, which reads each key and value once."""
+    """The kernel is a decode of 16 sequences with 8 KV heads of 64 in bf16. It has two launches, and reads each key and value
+    once."""
     memory = 2 * 2 * 16 * length * 8 * 64
     idle = Simulation(1, 1.0, {"issue": 1.0}, {"VALU": 0.0})
     fits = Occupancy(1, 1.0, {"LDS": 1}, "LDS", 64, 0, 32, 64, 0)
@@ -327,7 +328,7 @@ def test_the_achievable_time_against_published_measurements(length: int, measure
 
 
 def test_idle_workgroups_cost_little() -> None:
-    """A persistent kernel in which most workgroups have no work."""
+    """The kernel is persistent, and most workgroups have no work."""
     m = n = 64
     a, b, c = torch.randn(m, 64).bfloat16(), torch.randn(64, n).bfloat16(), torch.empty(m, n)
     with emulated_gfx950(counters=True, sanitize=False) as emulator:

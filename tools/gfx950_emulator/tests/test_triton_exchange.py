@@ -1,5 +1,5 @@
-"""Whole kernels by stock Triton that exchange data between lanes, waves and workgroups: atomics, reductions, scans, sorting,
-gathers."""
+"""Whole kernels, compiled by unmodified Triton, that exchange data between lanes, waves and workgroups: atomics, reductions, scans,
+sorting, gathers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
     n, bins = 700, 12
-    # The sums of such small integers are exact in every dtype, whatever the order.
+    # The sums of such small integers are exact in every dtype, in any order.
     values = integers(rng, -3, 4, n).to(dtype)
     chosen = integers(rng, 0, bins, n)
     totals = torch.ones(bins, dtype=dtype)
@@ -37,7 +37,7 @@ def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("bins", [1, 7, 33])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, first: int, rng: torch.Generator) -> None:
-    """16-bit atomics work on whole dwords; only one half of such a dword may belong to the tensor."""
+    """16-bit atomics work on whole dwords. Possibly only one half of a dword belongs to the tensor."""
     values, chosen = integers(rng, -3, 4, 60).to(dtype), integers(rng, 0, bins, 60)
     memory = integers(rng, -3, 4, bins + 3).to(dtype)
     expected = memory.double()
@@ -49,8 +49,8 @@ def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, fi
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.uint32], ids=str)
 def test_atomic_bounds_at_one_address(dtype: torch.dtype, rng: torch.Generator) -> None:
-    # Stock Triton 3.6 and 3.9 combine the lanes of a wave that meet at an address by unsigned comparisons even where the
-    # operation is signed, so the integers here are not negative.
+    # Triton 3.6 and 3.9 first combine the lanes of a wave that access the same address. They use unsigned comparisons even if the
+    # operation is signed, so these integers are not negative.
     n = 600
     low_end = -(2**31) if dtype.is_floating_point else 0
     x = integers(rng, low_end, 2**31 - 512, n, dtype=torch.int64).to(torch.float32).to(dtype)
@@ -224,7 +224,7 @@ _REDUCTIONS = {
 )
 def test_reductions(name: str, dtype: torch.dtype, axis: int, rng: torch.Generator) -> None:
     rows, columns = 32, 64
-    # Few distinct values, so that argmax and argmin have ties; the sums of such integers are exact.
+    # There are few distinct values, so argmax and argmin have ties. The sums of such integers are exact.
     x = integers(rng, -40, 40, 2, rows, columns).to(dtype)
     expected = _REDUCTIONS[name](x, axis + 1)
     out = torch.full_like(expected, -99, dtype=torch.int32 if name.startswith("arg") else dtype)

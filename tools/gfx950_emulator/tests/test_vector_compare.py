@@ -1,4 +1,4 @@
-"""Vector compares against their definition, lane by lane (CDNA4 ISA document, chapter VOPC)."""
+"""Vector compares, compared with their definition, lane by lane (CDNA4 ISA document, chapter VOPC)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTEGER = {
     "ge": operator.ge, "t": lambda a, b: True,
 }  # fmt: skip
 
-# Whether the relation holds between operands that are less, equal, greater or unordered.
+# For each relation: whether it holds if the first operand is less, equal, greater or unordered.
 FLOAT = {
     "f": "", "lt": "<", "eq": "=", "le": "<=", "gt": ">", "lg": "<>", "ge": ">=", "o": "<=>", "u": "?", "nge": "<?", "nlg": "=?",
     "ngt": "<=?", "nle": ">?", "neq": "<>?", "nlt": "=>?", "tru": "<=>?",

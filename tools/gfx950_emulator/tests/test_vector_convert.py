@@ -1,8 +1,8 @@
-"""Conversions between number formats against their definition, lane by lane, in exact arithmetic.
+"""Conversions between number formats, compared with their definition, lane by lane, in exact arithmetic.
 
-CDNA4 ISA document, V_CVT_* in chapters VOP1 and VOP3; formats: OCP 8-bit Floating Point and Microscaling (MX) specifications. What
-the document leaves open follows `gfx950_emulator.formats`: NaNs of fp8 and bf8 have all mantissa bits set; fp6, bf6 and fp4
-saturate.
+The definitions are V_CVT_* in chapters VOP1 and VOP3 of the CDNA4 ISA document. The formats are those of the OCP 8-bit Floating
+Point and Microscaling (MX) specifications. If the document leaves a result open, the tests follow `gfx950_emulator.formats`: NaNs
+of fp8 and bf8 have all mantissa bits set; fp6, bf6 and fp4 saturate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def to_integer(form: Binary, low: int, high: int, how: Callable[[Fraction], int]
 
 
 def converted(source: Binary, target: Binary, toward_zero: bool = False, saturate: bool = False) -> Callable[[int], int | str]:
-    """NaNs become quiet and keep the upper bits of their payload, or all of them."""
+    """Converts a value. NaNs become quiet and keep the upper bits of their payload, or all bits."""
 
     def oracle(a: int) -> int:
         sign = target.sign_bit if source.negative(a) else 0
@@ -111,7 +111,7 @@ LIMIT = "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {}\n"
     [("v_cvt_f16_f32 v0, v8", F16), ("v_cvt_pk_f16_f32 v0, v8, v8", F16), ("v_cvt_pk_bf16_f32 v0, v8, v8", BF16)],
 )
 def test_overflow_with_and_without_limit(line: str, target: Binary, limit: bool) -> None:
-    """MODE.FP16_OVFL: values that overflow become the largest finite number, infinities stay."""
+    """With MODE.FP16_OVFL, values that overflow become the largest finite number, and infinities stay infinite."""
     a = [*SPECIAL["f32"], *(F32.round(Fraction(x)) for x in (65519, 65520, 65536, 10**30, -(10**9)))]
     a += [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF]
     a = (a * 3)[:128]
@@ -154,7 +154,7 @@ class Narrow:
         return self.sign - (2 if self.nan else 1)
 
     def decode(self, code: int) -> Fraction | str:
-        """The value, or "inf", "-inf", "nan"; zeros have no sign here."""
+        """Returns the value, or "inf", "-inf", "nan". Zeros have no sign here."""
         magnitude, negative = code & (self.sign - 1), bool(code & self.sign)
         if magnitude > self.largest:
             infinite = self.infinity and magnitude == self.largest + 1
@@ -171,7 +171,7 @@ class Narrow:
         return self.largest + 1
 
     def nearest(self, value: Fraction) -> int:
-        """The nearest encoding of a magnitude, ties to even, as if the format had no largest value."""
+        """Returns the nearest encoding of a magnitude, ties to even, as if the format had no largest value."""
         exponent = max(_floor_log2(value), 1 - self.bias) if value else 1 - self.bias
         units = round(value / Fraction(2) ** (exponent - self.mantissa_bits))
         return ((exponent + self.bias - 1) << self.mantissa_bits) + units
@@ -190,7 +190,7 @@ WIDE = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, random_word: int | None = None) -> int:
-    """Encodes a value divided by 2**(scale - 127); with a random word, rounds by the word's upper bits."""
+    """Encodes a value divided by 2**(scale - 127). With a random word, rounds stochastically by the word's upper bits."""
     sign = form.sign if source.negative(bits) else 0
     if source.is_nan(bits) or scale == 255:
         return sign | (form.sign - 1)
@@ -202,7 +202,7 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
     elif value == 0:
         code = 0
     else:
-        # in ulps of a float32 with this exponent (23 bits); lower bits are truncated
+        # The value in ulps of a float32 with this exponent (23 bits). Lower bits are truncated.
         exponent = max(_floor_log2(value), 1 - form.bias)
         units = math.floor(value / Fraction(2) ** (exponent - 23)) + (random_word >> (9 + form.mantissa_bits))
         code = ((exponent + form.bias - 1) << form.mantissa_bits) + (units >> (23 - form.mantissa_bits))
@@ -210,13 +210,13 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
 
 
 def decode(form: Narrow, target: Binary, code: int, scale: int = 127) -> int:
-    """The encoding's value times 2**(scale - 127)."""
+    """Returns the encoding's value times 2**(scale - 127)."""
     value, sign = form.decode(code), target.sign_bit if code & form.sign else 0
     if value == "nan" or scale == 255:
         return sign | target.infinity | 1 << (target.mantissa_bits - 1)
     if isinstance(value, str):
         return sign | target.infinity
-    # to float32 first, which is exact except for overflow and underflow
+    # The value is converted to float32 first, which is exact except for overflow and underflow.
     wide = F32.round(abs(value) * Fraction(2) ** (scale - 127))
     return sign | converted(F32, target)(wide)
 
@@ -232,13 +232,13 @@ def equal(form: Binary, expected: int, got: int) -> bool:
 
 
 def scales(rng: random.Random) -> list[int]:
-    """float32 scale operands: the exponent is the scale; sign and mantissa are ignored."""
+    """Returns float32 scale operands. The exponent is the scale; sign and mantissa are ignored."""
     exponents = [rng.choice((127, 127, 126, 130, 120, 134, 0, 1, 254, 255, rng.randint(0, 255))) for _ in range(LANES)]
     return [rng.getrandbits(1) << 31 | e << 23 | rng.getrandbits(23) for e in exponents]
 
 
 def numbers(wide: str, form: Narrow, scale: list[int], rng: random.Random) -> list[int]:
-    """Source values, most of them in or near the range of the narrow format, including ties."""
+    """Returns source values, ties included. Most values are in or near the range of the narrow format."""
     source, result = WIDE[wide], []
     special = SPECIAL["f32"] if wide == "f32" else [b >> 16 for b in SPECIAL["f32"]] if wide == "bf16" else SPECIAL["f16"]
     for lane in range(LANES):
@@ -259,7 +259,7 @@ def numbers(wide: str, form: Narrow, scale: list[int], rng: random.Random) -> li
 
 
 def _narrowing() -> Iterator[tuple[str, str, str, str, bool]]:
-    """Mnemonic, narrow and wide format, shape, and whether it rounds stochastically."""
+    """Yields the mnemonic, the narrow and the wide format, the shape, and whether the instruction rounds stochastically."""
     for narrow, wide in product(("fp8", "bf8", "fp4"), WIDE):
         yield f"v_cvt_scalef32_pk_{narrow}_{wide}", narrow, wide, "pair", False
     for narrow, wide in product(("fp6", "bf6"), ("f16", "bf16")):
@@ -291,7 +291,8 @@ def _widening() -> Iterator[tuple[str, str, str, str]]:
 
 
 NARROWING, WIDENING = list(_narrowing()), list(_widening())
-# With and without MODE.FP16_OVFL; of the long ones, whose formats always saturate, every other one with it
+# Short conversions are tested with and without MODE.FP16_OVFL. The formats of long conversions always saturate, so every other one
+# has the mode set.
 LIMITED = [
     (*row, bool(limit)) for i, row in enumerate(NARROWING) for limit in ((0, 1) if row[3] in ("single", "pair") else (i % 2,))
 ]
@@ -299,18 +300,18 @@ TESTED = {case.name for case in CASES} | {row[0] for row in (*NARROWING, *WIDENI
 
 
 def op_sels(name: str, narrow: str, shape: str, operand_count: int) -> list[tuple[str, int, int]]:
-    """op_sel texts that select the position of the result, with that position's first bit and width."""
+    """Returns the op_sel texts that select the position of the result, each with the position's first bit and width."""
     if shape in ("32", "16 + 16"):
         return [("", 0, 192)]
     code = NARROW[narrow].bits
-    if (code == 8 and shape == "pair") or code == 16:  # a half
+    if (code == 8 and shape == "pair") or code == 16:  # the result is half of a register
         zeros = "0," * (operand_count - 1)
         return [("", 0, 16), (f" op_sel:[{zeros}1]", 16, 16)]
     return [("" if not i else f" op_sel:[0,0,{i & 1},{i >> 1}]", 8 * i, 8) for i in range(4)]
 
 
 def source_registers(wide: str, shape: str) -> list[str]:
-    """The operand texts of the source values."""
+    """Returns the operand texts of the source values."""
     if shape == "16 + 16":
         return ["v[8:23]", "v[24:39]"]
     if shape == "32":
@@ -357,7 +358,7 @@ def test_narrowing(name: str, narrow: str, wide: str, shape: str, stochastic: bo
             before = sum(old[lane] << 32 * i for i in range(len(rows)))
             field = (1 << width) - 1 << first
             wanted = before & ~field | bits << first if on[lane] else before
-            if stochastic and form.bits == 16 and got != wanted:  # payloads of NaN are not defined
+            if stochastic and form.bits == 16 and got != wanted:  # the payload of a NaN is not defined
                 target = F16 if narrow == "f16" else BF16
                 assert target.is_nan(bits)
                 assert target.is_nan(got >> first & 0xFFFF)
@@ -366,7 +367,8 @@ def test_narrowing(name: str, narrow: str, wide: str, shape: str, stochastic: bo
 
 
 def _packed(columns: list[list[int]], wide: str, rng: random.Random) -> list[list[int]]:
-    """Values as registers: one float32 each, or two 16-bit values (a single one shares its register with random bits)."""
+    """Returns values as registers: a register holds one float32 or two 16-bit values. A single 16-bit value shares its register
+    with random bits."""
     if wide == "f32":
         return columns
     if len(columns) == 1:
@@ -375,7 +377,7 @@ def _packed(columns: list[list[int]], wide: str, rng: random.Random) -> list[lis
 
 
 def places(name: str, narrow: str, shape: str) -> list[tuple[str, str, int]]:
-    """Suffix of the mnemonic, modifiers, and first bit of the encoded values that they select."""
+    """Yields the suffix of the mnemonic, the modifiers, and the first bit of the encoded values that they select."""
     if shape == "32":
         return [("", "", 0)]
     if "scalef32" not in name:
@@ -432,7 +434,7 @@ def test_a_single_float16_goes_to_either_half(narrow: str) -> None:
 
 @pytest.mark.parametrize("scale", ["s4", "1.0", "4.0", "0x42000000"])
 def test_scales_that_are_uniform(scale: str) -> None:
-    """The scale is a scalar register per wave, or a constant; its exponent is used."""
+    """The scale is a scalar register with a value per wave, or a constant. Only the scale's exponent is used."""
     per_wave = [0x3F800000, 0xC1123456]
     a, b = (operands(("f32",), LANES, seed)[0] for seed in (1, 2))
     line = f"v_cvt_scalef32_pk_fp8_f32 v0, v8, s5, {scale}" if scale == "1.0" else f"v_cvt_scalef32_pk_fp8_f32 v0, v8, v9, {scale}"

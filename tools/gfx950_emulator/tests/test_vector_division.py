@@ -1,6 +1,7 @@
-"""Division and square root: the single instructions, and LLVM's sequences of them, in exact arithmetic.
+"""Division and square root: single instructions, and the sequences that LLVM emits, compared with exact arithmetic.
 
-CDNA4 ISA document, V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP; docstrings mention deviations from that document.
+The definitions are V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of the CDNA4 ISA document. Docstrings mention deviations from this
+document.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TESTED = {f"v_div_{step}_{type_}" for step in ("scale", "fmas", "fixup") for typ
 
 
 def division_operands(type_: str, lanes: int, seed: int) -> tuple[list[int], list[int]]:
-    """Numerators and denominators: special values, all exponents, quotients near the ends of the range, ties among denormals."""
+    """Returns numerators and denominators: special values, all exponents, quotients near the ends of the range, and ties among
+    denormals."""
     form, rng = FORMATS[type_], random.Random(seed)
     top = (1 << form.exponent_bits) - 2
     numerators, denominators = [], []
@@ -29,7 +31,7 @@ def division_operands(type_: str, lanes: int, seed: int) -> tuple[list[int], lis
         a, b = (rng.getrandbits(form.width) for _ in range(2))
         if kind == 0:
             a, b = rng.choice(SPECIAL[type_]), rng.choice(SPECIAL[type_])
-        elif kind == 1:  # quotients that are denormal, or nearly
+        elif kind == 1:  # quotients that are denormal or almost denormal
             exponent = rng.randint(1, top - form.bias + 1)
             a = a & ~form.infinity | exponent << form.mantissa_bits
             apart = form.bias - 1 + rng.randint(-2, form.mantissa_bits + 2)
@@ -38,7 +40,7 @@ def division_operands(type_: str, lanes: int, seed: int) -> tuple[list[int], lis
             exponent = rng.randint(1, form.bias)
             b = b & ~form.infinity | exponent << form.mantissa_bits
             a = a & ~form.infinity | min(exponent + form.bias + rng.randint(-2, 2), top) << form.mantissa_bits
-        elif kind == 3:  # few bits: exact quotients, and ties of denormal ones
+        elif kind == 3:  # operands with few bits: exact quotients, and ties of denormal quotients
             a, b = (x & ~((1 << (form.mantissa_bits - 2)) - 1) for x in (a, b))
         numerators.append(a)
         denominators.append(b)
@@ -56,8 +58,8 @@ def quotient(form: Binary, a: int, b: int) -> int | str:
     return sign | form.magnitude(form.round(abs(form.value(a) / form.value(b))))
 
 
-# What LLVM makes for gfx950 (as of Triton 3.9) of a / b and of sqrt(a). First operand in v1 or v[0:1], second in v2 or v[2:3], and
-# the result where the first was.
+# The code that LLVM (as of Triton 3.9) emits for gfx950 for a / b and sqrt(a). The first operand is in v1 or v[0:1], and the second
+# in v2 or v[2:3]. The result replaces the first operand.
 DIVIDE_F32 = """
 v_div_scale_f32 v3, s[0:1], v2, v2, v1
 v_rcp_f32_e32 v4, v3
@@ -149,7 +151,7 @@ def square_root(form: Binary, a: int) -> int | str:
         return NAN
     if form.is_infinite(a) or form.is_zero(a):
         return a
-    # The root's integer part in units far below its last bit, and one more bit that says whether there is a rest
+    # The root as an integer in units far below its last bit. One more bit says whether the root is inexact.
     exponent = 4 * form.bias
     scaled = form.value(a) * Fraction(4) ** exponent
     whole = math.isqrt(scaled.numerator // scaled.denominator)
@@ -189,7 +191,8 @@ def test_square_root_is_rounded_correctly(type_: str, text: str) -> None:
 
 
 def div_scale(form: Binary, value: int, denominator: int, numerator: int) -> tuple[int | str, bool]:
-    """The ISA's pseudocode, except that a denominator whose reciprocal and quotient are denormal is scaled down, not up."""
+    """Follows the ISA's pseudocode, with one exception: a denominator whose reciprocal and quotient are denormal is scaled down,
+    not up."""
     power, far, tiny = (64, 96, 23) if form is F32 else (128, 768, 53)
     smallest = Fraction(2) ** (1 - form.bias)
 
@@ -219,7 +222,7 @@ def div_scale(form: Binary, value: int, denominator: int, numerator: int) -> tup
 @pytest.mark.parametrize("type_", ["f32", "f64"])
 @pytest.mark.parametrize("of", ["numerator", "denominator"])
 def test_div_scale(type_: str, of: str) -> None:
-    """Finite operands only, because v_div_fixup overwrites the results of others."""
+    """Tests finite operands only, because v_div_fixup overwrites the results of other operands."""
     form, lanes = FORMATS[type_], 1280
     a, b = division_operands(type_, lanes, 2)
     a, b = ([form.one if form.exponent(x) == (1 << form.exponent_bits) - 1 else x for x in column] for column in (a, b))
@@ -254,7 +257,7 @@ def test_div_scale_of_uniform_operands() -> None:
 
 @pytest.mark.parametrize("type_", ["f32", "f64"])
 def test_div_fmas(type_: str) -> None:
-    """Scaled up if S2 is at least 2, otherwise down, with one rounding."""
+    """The result is scaled up if S2 is at least 2, otherwise down, with one rounding."""
     form, lanes = FORMATS[type_], 512
     columns = operands((type_,) * 3, lanes, 6)
     rng = random.Random(2)
@@ -295,8 +298,8 @@ def test_div_fmas(type_: str) -> None:
 
 @pytest.mark.parametrize("type_", ["f16", "f32", "f64"])
 def test_div_fixup(type_: str) -> None:
-    """Special cases by sign and class of denominator and numerator; exponents far apart; otherwise the quotient with the right
-    sign."""
+    """The result depends on sign and class of denominator and numerator, and on exponents that are far apart. Otherwise, it is the
+    quotient with the right sign."""
     form, lanes = FORMATS[type_], 640
     numerators, denominators = division_operands(type_, lanes, 3)
     given = operands((type_,), lanes, 4)[0]

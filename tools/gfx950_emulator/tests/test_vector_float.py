@@ -1,4 +1,5 @@
-"""Vector floating point against its definition, lane by lane, in exact arithmetic (CDNA4 ISA document, chapters VOP1 to VOP3P)."""
+"""Vector floating-point instructions, compared with their definition, lane by lane, in exact arithmetic (CDNA4 ISA document,
+chapters VOP1 to VOP3P)."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def rounded_to_integer(form: Binary, how: Callable[[Fraction], int]) -> Oracle:
 
 
 def choice(form: Binary, largest: bool) -> Oracle:
-    """v_min and v_max with MODE.IEEE: a signalling NaN wins, of a quiet NaN and a number the number, -0 is below +0."""
+    """Computes v_min and v_max with MODE.IEEE. A signalling NaN has precedence over all other operands, and a number over a quiet
+    NaN. -0 is below +0."""
 
     def oracle(a: int, b: int) -> int | str:
         if form.is_signalling(a) or form.is_signalling(b) or (form.is_nan(a) and form.is_nan(b)):
@@ -85,8 +87,8 @@ def choice_or_nan(form: Binary, largest: bool) -> Oracle:
 
 
 def median(form: Binary) -> Oracle:
-    """As in the ISA's pseudocode: v_max of the operands that remain after the first largest one is removed. Zeros of both signs
-    compare equal."""
+    """Follows the ISA's pseudocode: returns v_max of the operands that remain after the first largest operand is removed. Zeros of
+    both signs compare equal."""
     low, high, two = choice_of_three(form, False), choice_of_three(form, True), choice(form, True)
 
     def equal(a: int, b: int) -> bool:
@@ -145,7 +147,7 @@ def ldexp(form: Binary) -> Oracle:
             return NAN
         if form.is_infinite(a) or form.is_zero(a):
             return a
-        # beyond these every number overflows or vanishes
+        # beyond these exponents, every number overflows or becomes zero
         result = form.round(form.value(a) * Fraction(2) ** max(min(exponent, 3000), -3000))
         return result | (a & form.sign_bit)
 
@@ -198,7 +200,7 @@ def _cases() -> list[Case]:
 
 
 def exact_function(function: Callable[[float], float], form: Binary, flush: bool = False) -> Oracle:
-    """A function computed by the host's libm in float64 and rounded to a format."""
+    """Returns a function that is computed by the host's libm in float64 and rounded to a format."""
 
     def oracle(a: int) -> int | str:
         a = form.flush(a) if flush else a
@@ -244,7 +246,7 @@ def logarithm(x: float) -> float:
 
 
 def sine(x: float) -> float:
-    """The sine of an angle in revolutions; 0 beyond 256 revolutions."""
+    """Returns the sine of an angle in revolutions; 0 beyond 256 revolutions."""
     if math.isinf(x):
         return math.nan
     if abs(x) > 256:
@@ -264,7 +266,7 @@ def cosine(x: float) -> float:
     turns = x - round(x)
     if Fraction(turns) * 4 % 2 == 1:
         return 0.0
-    # near its zeros, the cosine is computed as the sine of the remainder, which keeps precision
+    # Near its zeros, the cosine is computed as the sine of the remainder, which keeps precision.
     return math.sin(2 * math.pi * (0.25 - abs(turns)))
 
 
@@ -300,7 +302,7 @@ def test_definition(case: Case) -> None:
 
 
 def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
-    """Operands for which a * b + c is nearly a tie, including denormal results and cancellation."""
+    """Returns operands for which a * b + c is nearly a tie. They include denormal results and cancellation."""
     columns: list[list[int]] = [[], [], []]
     digits, lowest = form.mantissa_bits, 1 - form.bias - form.mantissa_bits
     for lane in range(lanes):
@@ -308,7 +310,7 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
         a = form.one | rng.getrandbits(digits)
         b = form.one | rng.getrandbits(digits)
         product = form.value(a) * form.value(b)
-        if kind == 0:  # c is half an ulp off the product's rounding
+        if kind == 0:  # c nearly cancels the product
             c = form.round(-product + rng.choice((-1, 1)) * Fraction(2) ** -rng.randint(digits, 2 * digits))
         elif kind == 1:  # the product is about half an ulp of c
             c = form.one + (rng.randint(digits // 2, digits + 2) << digits) | rng.getrandbits(digits)
@@ -319,13 +321,13 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
             a = form.round(form.value(a) * Fraction(2) ** ((1 - form.bias) // 2 - shift))
             b = form.round(form.value(b) * Fraction(2) ** ((1 - form.bias) // 2))
             c = form.round(rng.choice((-1, 1)) * Fraction(rng.getrandbits(digits)) * Fraction(2) ** lowest)
-        elif kind < 5:  # half an ulp of c except one part in 2**(2 * digits): c normal, and c denormal
+        elif kind < 5:  # a * b is half an ulp of c, except one part in 2**(2 * digits); c is normal or denormal
             exponent = rng.randint(-3, 3) if kind == 3 else lowest
             c = form.round((rng.getrandbits(digits) | (1 << digits if kind == 3 else 0)) * Fraction(2) ** exponent)
             tiny = Fraction(2) ** -digits
             a = form.round((1 + tiny) * Fraction(2) ** (exponent // 2))
             b = form.round((1 - tiny) * Fraction(2) ** (exponent - exponent // 2 - 1))
-        else:  # ends of the range
+        else:  # values at the ends of the range
             big = form.bias - 1 - rng.randint(0, 3)
             a = form.round(form.value(a) * Fraction(2) ** big)
             b = form.round(form.value(b) * Fraction(2) ** rng.choice((-big, 1, -3 * digits, 2)))
@@ -371,7 +373,7 @@ def test_fma_with_a_literal(name: str, constant: str) -> None:
 )
 @pytest.mark.parametrize("limit", [False, True])
 def test_overflow_of_float16(line: str, limit: bool) -> None:
-    """With the bit set, overflowing results become the largest number; infinite sources stay infinite."""
+    """With FP16_OVFL set, overflowing results become the largest number. Infinite sources stay infinite."""
     name = line.split()[0]
     types = ("f16", "i16") if "ldexp" in name else ("f16",) * (3 if "fma" in name else 2)
     columns = operands(types, 128, 3)
@@ -416,7 +418,7 @@ def test_overflow_of_float16(line: str, limit: bool) -> None:
 )
 @pytest.mark.parametrize("second", ["v12", "s4"])
 def test_mixed_precision(name: str, tail: str, modifiers: tuple[str, ...], second: str) -> None:
-    """Sources selected by op_sel and op_sel_hi, float32 arithmetic rounded once, and another rounding to float16."""
+    """op_sel and op_sel_hi select the sources. The float32 result is rounded once, and once more for float16."""
     upper = _bits_of(tail, "op_sel:")
     halves = _bits_of(tail, "op_sel_hi:")
     lanes = 192
@@ -490,7 +492,7 @@ def _narrowed(bits: int) -> int:
 
 
 def _clamped(form: Binary, bits: int | str) -> int:
-    """Clamps to [0, 1]; NaN becomes 0 (DX10_CLAMP)."""
+    """Clamps a value to [0, 1]. NaN becomes 0 (DX10_CLAMP)."""
     if bits == NAN or form.negative(int(bits)):
         return 0
     return min(int(bits), form.one)
@@ -501,7 +503,8 @@ def _clamped(form: Binary, bits: int | str) -> int:
 
 @pytest.mark.parametrize("name", sorted(DOT))
 def test_dot_products(name: str) -> None:
-    """Sums in the order of the ISA's pseudocode, each rounded to float32; denormals are zeros, in and out."""
+    """Terms are added in the order of the ISA's pseudocode, and each sum is rounded to float32. Denormal inputs and results are
+    zeros."""
     narrow, lanes = (BF16 if name.endswith("bf16") else F16), 256
     rng = random.Random(4)
     columns = []
@@ -540,7 +543,8 @@ def test_dot_products(name: str) -> None:
 @pytest.mark.parametrize("addend", [0, 0x00800000])
 @pytest.mark.parametrize("halves", [0x20002000, 0x2000, 0x20000000])
 def test_denormal_products_of_bfloat16_are_zeros(addend: int, halves: int) -> None:
-    """2**-64 * 2**-63 is flushed: it adds nothing, not even to the smallest normal number or to another such product."""
+    """The product 2**-64 * 2**-63 is flushed to zero. It adds nothing, not even to the smallest normal number or to another such
+    product."""
     for name in ("v_dot2c_f32_bf16 v0, v1, v2", "v_dot2_f32_bf16 v0, v1, v2, v0"):
         snippet = Snippet(name, v={0: addend, 1: 0x1F801F80, 2: halves}).run()
         assert snippet.v(0)[0] == addend
@@ -559,7 +563,7 @@ def _moderate(form: Binary, rng: random.Random) -> int:
 
 
 def _two_over_pi(bits: int) -> int:
-    """floor(2 / pi * 2**bits), pi from Gauss's formula 12 atan(1/18) + 8 atan(1/57) - 5 atan(1/239)."""
+    """Returns floor(2 / pi * 2**bits). pi / 4 is computed by Gauss's formula 12 atan(1/18) + 8 atan(1/57) - 5 atan(1/239)."""
     one = 1 << (bits + 80)
 
     def arctangent(n: int) -> int:
@@ -573,7 +577,7 @@ def _two_over_pi(bits: int) -> int:
 
 
 def test_trig_preop() -> None:
-    """53 bits of 2 / pi from bit 53 * S1 on; values with a large exponent start further on."""
+    """The result is 53 bits of 2 / pi, from bit 53 * S1 on. If the source has a large exponent, the bits start later."""
     digits = _two_over_pi(1201)
     rng = random.Random(1)
     exponents = [rng.choice((0, 1, 1023, 1076, 1077, 1078, 1100, 1500, 1967, 1968, 2046)) for _ in range(128)]

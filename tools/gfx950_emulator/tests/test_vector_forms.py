@@ -70,7 +70,7 @@ def test_no_instruction_lacks_a_test() -> None:
 
 
 def test_the_assembler_accepts_every_line() -> None:
-    """LLVM's assembler for gfx950 accepts the tested lines, so they exist and are written as compilers write them."""
+    """LLVM's assembler for gfx950 accepts the tested lines. So the instructions exist, and have the syntax that compilers emit."""
     lines = [line for case in CASES for line in case.lines] + lines_of_forms()
     assert len(lines) > 2000
     text = "\n".join(("\t.text", ".LBB0_1:", *lines)) + "\n"
@@ -101,7 +101,7 @@ def test_every_form_decodes() -> None:
 
 @pytest.mark.parametrize("lanes", ["all lanes", "some lanes"])
 def test_every_vector_form_runs(lanes: str) -> None:
-    """Runs every form on random registers; inactive lanes keep their registers."""
+    """Runs every form on random registers. Inactive lanes keep their registers."""
     skipped = implemented("lane", "matrix", "control")
     lines = [line for line in lines_of_forms() if line.startswith("v_") and split_encoding(line.split()[0])[0] not in skipped]
     lines = [line for line in lines if not line.startswith(("v_mfma", "v_cmpx"))]
@@ -178,7 +178,7 @@ def test_signs_of_scalars_and_constants(operand: str) -> None:
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_clamp(name: str) -> None:
-    """Clamps to [0, 1]; NaN and -0 become 0 (DX10_CLAMP is set)."""
+    """clamp limits results to [0, 1]. NaN and -0 become 0 (DX10_CLAMP is set)."""
     type_, count, oracle = ARITHMETIC[name]
     form = FORMATS[type_]
     line, columns, v = arithmetic(name, ("", "-", "")[:count], "clamp", 4)
@@ -193,7 +193,7 @@ def test_clamp(name: str) -> None:
 @pytest.mark.parametrize("applies", [False, True])
 def test_output_modifier(name: str, tail: str, factor: Fraction, applies: bool) -> None:
     """The output modifier is ignored if MODE.IEEE is set or denormal results are kept, as in every kernel that LLVM compiles for
-    Triton. Otherwise it scales, and denormal results and -0 become +0."""
+    Triton. Otherwise, the modifier scales the result, and denormal results and -0 become +0."""
     type_, count, oracle = ARITHMETIC[name]
     form = FORMATS[type_]
     line, columns, v = arithmetic(name, ("",) * count, tail, 5)
@@ -232,7 +232,8 @@ HALVES: dict[str, tuple[tuple[str, ...], str, Callable[..., int | str]]] = {
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("scalar", [False, True])
 def test_op_sel(name: str, scalar: bool) -> None:
-    """op_sel selects the half of each source, and the half that the result is written to; the other half is kept."""
+    """op_sel selects the half of each source, and the half that the result is written to. The other half of the destination is
+    kept."""
     sources, result, oracle = HALVES[name]
     lanes = 64
     registers = [operands(("u32",), lanes, i)[0] for i in range(3)]
@@ -397,7 +398,7 @@ DPP: dict[str, tuple[str, int, Callable[..., int | str], str]] = {
 )
 @pytest.mark.parametrize("lanes", ["all lanes", "some lanes"])
 def test_dpp(text: str, control: str, masks: str, lanes: str) -> None:
-    """A lane without a source is not written, or (bound_ctrl) its source is 0; an inactive lane is no source."""
+    """A lane without a source is not written, or its source is 0 with bound_ctrl. An inactive lane is not a source."""
     type_, count, oracle, kind = DPP[text]
     rng = random.Random(len(control))
     width = int(type_[1:])
@@ -482,7 +483,7 @@ def test_inline_floats_take_the_operand_type(value: float) -> None:
         ("v_lshl_add_u64 v[0:1], v[8:9], 0, -3", 0, 64, M64 - 2),
         ("v_lshl_add_u64 v[0:1], v[6:7], 0, 0x80000001", 0, 64, 0x80000001),  # an unsigned literal is extended by zeros
         ("v_add_f64 v[0:1], v[8:9], 0x3ff80000", 0, 64, 0x3FF80000_00000000),  # a literal is the upper half of float64
-        ("v_add_f64 v[0:1], v[8:9], 1", 0, 64, 1),  # an integer is bits
+        ("v_add_f64 v[0:1], v[8:9], 1", 0, 64, 1),  # an integer constant gives the bits
         ("v_add_f32 v0, 1, v8", 0, 32, 1),
         ("v_mul_f16 v0, 0x4200, v5", 0, 32, 0x4200),
         ("v_mul_lo_u16 v0, 0x1234, v9", 0, 32, 0),
@@ -504,7 +505,7 @@ SPECIAL_REGISTERS = ["vcc_lo", "vcc_hi", "exec_lo", "exec_hi", "m0", "s7"]
 
 @pytest.mark.parametrize("name", SPECIAL_REGISTERS)
 def test_special_scalar_registers_as_sources(name: str) -> None:
-    """Uniform, and different in every wave."""
+    """The registers are uniform, or differ between waves."""
     vcc, exec_ = [0x0123456789ABCDEF, 0xFEDCBA9876543210], [M64, M64 - 2]
     values = {
         "vcc_lo": [x & M32 for x in vcc], "vcc_hi": [x >> 32 for x in vcc], "exec_lo": [x & M32 for x in exec_],
@@ -527,7 +528,7 @@ def test_pairs_of_scalar_registers_as_sources(pair: str) -> None:
 
 
 def test_uniform_operands_in_every_kind_of_instruction() -> None:
-    """Results that are the same for all lanes reach all of them."""
+    """If an instruction's operands are uniform, every lane receives the result."""
     text = """
     v_add_f32_e64 v0, s4, s4
     v_perm_b32 v1, s5, s5, s5

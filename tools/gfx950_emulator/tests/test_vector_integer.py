@@ -1,4 +1,5 @@
-"""Vector integer instructions against their definition, lane by lane (CDNA4 ISA document, chapters VOP1, VOP2, VOP3 and VOP3P)."""
+"""Vector integer instructions, compared with their definition, lane by lane (CDNA4 ISA document, chapters VOP1, VOP2, VOP3 and
+VOP3P)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def byte(a: int, i: int) -> int:
 
 
 def permuted(a: int, b: int, selector: int) -> int:
-    """S1 holds bytes 0 to 3, S0 bytes 4 to 7."""
+    """Returns v_perm_b32's result. S1 holds bytes 0 to 3, and S0 bytes 4 to 7."""
     both, result = a << 32 | b, 0
     for i in range(4):
         choice = byte(selector, i)
@@ -360,7 +361,7 @@ FLIPPED = {"": lambda x: x, "-": lambda x: x ^ 0x80000000, "|": lambda x: x & 0x
 @pytest.mark.parametrize("first", ["v8", "-v8", "|v8|", "-|v8|", "s4", "1.0", "-7"])
 @pytest.mark.parametrize("second", ["v12", "-v12", "|v12|", "0"])
 def test_cndmask(first: str, second: str) -> None:
-    """S1 if the lane's bit is set; modifiers change the sign bit, whatever the operand's type."""
+    """The result is S1 if the lane's bit is set, otherwise S0. Modifiers change the sign bit, whatever the operand's type."""
     a, b = operands((U, U), 128, 4)
     rng = random.Random(5)
     on, choice = ([rng.random() < 0.6 for _ in range(128)] for _ in range(2))

@@ -1,4 +1,5 @@
-"""Packed instructions against their definition, lane by lane (CDNA4 ISA document, section "Packed Math" and chapter VOP3P)."""
+"""Packed instructions, compared with their definition, lane by lane (CDNA4 ISA document, section "Packed Math" and chapter
+VOP3P)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def choice_or_nan(largest: bool) -> Callable[..., int | str]:
     return oracle
 
 
-# Operations on halves: type, number of sources, and the result of one half
+# Operations on both halves of registers: the type, the number of sources, and the result of one half.
 HALVES: dict[str, tuple[str, int, Callable[..., int | str]]] = {
     "v_pk_add_f16": ("f16", 2, lambda a, b: add(F16, a, b)),
     "v_pk_mul_f16": ("f16", 2, lambda a, b: multiply(F16, a, b)),
@@ -66,7 +67,7 @@ PAIRS: dict[str, tuple[int, Callable[..., int | str]]] = {
 }
 TESTED = {*HALVES, *PAIRS, "v_pk_fmac_f16", "v_pk_mov_b32"}
 
-# op_sel, op_sel_hi, neg_lo, neg_hi of the first sources; a third one is like the first
+# op_sel, op_sel_hi, neg_lo and neg_hi of the first two sources. A third source has the modifiers of the first.
 SELECTIONS = [
     ((0, 0), (1, 1), (0, 0), (0, 0)),
     ((1, 0), (0, 1), (0, 0), (0, 0)),
@@ -78,7 +79,7 @@ SELECTIONS = [
 
 
 def modifiers(values: tuple[tuple[int, ...], ...], count: int) -> tuple[str, list[tuple[int, ...]]]:
-    """The modifiers as text, without those that LLVM omits, and as values for ``count`` sources."""
+    """Returns the modifiers as text, without those that LLVM omits, and as values for ``count`` sources."""
     full = [(*v, v[0])[:count] for v in values]
     defaults = [(0,) * count, (1,) * count, (0,) * count, (0,) * count]
     names = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
@@ -152,7 +153,7 @@ def test_clamp_limits_integers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["v_pk_add_f16", "v_pk_mul_f16", "v_pk_fma_f16", "v_pk_max_f16", "v_pk_add_f32", "v_pk_fma_f32"])
 def test_clamp_of_floats(name: str) -> None:
-    """Clamps to [0, 1]; NaN becomes 0."""
+    """clamp limits results to [0, 1]. NaN becomes 0."""
     narrow = name in HALVES
     count, oracle = HALVES[name][1:] if narrow else PAIRS[name]
     form = F16 if narrow else F32
@@ -202,7 +203,7 @@ def test_constants_of_halves(name: str, constant: str, op_sel_hi: tuple[int, int
 
 
 def test_negated_constant() -> None:
-    """neg_lo and neg_hi of a constant."""
+    """Tests neg_lo and neg_hi of a constant."""
     line = "v_pk_fma_f16 v0, v8, 1.0, v12 op_sel_hi:[1,0,1] neg_lo:[0,1,0] neg_hi:[0,0,1]"
     snippet = Snippet(line, v={8: 0x40004200, 12: 0x3C003C00}).run()
     assert snippet.v(0)[0] == 0xC000 | 0x3C00 << 16  # -3 + 1, 2 - 1
@@ -211,13 +212,13 @@ def test_negated_constant() -> None:
 @pytest.mark.parametrize("limit", [False, True])
 @pytest.mark.parametrize("name", ["v_pk_add_f16", "v_pk_mul_f16", "v_pk_fma_f16", "v_pk_fmac_f16"])
 def test_overflow_of_halves(name: str, limit: bool) -> None:
-    """With MODE.FP16_OVFL overflowing results become the largest number, and infinite sources stay infinite."""
+    """With MODE.FP16_OVFL, overflowing results become the largest number, and infinite sources stay infinite."""
     text = {"v_pk_fma_f16": "v0, v1, v2, v0", "v_pk_fmac_f16": "v0, v1, v2"}.get(name, "v0, v1, v2")
     mode = f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {int(limit)}\n"
     snippet = Snippet(f"{mode}{name} {text}", v={0: 0, 1: 0x7BFFFBFF, 2: 0x7C007BFF}).run()
     low = 0xFBFF if limit else 0xFC00
     if name == "v_pk_add_f16":
-        low = 0  # the sum of opposite numbers
+        low = 0  # the lower half adds opposite numbers
     assert snippet.v(0)[0] == low | 0x7C00 << 16
 
 
@@ -285,7 +286,8 @@ def test_the_upper_half_of_a_constant_is_refused() -> None:
 @pytest.mark.parametrize("op_sel", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("operands_", ["v[2:3], v[4:5]", "v[2:3], v[0:1]", "v[0:1], v[0:1]", "s[4:5], v[0:1]", "v[4:5], s[4:5]"])
 def test_move_of_pairs(op_sel: tuple[int, int], operands_: str) -> None:
-    """The lower result comes from the first source, the upper one from the second; either may be the destination."""
+    """The lower result comes from the first source, and the upper result from the second source. Either source may be the
+    destination."""
     rng = random.Random(1)
     before = {i: [rng.getrandbits(32) for _ in range(64)] for i in range(6)}
     scalar = [0x11111111, 0xFF800001]

@@ -1,4 +1,4 @@
-"""A byte-wise reference for memory instructions: each lane's loads and stores, and test lanes."""
+"""A byte-wise reference for memory instructions: each lane's loads and stores, and the lanes' test data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from gfx950_emulator.snippet import Snippet
 
 from .isa import MASK32, MASK64, WAVE, bits_of, random_lanes
 
-# Bytes, whether the value is signed, and the register bits that it occupies: all, or one half (the other is kept).
+# For each load: the number of bytes, whether the value is signed, and the register bits that it occupies: all bits, or one half
+# (the other half is kept).
 Load = tuple[int, bool, str]
-# Bytes, and the first bit of the register that is stored.
+# For each store: the number of bytes, and the first bit of the register that is stored.
 Store = tuple[int, int]
 EXECS = [MASK64, 0x00000000FFFFFFFF, 0x8000000000000001, 0x5A5A5A5A5A5A5A5A, 0]
 
 
 def loaded(kind: Load, old: list[int], data: bytes) -> list[int]:
-    """The registers after a load of ``data``."""
+    """Returns the registers after a load of ``data``."""
     size, is_signed, part = kind
     if size >= 4:
         return [int.from_bytes(data[i : i + 4], "little") for i in range(0, size, 4)]
@@ -31,20 +32,21 @@ def loaded(kind: Load, old: list[int], data: bytes) -> list[int]:
 
 
 def stored(kind: Store, registers: list[int]) -> bytes:
-    """The bytes that a store of the registers writes."""
+    """Returns the bytes that a store of the registers writes."""
     size, first = kind
     whole = b"".join(r.to_bytes(4, "little") for r in registers)
     return whole[first // 8 : first // 8 + size]
 
 
 def span(first: int, size: int, file: str = "v") -> str:
-    """The registers that hold ``size`` bytes, in assembler syntax."""
+    """Returns the registers that hold ``size`` bytes, in assembler syntax."""
     count = max(1, size // 4)
     return f"{file}{first}" if count == 1 else f"{file}[{first}:{first + count - 1}]"
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of memory, and registers v8 to v11 with the data to store, or the old values before a load."""
+    """The lanes' state: offsets into 4 KiB of memory, and registers v8 to v11. These registers hold the data to store, or the old
+    values before a load."""
 
     def __init__(self, seed: int, waves: int = 1, exec_mask: int = MASK64) -> None:
         rng = np.random.default_rng(seed)
@@ -56,7 +58,7 @@ class Case:
         self.data = {i: random_lanes(rng, waves) for i in range(8, 12)}
         self.on = np.tile(bits_of(exec_mask), waves)
         self.exec = exec_mask
-        # Distinct slots of 16 bytes each, in random order
+        # The lanes' offsets are distinct slots of 16 bytes each, in random order.
         self.offsets = (rng.permutation(240)[: self.lanes] * 16 + 64).astype(np.uint32)
 
     def run(self, text: str, v: dict | None = None, s: dict | None = None, **more) -> Snippet:
@@ -65,7 +67,8 @@ class Case:
         return Snippet(text, v=vectors, s=state, waves=self.waves, arrays=[self.memory], registers=12, **more).run()
 
     def check_load(self, s: Snippet, kind: Load, data_of: Callable[[int], bytes]) -> None:
-        """``data_of(lane)`` is the data that a lane loads; inactive lanes keep their registers."""
+        """Checks the registers after a load. ``data_of(lane)`` is the data that a lane loads. Inactive lanes keep their
+        registers."""
         words = max(1, kind[0] // 4)
         for lane in range(self.lanes):
             old = [int(self.data[8 + i][lane]) for i in range(words)]
@@ -74,7 +77,8 @@ class Case:
         assert bytes(self.memory) == self.before
 
     def check_store(self, kind: Store, place_of: Callable[[int], tuple[int, int]]) -> None:
-        """``place_of(lane)`` is a lane's store offset in memory, and the number of its bytes that are in bounds."""
+        """Checks the memory after a store. ``place_of(lane)`` is the offset of a lane's store, and the number of its bytes that are
+        in bounds."""
         expected = bytearray(self.before)
         for lane in range(self.lanes):
             if self.on[lane]:

@@ -1,4 +1,4 @@
-"""Makes the tests' shared module importable, keeps transformers off the network, and runs tests in one thread."""
+"""Makes the tests' shared module importable, prevents network access of transformers, and runs tests in one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread: the matrices are too small for threads, which would slow down other processes on the same cores."""
+    """Sets PyTorch's number of threads to one. The matrices are too small for more threads, which would slow down other processes
+    on the same cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Shared by the tests: small random models, the same models in transformers, and an engine's state."""
+"""Helpers for the tests: small random models, the same models in transformers, and an engine's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from gpt_oss.engine import Engine
 from gpt_oss.fields import dtype_name
 from gpt_oss.loader import RandomTensors
 
-# The modes of an engine: eager, decode passes in static buffers, and both with the device one pass ahead.
+# The modes of an engine: eager, and decode passes in static buffers. In overlapping modes, the device runs one pass ahead of the
+# host.
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "static": {"decode": "static"},
@@ -25,7 +26,7 @@ YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=16, truncate=F
 
 
 def make_config(**changes: Any) -> Config:
-    """A dense configuration of two layers and a window of 6, with the given changes."""
+    """Returns a dense configuration with two layers and a window of 6, with the given changes."""
     values: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -44,7 +45,7 @@ def make_config(**changes: Any) -> Config:
 
 @dataclass(frozen=True)
 class TensorDict:
-    """A source of tensors in memory."""
+    """A source of tensors that are in memory."""
 
     tensors: Mapping[str, Tensor]
 
@@ -69,7 +70,7 @@ def tensors_of(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of a dense configuration with the same tensors."""
+    """Returns transformers' model of a dense configuration with the same tensors."""
     import transformers
 
     hf_config = transformers.GptOssConfig.from_dict(config.to_hf())
@@ -80,6 +81,6 @@ def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32)
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """A copy of all state that a call of an engine may change, for comparison before and after the call."""
+    """Returns a copy of all state that a call of an engine may change. Tests compare the state before and after a call."""
     attributes = {name: value.copy() if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     return {**attributes, "allocator": repr(vars(engine.cache.allocator))}

@@ -1,4 +1,4 @@
-"""The benchmark: its measurements, and its errors for invalid options."""
+"""The benchmark's measurements, and its errors for invalid options."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def test_it_measures_what_it_says(result: dict[str, Any]) -> None:
 
 
 def test_the_floor_counts_what_a_step_reads(result: dict[str, Any]) -> None:
-    """Computed by hand for one sequence, whose tokens select 4 of 8 experts."""
+    """The expected value is computed by hand for one sequence, whose tokens select 4 of 8 experts."""
     config = preset("tiny").with_layers(3)
     hidden, inner, heads, kv_heads, head_dim, vocab = 128, 96, 8, 2, 32, 258
     qkv = (heads + 2 * kv_heads) * head_dim
     dense = qkv * (hidden + 1) + hidden * (heads * head_dim + 1) + 8 * (hidden + 1)
-    expert = 3 * hidden * inner * 17 / 32 + 4 * (2 * inner + hidden)  # half a byte, and a byte for each 32; biases in float32
-    tokens = 20 + 2  # halfway through the steps; two of the three layers see 16 of them
+    # Half a byte per weight, a scale byte per 32 weights, and float32 biases.
+    expert = 3 * hidden * inner * 17 / 32 + 4 * (2 * inner + hidden)
+    tokens = 20 + 2  # the length halfway through the steps; two of the three layers see 16 tokens
     visible = 2 * min(tokens, config.sliding_window) + tokens
     cache = 2 * visible * kv_heads * head_dim
     wanted = 4 * (3 * dense + cache + vocab * hidden) + 3 * 4 * expert
@@ -73,11 +74,11 @@ def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
         families = {each["family"]: each for each in row["families"]}
         assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding", "kvcache"}
         assert sum(each["share_of_time"] for each in row["families"]) == pytest.approx(1)
-        # In each of three layers a qkv GEMM, an output GEMM, the router's GEMM, and the top-k; one GEMM at the end.
+        # Each of three layers has a QKV GEMM, an output GEMM, the router's GEMM, and the top-k. There is one more GEMM at the end.
         assert families["gemm"]["calls"] == 3 * 3 + 1
         assert families["moe"]["calls"] == 3 * 2
         assert families["attention"]["calls"] == families["embedding"]["calls"] == 3
-        assert families["kvcache"]["calls"] == 1  # the slots of all layers
+        assert families["kvcache"]["calls"] == 1  # one call computes the slots for all layers
         assert all(each["microseconds"] > 0 and each["share_of_roofline"] is None for each in row["families"])
 
 
@@ -109,7 +110,7 @@ def test_a_result_is_a_report_of_kernels(result: dict[str, Any], tmp_path: Path)
 
 
 def test_a_floor_is_the_larger_of_reading_and_multiplying() -> None:
-    """Two GEMMs at a made-up roofline: one is memory-bound, the other compute-bound."""
+    """Two GEMMs are compared with a made-up roofline. One GEMM is memory-bound, the other compute-bound."""
     few, many, weight = torch.ones(1, 64), torch.ones(512, 64), torch.ones(64, 64)
     roofline = Roofline(copy_gb_per_s=1.0, read_gb_per_s=2.0, tflops={"float32": 0.001})
 
@@ -242,7 +243,7 @@ def test_impossible_workloads(name: str) -> None:
 
 @pytest.fixture
 def vendors_kernel() -> Iterator[str]:
-    """A kernel of a vendor's package with the highest priority."""
+    """Registers a kernel of a vendor's package, with the highest priority."""
 
     def kernel(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
         return x

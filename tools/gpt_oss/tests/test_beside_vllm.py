@@ -1,4 +1,4 @@
-"""The script that compares the runtime with vLLM, as far as possible without vLLM and without a GPU."""
+"""Tests the script that compares the runtime with vLLM, as far as possible without vLLM and without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_vllm_finds_the_loader_as_a_plugin(program: ModuleType, tmp_path: Path, 
 def test_a_run_whose_vllm_fails(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our figures are kept, and the result has vLLM's error."""
+    """If vLLM fails, our figures are kept, and the result contains vLLM's error."""
     failing = tmp_path / "python"
     failing.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     failing.chmod(0o755)

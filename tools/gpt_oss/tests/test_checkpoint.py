@@ -1,4 +1,4 @@
-"""A checkpoint in the released layout, from its folder to text: the result equals that of transformers."""
+"""A checkpoint in the released layout, from its folder to generated text. The result equals that of transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROMPTS = ("hello there world", "is a", "world " * 20)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards in bf16 with MXFP4 experts, a tokenizer with a chat template, and stop tokens."""
+    """Writes a checkpoint folder: two shards in bf16 with MXFP4 experts, a tokenizer with a chat template, and stop tokens."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -75,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(directory: Path) -> Any:
-    """transformers' model of the folder, dequantised by transformers."""
+    """Returns transformers' model of the folder, dequantised by transformers."""
     import transformers
 
     return transformers.GptOssForCausalLM.from_pretrained(
@@ -87,7 +87,7 @@ def theirs(directory: Path) -> Any:
 
 
 def generated_by(model: Any, prompt: list[int], tokens: int, stop: tuple[int, ...]) -> list[int]:
-    """The greedy continuation, with one pass over the whole sequence per token."""
+    """Returns the greedy continuation, computed with one pass over the whole sequence per token."""
     found: list[int] = []
     while len(found) < tokens and (not found or found[-1] not in stop):
         with torch.no_grad():
@@ -155,7 +155,7 @@ def test_loading_shows_how_far_it_is(directory: Path) -> None:
 
 
 class Noted:
-    """Notes who read which tensor. Calls ``beginning`` with a tensor's name before it is read."""
+    """Records which thread reads which tensor. Calls ``beginning`` with a tensor's name before the tensor is read."""
 
     def __init__(self, source: TensorDict, beginning: Callable[[str], object] = str, broken: str = "") -> None:
         self._source, self._beginning, self._broken = source, beginning, broken
@@ -178,7 +178,7 @@ class Noted:
 
 @pytest.fixture
 def small() -> TensorDict:
-    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # 1000 bytes each
+    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # each tensor has 1000 bytes
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("order", [range(30), range(29, -1, -1), [*range(0, 30, 2), *range(1, 30, 2)]], ids=["same", "back", "odd"])
 def test_tensors_are_right_in_any_order(small: TensorDict, order: Any, most_bytes: int) -> None:
     source = Noted(small)
-    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # two more are requested than were announced
+    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # 28 of the 30 requested tensors
         for i in order:
             assert torch.equal(reader.get(f"t{i}"), small.tensors[f"t{i}"])
     assert len(source.threads) == 30
@@ -203,7 +203,7 @@ def test_no_more_is_held_than_allowed(small: TensorDict) -> None:
     def read_on(tensors: int) -> None:
         while len(source.threads) < tensors:
             time.sleep(0.01)
-        time.sleep(0.2)  # time in which a faulty reader would read more
+        time.sleep(0.2)  # in this time, a faulty reader would read further tensors
         assert [*source.threads] == [f"t{i}" for i in range(tensors)]
 
     with ReadAhead(source, [*small.tensors], 5000) as reader:
@@ -222,7 +222,8 @@ def test_what_fails_fails_where_it_is_asked_for(small: TensorDict) -> None:
 
 
 def test_a_tensor_is_prepared_while_the_next_one_is_read(small: TensorDict) -> None:
-    """Reading a tensor ends once the previous one is prepared; preparing ends once reading the next one has started."""
+    """Reading a tensor ends only after the previous tensor is prepared. Preparing a tensor ends only after reading the next tensor
+    has started."""
     names = [*small.tensors]
     begun, prepared = ({name: threading.Event() for name in names} for _ in range(2))
 

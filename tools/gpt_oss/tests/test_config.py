@@ -19,7 +19,7 @@ from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.rope import cos_sin_cache, inverse_frequencies
 
-# The fields of the published gpt-oss-120b's config.json that determine the model's computation.
+# The fields of gpt-oss-120b's published config.json that determine the model's computation.
 PUBLISHED = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -325,7 +325,7 @@ def test_rope_is_that_of_transformers(rope: RopeConfig, head_dim: int) -> None:
     positions = torch.arange(config.max_position_embeddings)
     cos, sin = theirs(torch.zeros(1), positions[None])
     ours = cos_sin_cache(rope, head_dim, len(positions))
-    # The error of a frequency's last bit, times 128 positions.
+    # The tolerance is the error of a frequency's last bit, times 128 positions.
     torch.testing.assert_close(ours, torch.cat((cos, sin), -1)[0], rtol=0, atol=1e-5)
 
 

@@ -57,7 +57,7 @@ def test_a_pass_ahead(model: GptOss) -> None:
 
 
 def test_passes_write_to_the_pages_of_their_sequences(model: GptOss) -> None:
-    """Beyond a sequence's pages nothing is written, whichever sequence used the row before."""
+    """Nothing is written beyond a sequence's pages, whichever sequence used the row before."""
     cache = PagedKVCache(model.config, 20, 4, torch.float32)
     passes = Decoder(model, cache, (1, 2, 4), capture=False)
     held = [
@@ -74,7 +74,8 @@ def test_passes_write_to_the_pages_of_their_sequences(model: GptOss) -> None:
 
 
 def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences run in a batch of eight."""
+    """Five sequences run in a batch of eight. The padding rows repeat a sequence, write no cache slot, and select the experts of
+    that sequence."""
     prompts = random_prompts((3, 5, 9, 2, 7), model.config.vocab_size)
     requests = [Request(prompt, 6, Sampling(0.7, seed=number)) for number, prompt in enumerate(prompts)]
     engine = make_engine(model, max_sequences=8)
@@ -111,7 +112,7 @@ def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, mo
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 3), (2, 5, 7)])
 def test_chosen_sizes(model: GptOss, sizes: tuple[int, ...]) -> None:
-    """Batches larger than the largest size run like other passes."""
+    """Batches that are larger than the largest chosen size run as eager passes."""
     prompts = random_prompts((3, 5, 9, 2, 7), model.config.vocab_size)
     requests = [Request(prompt, 3 + number, Sampling(0.7, seed=number)) for number, prompt in enumerate(prompts)]
     engine = make_engine(model, decode_sizes=sizes)

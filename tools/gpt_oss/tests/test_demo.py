@@ -1,4 +1,4 @@
-"""The command line, started as by a user."""
+"""Runs the command line as a user does."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_seeds_go_on_beyond_the_largest() -> None:
 
 
 def test_disagreement_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose logits deviate by slightly more than the tolerance."""
+    """The engine's logits deviate by slightly more than the tolerance."""
 
     def collect(completion: Completion, event: Any, original: Any = Completion.add) -> None:
         original(completion, event)

@@ -45,12 +45,12 @@ def make_engine(model: GptOss, pages: int = 200, **options: Any) -> Engine:
 
 
 def alone(model: GptOss, request: Request) -> Completion:
-    """The completion of a request that runs alone, with its prompt in one chunk."""
+    """Returns the completion of a request that runs alone, with its prompt in one chunk."""
     return make_engine(model).generate([request])[0]
 
 
 def recomputed(model: GptOss, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation without engine, cache or batch: every token runs the whole sequence again."""
+    """Returns the greedy continuation without engine, cache or batch. For every token, the whole sequence runs again."""
     from gpt_oss.batch import Piece, make_batch
 
     tokens = list(prompt)
@@ -80,7 +80,7 @@ def test_greedy_is_what_recomputing_everything_gives(model: GptOss, prompts: lis
     ids=str,
 )
 def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], options: dict[str, int], mode: dict[str, Any]) -> None:
-    # Prompts and continuations differ in length, so that some sequences finish while others start.
+    # Prompts and continuations differ in length, so some sequences finish while others start.
     requests = [Request(prompt, 4 + 3 * i, keep_logits=True) for i, prompt in enumerate(prompts)]
     engine = make_engine(model, **options, **mode)
     completions = engine.generate(requests)
@@ -120,7 +120,7 @@ def test_requests_may_come_late(model: GptOss, prompts: list[list[int]], mode: d
 
 
 def test_waits_for_pages(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
-    """The cache has room for the largest request only, so they run one after another, in order."""
+    """The cache has room for only one request of the largest size, so requests run one after another, in order."""
     requests = [Request(prompt, 8) for prompt in prompts]
     engine = make_engine(model, pages=12, **mode)
     order: list[int] = []
@@ -169,7 +169,7 @@ def test_requests_that_can_never_run(model: GptOss, prompt: list[int], max_token
 
 
 def test_the_last_page_is_used_to_its_end(model: GptOss) -> None:
-    # 41 + 8 - 1 tokens are stored in 12 pages of 4.
+    # The 41 + 8 - 1 tokens are stored in 12 pages of 4 tokens.
     assert len(make_engine(model, pages=12).generate([Request([1] * 41, 8)])[0].tokens) == 8
 
 
@@ -290,7 +290,8 @@ def test_nothing_to_do(model: GptOss) -> None:
 
 
 def test_compilations_are_counted_and_may_be_forbidden(model: GptOss, prompts: list[list[int]]) -> None:
-    """A forbidden compilation is a failure like any other: the step changes nothing, and the request goes on when it is allowed."""
+    """A forbidden compilation is handled like any other failure: the step changes nothing. The request continues when compilation
+    is allowed."""
     registry, name = KernelRegistry.get(), "compiling_rmsnorm"
     request = Request(prompts[0], 3)
     expected = alone(model, request).tokens

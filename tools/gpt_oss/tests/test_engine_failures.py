@@ -1,4 +1,4 @@
-"""A failed step changes nothing: whatever failed and wherever, every request gets the same tokens as without the failure."""
+"""A failed step changes nothing. Whatever fails at any point, every request gets the same tokens as without the failure."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def requests(model: GptOss) -> list[Request]:
 
 
 def make_engine(model: GptOss, mode: str = "eager") -> Engine:
-    """An engine so small that prompts are chunked, and requests wait for one another's pages."""
+    """Returns an engine that is so small that prompts are chunked, and that requests wait for one another's pages."""
     return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4, **MODES[mode])
 
 
 class Failing:
-    """Wraps the operators, and makes one call raise, before or after the operator ran.
+    """Wraps the operators, and makes one call raise an error, before or after the operator has run.
 
     ``at`` selects the call: the number of calls before it, or the operator's name.
     """
@@ -73,7 +73,7 @@ class Failing:
 
 
 def attempt(engine: Engine) -> tuple[list[Event], BaseException | None]:
-    """The events of a step, or no events and the raised exception."""
+    """Returns the events of a step; or no events, and the raised exception."""
     try:
         return engine.step(), None
     except BaseException as error:
@@ -170,7 +170,7 @@ def test_requests_come_and_go_between_a_failure_and_the_next_step(
             failures += 1
             failing.set(None)
             if name == "moe_apply" and len(queue) == 2:
-                engine.cancel(2)  # the failed step would have started it
+                engine.cancel(2)  # without the failure, the step would have started this request
             events = engine.step()
         for event in events:
             found.setdefault(event.request, []).append(event.token)
@@ -193,7 +193,7 @@ def test_generate_and_stream_leave_the_engine_idle(
     failing = Failing(model.ops, error, after=False)
     with monkeypatch.context() as patch:
         patch.setattr(model, "ops", failing)
-        failing.set(40)  # in the second step or so
+        failing.set(40)  # a call in about the second step
         with pytest.raises(type(error)):
             start(engine, requests)
     assert engine.idle
@@ -221,7 +221,7 @@ def test_a_stream_that_fails_cancels_only_what_it_queued(
 
 
 def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, str]:
-    """Calls a function, and raises KeyboardInterrupt before a given line of this package that it runs.
+    """Calls a function, and raises KeyboardInterrupt before the given line of this package that the function runs.
 
     Returns:
         The function's result; or None and the text of the line before which it was interrupted.
@@ -252,7 +252,8 @@ def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tupl
 @pytest.mark.parametrize("mode", ["eager", "static, overlapping"])
 @pytest.mark.parametrize("call", ["step", "add", "cancel"])
 def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> None:
-    """A second engine makes each call undisturbed, for the expected result. An interrupt is raised before each line of the call."""
+    """An interrupt is raised before each line of the call, one line at a time. A second engine makes each call without interrupts,
+    for the expected result."""
     config = make_config(layer_types=("full_attention",))
     model = GptOss(config, tensors_of(config), torch.float32)
     prompts = random_prompts((2, 7), config.vocab_size)
@@ -281,7 +282,7 @@ def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> 
 
 
 def _told(engine: Engine) -> dict[str, Any]:
-    """An engine's state, in a form that can be compared with another engine's."""
+    """Returns an engine's state, in a form that can be compared with another engine's state."""
     names = ("_waiting", "_running", "_added", "steps")
     flight = engine._in_flight
     return {

@@ -1,4 +1,4 @@
-"""On an emulated MI355X, the AMD wheel's kernels run attention and experts, and the logits equal the reference's."""
+"""On an emulated MI355X, the AMD wheel's kernels run attention and experts, and the logits agree with the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDED = ("triton", "gfx950_emulator", "tokenspeed_kernel_amd")
 
 @pytest.fixture
 def gfx950() -> Iterator[None]:
-    """Kernels run on the emulator, with its sanitizer, and the AMD wheel is loaded."""
+    """Loads the AMD wheel, and runs kernels on the emulator, with its sanitizer."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -39,7 +39,7 @@ def gfx950() -> Iterator[None]:
 def served(config: Config, prompts: list[list[int]], max_tokens: int, temperature: float = 0.8) -> dict[str, set[str]]:
     """Generates tokens, compares logits with the reference's, and returns the kernels of each operator.
 
-    ``temperature``: of every second request; the others are greedy.
+    ``temperature`` is the temperature of every second request; the other requests are greedy.
     """
     dtype = torch.bfloat16
     source = RandomTensors(config, 0, dtype)
@@ -51,7 +51,7 @@ def served(config: Config, prompts: list[list[int]], max_tokens: int, temperatur
     with listen() as listener:
         completions = engine.generate(requests)
     compiled = len(engine.compilations)
-    with compile_policy("forbid"):  # the first pass again
+    with compile_policy("forbid"):  # runs the first pass again
         engine.generate([replace(request, max_tokens=1) for request in requests])
     assert len(engine.compilations) == compiled
     agreement = compare_with_reference(config, source, completions, dtype, "cpu")
@@ -63,7 +63,7 @@ def served(config: Config, prompts: list[list[int]], max_tokens: int, temperatur
 
 
 def check_kernels(kernels: dict[str, set[str]]) -> None:
-    """The AMD wheel's kernels run attention and experts; no reference runs."""
+    """Checks that the AMD wheel's kernels run attention and experts, and that no reference runs."""
     for operator, names in kernels.items():
         assert not [name for name in names if name.startswith("reference_")], operator
         if operator.startswith("attention.mha") or operator == "moe.moe_apply":
@@ -71,7 +71,7 @@ def check_kernels(kernels: dict[str, set[str]]) -> None:
 
 
 def test_two_layers(gfx950: None) -> None:
-    """The tiny model with heads as wide as GPT-OSS's, one layer of each kind: prefill, extend and decode passes."""
+    """Runs prefill, extend and decode passes of the tiny model with one layer of each kind. Its heads are as wide as GPT-OSS's."""
     config = preset("tiny")
     config = replace(config, head_dim=64, num_attention_heads=4, num_key_value_heads=1, layer_types=config.layer_types[:2])
     kernels = served(config, random_prompts((27, 3), config.vocab_size), 2, temperature=0.0)
@@ -81,7 +81,7 @@ def test_two_layers(gfx950: None) -> None:
 
 @pytest.mark.slow
 def test_the_tiny_model(gfx950: None) -> None:
-    """The unmodified tiny model: its head_dim is 32, so a portable kernel runs attention."""
+    """Runs the unmodified tiny model. Its head_dim is 32, so a portable kernel runs attention."""
     kernels = served(preset("tiny"), random_prompts((27, 3, 9), 256), 4)
     assert kernels["moe.moe_apply"] == {"gluon_moe_apply_mxfp4"}
     assert not [name for names in kernels.values() for name in names if name.startswith("reference_")]
@@ -90,7 +90,8 @@ def test_the_tiny_model(gfx950: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3,), (19, 2)])
 def test_a_layer_of_120b(gfx950: None, lengths: tuple[int, ...]) -> None:
-    """One full-size layer with 128 experts and a small vocabulary: the kernels for few tokens, and those for sorted tokens."""
+    """Runs one full-size layer with 128 experts and a small vocabulary, with the kernels for few tokens and the kernels for sorted
+    tokens."""
     config = replace(preset("gpt-oss-120b").with_layers(1), vocab_size=512, layer_types=(SLIDING,), eos_token_ids=(0,))
     kernels = served(config, random_prompts(lengths, config.vocab_size), 2)
     check_kernels(kernels)

@@ -37,7 +37,7 @@ def test_every_operator_has_a_kernel_and_agrees(preset: str, layers: int | None,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_tokens_are_those_of_the_reference(dtype: torch.dtype) -> None:
-    """In fp32 all tokens are equal; in bf16, where rounding decides close choices, the logits are within the demo's tolerance."""
+    """In fp32, all tokens are equal. In bf16, rounding decides close choices, so the logits must be within the demo's tolerance."""
     options = demo.Options(preset="tiny", dtype=dtype, device="cuda", max_tokens=48, sampling=Sampling())
     result = demo.run(options, Console(quiet=True))
     assert result.agreement is not None
@@ -49,7 +49,8 @@ def test_greedy_tokens_are_those_of_the_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_gives_what_its_launches_give(dtype: torch.dtype) -> None:
-    """Requests come and go, so rows move, batches are padded, and tokens are passed between different kinds of passes."""
+    """Requests start and finish at different times. So rows move, batches are padded, and tokens pass between different kinds of
+    passes."""
     config = make_config(rope=YARN, head_dim=16, hidden_size=64)
     model = GptOss(config, tensors_of(config, dtype), dtype, "cuda")
     prompts = random_prompts((3, 19, 1, 11, 6, 8, 2), config.vocab_size)

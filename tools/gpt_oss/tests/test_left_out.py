@@ -1,4 +1,4 @@
-"""A pass without the calls of one kernel."""
+"""Tests the measurement of a pass without the calls of one kernel."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def test_earlier_results_stand_in_for_a_kernel(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(left_out, "_microseconds", microseconds)
     whole, found = left_out.leave_out(run, torch.device("cpu"))
-    assert whole == 98  # the second pass, after the one that is recorded
+    assert whole == 98  # the time of the second pass; the first pass is recorded
     assert [each.microseconds for each in found] == [float(number) for number in range(len(found), 0, -1)]
     every = passes[0][1]
     assert {(each.operator, each.kernel): each.calls for each in found}.items() <= every.items()
     assert ("moe.moe_apply", 2) in {(each.operator, each.calls) for each in found}
-    assert not {each.operator for each in found} & {"attention.rmsnorm_qkv_rope", "moe.rmsnorm_moe_topk"}  # composed here
+    assert not {each.operator for each in found} & {"attention.rmsnorm_qkv_rope", "moe.rmsnorm_moe_topk"}  # composed on a CPU
     assert len(passes) == 2 + len(found)
     for each in found:
         logits, heard = passes[1 + int(each.microseconds)]
-        assert torch.equal(logits, passes[0][0]) == (each.operator != "embedding.apply_rope"), each  # apply_rope writes in place
+        # Only a pass without apply_rope has other logits, because apply_rope writes in place.
+        assert torch.equal(logits, passes[0][0]) == (each.operator != "embedding.apply_rope"), each
         assert (each.operator, each.kernel) in heard

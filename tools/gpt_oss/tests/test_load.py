@@ -1,5 +1,5 @@
-"""Under random load an engine does not lose, repeat or mix up tokens. Requests of different lengths arrive at any time, some are
-cancelled, some stop early, and there are so few pages that most requests wait."""
+"""Under random load, an engine does not lose, repeat or mix up tokens. Requests of different lengths arrive at any time. Some
+requests are cancelled, and some stop early. There are so few pages that most requests wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt_oss import Completion, Engine, Event, GptOss, PagedKVCache, Request, Sa
 
 PAGES, PAGE_SIZE = 14, 4
 TEXTS = 40
-LONGEST = 12  # tokens generated
+LONGEST = 12  # the largest number of generated tokens
 SAMPLINGS = (Sampling(), Sampling(0.9), Sampling(1.3, top_k=9), Sampling(1.0, top_p=0.7))
 
 
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> GptOss:
 
 @pytest.fixture(scope="module")
 def texts(model: GptOss) -> list[tuple[Request, list[int]]]:
-    """Requests, and the tokens of each if it runs alone and nothing ends it early."""
+    """Returns requests, and the tokens of each request if it runs alone and nothing ends it early."""
     lengths = random.Random(0).choices((1, 2, 3, 4, 5, 7, 8, 9, 13, 20, 31), k=TEXTS)
     prompts = random_prompts(lengths, model.config.vocab_size)
     engine = Engine(model, PagedKVCache(model.config, 20, PAGE_SIZE, torch.float32, model.device), decode="eager")
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def draw(texts: list[tuple[Request, list[int]]], chance: random.Random) -> Wanted:
-    """A request like one of the texts, but shorter, and perhaps with a stop token."""
+    """Draws a request like one of the texts, but shorter, and perhaps with a stop token."""
     request, tokens = chance.choice(texts)
     max_tokens = chance.randint(1, LONGEST)
     stops = frozenset(chance.choices(range(97), k=chance.choice((0, 0, 1, 8))))
@@ -74,7 +74,7 @@ def check_event(event: Event, wanted: Wanted) -> None:
 
 
 def check_pages(engine: Engine) -> None:
-    """Every page is free or held by one request."""
+    """Checks that every page is free or held by exactly one request."""
     held = [page for sequence in engine._running for page in sequence.pages]
     assert sorted([*held, *engine.cache.allocator.free_pages]) == list(range(PAGES))
 
@@ -92,7 +92,7 @@ def test_random_load(model: GptOss, texts: list[tuple[Request, list[int]]], coun
             wanted = draw(texts, chance)
             requests[engine.add(wanted.got.request)] = wanted
         if requests and chance.random() < 0.08:
-            number = chance.choice(list(requests))  # it may have finished long ago
+            number = chance.choice(list(requests))  # this request may have finished before
             engine.cancel(number)
             if requests[number].got.finish_reason is None:
                 requests[number].cancelled = True

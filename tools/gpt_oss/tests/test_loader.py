@@ -37,7 +37,8 @@ def logits_of(config: Config, source: object, dtype: torch.dtype = torch.float32
 
 
 def unpacked(source: TensorDict) -> TensorDict:
-    """The tensors of a dense checkpoint with the same values. Dequantises MXFP4 here, independently of the operators."""
+    """Returns the tensors of a dense checkpoint with the same values. This function dequantises MXFP4 independently of the
+    operators."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in source.tensors.items():
         if name.endswith("_scales"):
@@ -169,7 +170,7 @@ def test_everything_that_is_wrong_with_the_tensors_is_in_one_error() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_of_a_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """For example, an fp8 checkpoint that is read without its scales would give wrong logits without any error."""
+    """Without this check, an fp8 checkpoint that is read without its scales would give wrong logits without any error."""
     config = make_config()
     name = "model.layers.1.self_attn.q_proj.weight"
     source = TensorDict({**tensors_of(config).tensors, name: torch.zeros(32, 32).to(dtype)})
@@ -286,7 +287,7 @@ def test_damaged_checkpoints(saved: Path, damage: Callable[[Path], None], messag
 
 
 class InPieces:
-    """Replaces `Upload`: chunks of seven bytes, and no device."""
+    """Replaces `Upload`, with chunks of seven bytes and without a device."""
 
     def send(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
         made = torch.empty(count, dtype=torch.uint8)
@@ -318,7 +319,7 @@ def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2000, 12345])
 def test_bytes_arrive_while_others_are_made(count: int) -> None:
-    """Includes memory of an earlier copy that is freed while the device still reads it."""
+    """In one case, the memory of an earlier copy is freed while the device still reads it."""
     upload, made = Upload("cuda", 1000), torch.randint(256, (50, count), dtype=torch.uint8)
     found = []
     for wanted in made:

@@ -1,4 +1,4 @@
-"""The script that measures loading."""
+"""Tests the script that measures the loading of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logits equal those of transformers' model with the same weights, however the sequences are chunked."""
+"""The logits equal the logits of transformers' model with the same weights, however the sequences are chunked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt_oss.model import GptOss
 
 TOLERANCE = 2e-4
 PAGE_SIZE = 4
-LENGTHS = (1, 23, 6, 7, 40)  # shorter than the window of 6, equal to it, and longer
+LENGTHS = (1, 23, 6, 7, 40)  # lengths below, at and above the window of 6
 
 CONFIGS = {
     "two layers": make_config(),
@@ -80,25 +80,25 @@ def model(config: Config, source: TensorDict) -> GptOss:
 
 
 def whole(model: GptOss, prompts: list[list[int]]) -> list[Tensor]:
-    """Logits of all tokens, all prompts in one prefill without a cache."""
+    """Returns the logits of all tokens. One prefill without a cache runs all prompts."""
     logits = model.forward(make_batch([Piece(prompt) for prompt in prompts], None, "cpu"), None)
     return list(logits.split([len(prompt) for prompt in prompts]))
 
 
 class Placed:
-    """Prompts with pages of a cache, which are run in chunks."""
+    """Prompts that have pages of a cache and run in chunks."""
 
     def __init__(self, model: GptOss, prompts: list[list[int]]) -> None:
         self.model, self.prompts = model, prompts
         pages = [-(-len(prompt) // PAGE_SIZE) for prompt in prompts]
         self.cache = PagedKVCache(model.config, sum(pages) + 2, PAGE_SIZE, model.dtype)
-        self.cache.allocator.allocate(1)  # so that page numbers and positions differ
+        self.cache.allocator.allocate(1)  # makes page numbers differ from positions
         self.pages = [self.cache.allocator.allocate(count)[::-1] for count in pages]
         self.logits: list[list[Tensor]] = [[] for _ in prompts]
         self.phases: set[Phase] = set()
 
     def run(self, cuts: list[tuple[int, int, int]], phase: Phase | None = None) -> None:
-        """One pass over ``(prompt, start, stop)``."""
+        """Runs one pass over chunks ``(prompt, start, stop)``."""
         pieces = [Piece(self.prompts[i][start:stop], start, self.pages[i]) for i, start, stop in cuts]
         batch = make_batch(pieces, self.cache, "cpu", phase=phase)
         self.phases.add(batch.phase)
@@ -130,7 +130,7 @@ def test_a_prefill_into_the_cache_changes_nothing(model: GptOss, prompts: list[l
 
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_extending_in_chunks(model: GptOss, prompts: list[list[int]], chunk: int) -> None:
-    """Later prompts start earlier, so that a pass has chunks of different lengths."""
+    """Later prompts start at earlier positions, so a pass has chunks of different lengths."""
     placed = Placed(model, prompts)
     for start in range(-chunk * len(prompts), max(LENGTHS), chunk):
         cuts = [(i, max(start + chunk * i, 0), min(start + chunk * (i + 1), len(p))) for i, p in enumerate(prompts)]
@@ -160,7 +160,7 @@ def test_only_the_rows_wanted() -> None:
 
 
 def test_window_ends_where_it_should() -> None:
-    """In one sliding layer a token's logits depend on exactly the last ``sliding_window`` tokens."""
+    """With one sliding layer, a token's logits depend on exactly the last ``sliding_window`` tokens."""
     config = make_config(layer_types=(SLIDING,), sliding_window=5)
     model = GptOss(config, tensors_of(config), torch.float32)
     prompt = random_prompts((12,), config.vocab_size)[0]

@@ -1,4 +1,4 @@
-"""The scripts for torchrun, with several processes on a CPU."""
+"""Runs the scripts for torchrun, with several processes on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = ("--preset", "tiny")
 
 
 def torchrun(*arguments: str) -> str:
-    """The output of two processes."""
+    """Runs a script with two processes, and returns their output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--rdzv-endpoint", "127.0.0.1:0", *arguments], env=environment, capture_output=True, text=True)

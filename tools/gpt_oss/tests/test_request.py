@@ -35,7 +35,7 @@ def make_engine(model: GptOss) -> Engine:
 
 
 def run(engine: Engine, most: int = 100) -> dict[int, list[int]]:
-    """Steps until the engine is idle, and returns the generated tokens of each request."""
+    """Runs steps until the engine is idle, and returns the generated tokens of each request."""
     found: dict[int, list[int]] = {}
     for _ in range(most):
         if engine.idle:
@@ -76,7 +76,8 @@ WRONG_SAMPLING_VALUES: list[tuple[str, Any]] = [
 
 
 def refused(engine: Engine, request: Callable[[], Request], error: type[Exception], field: str) -> None:
-    """Adding a request raises this error, which names the field, what it must be and what it was, and changes nothing."""
+    """Checks that adding a request raises this error and changes nothing. The error names the field, its requirement and its
+    value."""
     before = engine_state(engine)
     with pytest.raises((TypeError, ValueError), match=rf"^((each of|prompt and) )?{field}\b.* must .*, got ") as caught:
         engine.add(request())

@@ -1,4 +1,4 @@
-"""The tables of the README, and the script that generates them from the benchmark's results."""
+"""The README's tables, and the script that generates these tables from the benchmark's results."""
 
 from __future__ import annotations
 

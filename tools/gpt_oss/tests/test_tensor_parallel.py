@@ -22,7 +22,7 @@ from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.worlds import run_world
 
-# Features and vocabulary that are not divisible by two: the second rank's shard is padded.
+# The numbers of features and of vocabulary entries are not divisible by two, so the second rank's shard is padded.
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"layer_types": alternating(3), "rope": YARN, "intermediate_size": 25},
     "mxfp4, tied": {"quantization": "mxfp4", "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
@@ -41,7 +41,8 @@ def completions(model: GptOss, **mode: Any) -> list[Completion]:
 
 
 def on_each_rank(tensor_parallel: bool) -> dict[str, tuple[list[list[int]], float]]:
-    """For each model and mode, the tokens that this rank selected, and the distance of its logits from the whole model's."""
+    """Returns, for each model and mode, the tokens that this rank selected, and the distance of its logits from those of the whole
+    model."""
     torch.set_num_threads(1)
     group, found = ProcessGroup.of(), {}
     for name, changes in CONFIGS.items():
@@ -64,7 +65,7 @@ def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_par
     if tensor_parallel:
         return {"parts": TensorParallelGptOss(config, source, group, torch.float32)}
     made = {}
-    # With dispatch from 1 token on, passes of a single token leave a rank without tokens.
+    # If tokens are dispatched from 1 token on, a pass of a single token leaves one rank without tokens.
     for tokens in (1, 8):
         made[f"dispatched from {tokens} tokens on"] = model = ExpertParallelGptOss(config, source, group, torch.float32)
         model.dispatched_tokens = tokens
@@ -92,7 +93,7 @@ def test_shares_put_together_are_the_whole(changes: dict[str, Any], whole_expert
         tensor, left, right = whole.get(name), parts[0].get(name), parts[1].get(name)
         assert left.shape == right.shape == shape, name
         assert all(torch.equal(source.get(name), part) for source, part in zip(from_files, (left, right), strict=True)), name
-        if name != "lm_head.weight" and "router" not in name:  # a model of the shard's configuration has fewer or more of these
+        if name != "lm_head.weight" and "router" not in name:  # of these, a model with the shard's configuration has fewer or more
             assert shape == expected[name]
         axes = [axis for axis in range(tensor.dim()) if left.shape[axis] != tensor.shape[axis]]
         if axes:

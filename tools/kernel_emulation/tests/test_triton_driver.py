@@ -1,4 +1,4 @@
-"""Packing of arguments, and what the driver reports to Triton."""
+"""The packing of arguments, and the device properties that the driver reports to Triton."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> _Recorder:
 
 
 def test_arguments_are_flattened(recorder: _Recorder) -> None:
-    """Tuples in order, without constants; descriptors are numbered across the launch."""
+    """Tuples are flattened in order, without constants. Descriptors are numbered across the whole launch."""
     calls: list[str] = []
     recorder(2, 1, 1, 0, None, None, "meta", calls.append, calls.append, 5, (0.5, ("first", 64)), "second")
     assert recorder.text == "digest f ptx"

@@ -14,8 +14,8 @@ LANES = 32
 
 
 def kernel(body: str, parameters: int = 2, directives: str = "") -> str:
-    """PTX of a kernel whose parameters are addresses, in ``%d0`` and on. ``%r0`` is the thread id, ``shared`` dynamic shared
-    memory."""
+    """Returns the PTX of a kernel whose parameters are addresses, in ``%d0``, ``%d1``... The thread id is in ``%r0``. ``shared`` is
+    the dynamic shared memory."""
     given = ", ".join(f".param .align 8 .u64 p{at}" for at in range(parameters))
     loads = "\n".join(f"ld.param.u64 %d{at}, [p{at}];" for at in range(parameters))
     return f"""
@@ -40,12 +40,13 @@ def kernel(body: str, parameters: int = 2, directives: str = "") -> str:
 
 
 def lanes(instructions: str, inputs: list[Any], dtype: Any, count: int = LANES, **options: Any) -> Any:
-    """The result of instructions in ``%r100`` (``%d40`` for 64-bit types), with inputs in ``%r10`` (``%d10``) and on.
+    """Runs instructions in each thread, and returns their result in ``%r100`` (``%d40`` for 64-bit types). Inputs are in ``%r10``,
+    ``%r11``... (``%d10``...).
 
     Args:
         instructions: PTX.
-        inputs: arrays with a value per thread, of 4 or 8 bytes.
-        dtype: dtype of the result, 4 or 8 bytes.
+        inputs: arrays with one value of 4 or 8 bytes per thread.
+        dtype: dtype of the result, with 4 or 8 bytes.
         count: number of threads.
     """
     memory = Memory(1 << 16)
@@ -72,5 +73,5 @@ def run(
     directives: str = "",
     **options: Any,
 ) -> LaunchReport:
-    """Runs a kernel with this body on addresses."""
+    """Runs a kernel that has this body, with addresses as its parameters."""
     return launch(kernel(body, len(addresses), directives), addresses, threads, grid, memory, **options)

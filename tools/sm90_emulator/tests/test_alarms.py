@@ -1,4 +1,5 @@
-"""Each error that the machine reports, in a kernel of a few instructions: kind, message, and the faulty instruction."""
+"""For each error that the machine reports, a kernel of a few instructions. The tests check kind, message, and the faulty
+instruction."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sm90_emulator.tensor_maps import tensor_map
 from .snippets import run
 
 S = "mov.b32 %r1, shared;"
-ONE = "setp.ne.u32 %p9, %r0, 0; @%p9 bra end;"  # the first thread goes on
+ONE = "setp.ne.u32 %p9, %r0, 0; @%p9 bra end;"  # only the first thread continues
 INIT = f"{S} {ONE} mbarrier.init.shared.b64 [%r1+512], 1;"
 ARRIVE = "barrier.cluster.arrive.aligned;"
 MEET = f"{ARRIVE} barrier.cluster.wait.aligned;"
@@ -24,7 +25,7 @@ TILE = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_t
 
 
 def reported(body: str, *addresses: int, memory: Memory | None = None, **options: Any) -> SanitizerError:
-    """The error of a kernel."""
+    """Returns the error that a kernel causes."""
     with pytest.raises(SanitizerError) as caught:
         run(f"{body} end:", memory or Memory(1 << 12), list(addresses), **options)
     assert caught.value.kernel == "snippet"

@@ -1,4 +1,4 @@
-"""What `emulated_sm90` does inside its block, and the global memory that kernels may access there."""
+"""The `with` block of `emulated_sm90`: its settings, and the global memory that kernels may access inside the block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORE = "mad.wide.u32 %d50, %r0, 4, %d0; st.global.b32 [%d50], %r0;"
 
 
 def stores(address: int, count: int) -> None:
-    """A launch that stores integers at an address."""
+    """Launches a kernel that stores integers at an address."""
     text = kernel(STORE, 1)
     BLOCK.active().run(text, "snippet", Geometry((1, 1, 1), (count, 1, 1)), pack(load(text, "snippet").kernel, [address]))
 
@@ -37,7 +37,7 @@ def test_memory_whose_address_was_taken() -> None:
 
 def test_memory_whose_address_nobody_took() -> None:
     others = torch.zeros(64, dtype=torch.int32)
-    address = others.data_ptr()  # outside of the block
+    address = others.data_ptr()  # the address was taken outside of the block
     with emulated_sm90(), pytest.raises(EmulationError, match="out-of-bounds"):
         stores(address, 1)
 

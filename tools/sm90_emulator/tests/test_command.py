@@ -60,7 +60,7 @@ def beyond_a_view():
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file with kernels. The command's changes to the interpreter's state are undone."""
+    """Writes a file with kernels. After the test, the command's changes to the interpreter's state are undone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "160")
     path = tmp_path / "ptx_of_a_test.py"
@@ -95,7 +95,7 @@ def test_bounds_of_views(file: Path, bounds: str, code: int) -> None:
 def test_stats_counts_warps_and_lanes(file: Path) -> None:
     result = _invoke("stats", f"{file}::works", "--top", "20")
     assert result.exit_code == 0, result.output
-    assert re.search(r"st\.global\.b32 \[%d1\], %r2 +2 +\S+% +20\n", result.stdout)  # 32 lanes, and the 8 that remain of 40
+    assert re.search(r"st\.global\.b32 \[%d1\], %r2 +2 +\S+% +20\n", result.stdout)  # 40 threads: warps of 32 and 8 lanes
     assert re.search(r"setp\.ge\.u32 %p1, %r0, %r1 +2 +\S+% +32\n", result.stdout)
     assert re.search(r"\bld +4 ", result.stdout)
     assert _invoke("stats", f"{file}::works", "-k", "triples").exit_code == 1

@@ -1,4 +1,4 @@
-"""Conversions and comparisons of all types, against exact arithmetic."""
+"""Conversions and comparisons of all types, compared with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sm90_emulator import UnknownInstruction
 from .snippets import LANES, lanes
 
 INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64")
-# Fraction bits and exponent bits.
+# The number of fraction bits and of exponent bits of each format.
 FLOATS = {"f16": (10, 5), "bf16": (7, 8), "f32": (23, 8), "f64": (52, 11)}
 BITS = {"f16": 16, "bf16": 16} | {kind: int(kind[1:]) for kind in (*INTEGERS, "f32", "f64")}
 DRAW = np.random.default_rng(0)
@@ -27,7 +27,7 @@ ROUNDED: dict[str, Callable[[Fraction], int]] = {"rn": round, "rz": math.trunc, 
 
 
 def value_of(bits: int, kind: str) -> Number:
-    """The exact value in a register; infinity and NaN as floats."""
+    """Returns the exact value in a register; infinity and NaN are floats."""
     if kind in INTEGERS:
         return Fraction(bits - (1 << BITS[kind]) if kind[0] == "s" and bits >> (BITS[kind] - 1) else bits)
     if kind == "bf16":
@@ -37,7 +37,7 @@ def value_of(bits: int, kind: str) -> Number:
 
 
 def to_float(x: Number, kind: str, mode: str) -> Number:
-    """A value rounded once to a format."""
+    """Rounds a value once to a format."""
     if isinstance(x, float) or not x:
         return x
     fraction, exponents = FLOATS[kind]
@@ -64,7 +64,7 @@ def to_integer(x: Number, kind: str, mode: str, source: str) -> int:
 
 
 def registers(kind: str) -> Any:
-    """A value per lane: all magnitudes, ties, out-of-range values, and special values."""
+    """Returns one value per lane: all magnitudes, ties, out-of-range values, and special values."""
     if kind in INTEGERS:
         edges = [0, 1, 2 ** BITS[kind] - 1, 2 ** (BITS[kind] - 1), 2 ** (BITS[kind] - 1) - 1, 2 ** (BITS[kind] - 1) + 1]
         drawn = [int(DRAW.integers(0, 2**64, dtype=np.uint64)) >> int(DRAW.integers(64 - BITS[kind], 64)) for _ in range(26)]
@@ -99,7 +99,7 @@ def registers(kind: str) -> Any:
 
 
 def execute(instruction: str, source: Any, from_: str, to: str, room: int) -> Any:
-    """The result registers of an instruction, of ``room`` bits, for the given source registers."""
+    """Returns the result registers of an instruction for the given source registers. A result has ``room`` bits."""
     before = {8: "cvt.u16.u64 %h0, %d10;", 16: "cvt.u16.u64 %h0, %d10;", 32: "cvt.u32.u64 %r10, %d10;", 64: ""}[BITS[from_]]
     names = {8: "%h{}", 16: "%h{}", 32: "%r{}", 64: "%d{}"}
     operand = names[BITS[from_]].format(0 if BITS[from_] < 32 else 10)
@@ -180,7 +180,7 @@ ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def holds(comparison: str, x: Number, y: Number) -> bool:
-    """The result of a float comparison, by the definition of its name."""
+    """Returns the result of a float comparison, by the definition of its name."""
     apart = x != x or y != y
     if comparison in ("num", "nan"):
         return apart == (comparison == "nan")
@@ -189,7 +189,7 @@ def holds(comparison: str, x: Number, y: Number) -> bool:
 
 @pytest.mark.parametrize("kind", [*FLOATS, "f16x2", "bf16x2", *INTEGERS[2:]])
 def test_every_comparison(kind: str) -> None:
-    """Results as predicates (`setp`) and as values (`set`)."""
+    """Tests results as predicates (`setp`) and as values (`set`)."""
     one = kind.removesuffix("x2")
     x = registers(one)
     y = np.where(np.arange(LANES) % 3 == 0, x, np.roll(x, 5))

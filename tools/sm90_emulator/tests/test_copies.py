@@ -70,7 +70,7 @@ def test_too_few_bytes_expected_is_a_deadlock() -> None:
 
 
 def swizzled(rows: Any, mode: int) -> Any:
-    """Rows of bytes in the swizzled layout of a tile: 16-byte chunks are permuted within each 128 bytes."""
+    """Returns rows of bytes in the swizzled layout of a tile: 16-byte chunks are permuted within each 128 bytes."""
     flat = rows.reshape(-1)
     places = np.arange(len(flat))
     out = np.zeros_like(flat)
@@ -81,7 +81,7 @@ def swizzled(rows: Any, mode: int) -> Any:
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("at", [(0, 0), (3, 8), (-2, -8), (30, 120)])
 def test_tiles(swizzle: int, at: tuple[int, int]) -> None:
-    """Loads fill the out-of-bounds part of tiles with zeros; stores do not write out of bounds."""
+    """Loads fill the out-of-bounds part of a tile with zeros. Stores do not write out of bounds."""
     array = np.random.default_rng(3).normal(size=(32, 128)).astype(np.float16)
     columns = 8 << swizzle
     padded = np.zeros((96, 256), np.float16)
@@ -123,7 +123,8 @@ def test_a_tile_of_three_axes_for_a_whole_cluster() -> None:
 
 
 def test_copies_of_threads() -> None:
-    """Each thread copies 16 bytes, partly zero-filled, and all threads wait, directly or through an mbarrier."""
+    """Each thread copies 16 bytes, some of which are zero-filled. All threads wait for the copies, directly or through an
+    mbarrier."""
     data = np.arange(4 * LANES, dtype=np.uint32) + 1
     copy = """
     mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mad.wide.u32 %d10, %r0, 16, %d1; and.b32 %r3, %r0, 16;

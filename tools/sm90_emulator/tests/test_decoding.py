@@ -1,4 +1,5 @@
-"""What is unknown is said before anything runs, with the instruction; and literals, parameters and declarations of PTX."""
+"""Unknown instructions raise an error that names the instruction, before the kernel runs. Also literals, parameters and
+declarations of PTX."""
 
 from __future__ import annotations
 

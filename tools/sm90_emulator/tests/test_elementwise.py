@@ -1,4 +1,4 @@
-"""Elementwise instructions, against NumPy and PyTorch."""
+"""Elementwise instructions, compared with NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cut(x: Any) -> Any:
 
 
 def quotient(a: int, b: int) -> int:
-    """The quotient rounded towards zero."""
+    """Returns the quotient, rounded towards zero."""
     return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else -1
 
 
@@ -98,7 +98,7 @@ def test_bits() -> None:
 
 
 def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
-    """A bit field of ``x`` (may be negative for signed types), bit by bit, by the ISA's definition."""
+    """Returns a bit field of ``x``, computed bit by bit by the ISA's definition. The field may be negative for signed types."""
     if not count:
         return 0
     top = x >> min(at + count - 1, bits - 1) & 1 if is_signed else 0
@@ -108,7 +108,7 @@ def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_fields_of_bits(kind: str) -> None:
-    """Includes fields that begin or end outside of the register; position and length are the lowest 8 bits of registers."""
+    """Some fields begin or end outside of the register. Position and length are the lowest 8 bits of registers."""
     bits, letter = int(kind[1:]), "r" if kind[1:] == "32" else "d"
     unsigned, result = np.dtype(f"u{bits // 8}"), "%r100" if bits == 32 else "%d40"
     x, y = (DRAW.integers(0, 2**bits, LANES, dtype=unsigned) for _ in range(2))
@@ -225,7 +225,7 @@ def test_packing() -> None:
 
 
 def test_lanes_that_diverge_come_together() -> None:
-    """Each lane runs a loop as often as its index, and all lanes reconverge after it."""
+    """Each lane runs a loop as many times as its index, and all lanes reconverge after the loop."""
     loop = """
     mov.b32 %r20, 0; mov.b32 %r21, 0;
     again: setp.ge.u32 %p1, %r20, %r0; @%p1 bra done;

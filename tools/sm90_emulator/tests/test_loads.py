@@ -1,4 +1,5 @@
-"""Loads and stores of all widths, and loads in flight when an arrival at another CTA's mbarrier releases their memory."""
+"""Loads and stores of all widths. Also loads that are in flight when an arrival at another CTA's mbarrier releases the loaded
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .snippets import LANES, run
 MATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r2];"
 VECTOR = "ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r2];"
 # CTA 0 loads 512 bytes of its shared memory, and then arrives at the first mbarrier of CTA `to`. CTA `by` waits at its own first
-# mbarrier, and then starts a multicast copy, which overwrites those 512 bytes in both CTAs. Both wait for it at their second one.
+# mbarrier, and then starts a multicast copy, which overwrites those 512 bytes in both CTAs. Both CTAs wait for the copy at their
+# second mbarrier.
 BODY = """
 mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mov.u32 %r30, %cluster_ctarank; setp.ne.u32 %p1, %r0, 0;
 @%p1 bra made; mbarrier.init.shared.b64 [%r1+8192], 1; mbarrier.init.shared.b64 [%r1+8200], 1;
@@ -57,7 +59,7 @@ def test_a_load_that_nobody_waits_for(load: str) -> None:
     ],
 )
 def test_a_load_that_is_waited_for(load: str, between: str) -> None:
-    """A fence, a barrier, or the use of a result waits for the load."""
+    """A fence, a barrier, or the use of the load's result waits for the load."""
     give_back(load, between)
 
 

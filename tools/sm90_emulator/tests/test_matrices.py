@@ -1,4 +1,4 @@
-"""Tensor cores against NumPy: mma and wgmma, and the layouts of their operands in shared memory."""
+"""Tensor-core instructions, compared with NumPy: mma and wgmma, and the layouts of their operands in shared memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-# Copies the first array to shared memory, word by word, and waits.
+# Copies the first array to shared memory, word by word, and waits for all threads.
 FILL = """
 mov.b32 %r1, shared; mov.b32 %r2, %r0; fill: setp.ge.u32 %p1, %r2, {words}; @%p1 bra filled; mad.wide.u32 %d50, %r2, 4, %d1;
 ld.global.b32 %r3, [%d50]; mad.lo.u32 %r4, %r2, 4, %r1; st.shared.b32 [%r4], %r3;
 mov.u32 %r5, %ntid.x; add.u32 %r2, %r2, %r5; bra fill;
 filled: fence.proxy.async.shared::cta; bar.sync 0;
 """
-SPREAD = 0, 32, 64, 128  # width of the swizzle in bytes, by its number of bits
+SPREAD = 0, 32, 64, 128  # the width of the swizzle in bytes; the index is the swizzle's number of bits
 
 
 def draw(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Small integers, so that all dot products are exact."""
+    """Returns small random integers, for which all dot products are exact."""
     values = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed))
     return values.float().to(TYPES[kind])
 
@@ -40,9 +40,9 @@ def bytes_of(x: torch.Tensor) -> Any:
 
 
 def laid_out(x: torch.Tensor, swizzle: int, across: bool) -> tuple[Any, int, int]:
-    """The bytes of ``[rows, k]`` in shared memory, and the descriptor's leading and stride offsets.
+    """Returns the bytes of ``[rows, k]`` in shared memory, and the descriptor's leading and stride offsets.
 
-    There are 32 bytes along k. Rows are in groups of 8; with ``across``, in groups as wide as the swizzle.
+    There are 32 bytes along k. Rows are in groups of 8. With ``across``, rows are contiguous, in groups as wide as the swizzle.
     """
     size = x.element_size()
     rows, depth = x.shape
@@ -50,7 +50,7 @@ def laid_out(x: torch.Tensor, swizzle: int, across: bool) -> tuple[Any, int, int
     width = SPREAD[swizzle]
     if across and swizzle:
         per = width // size
-        leading, stride = width * 16, width * 8  # 16 of k in a block
+        leading, stride = width * 16, width * 8  # a block has 16 elements of k
         places = row // per * leading + k // 8 * stride + k % 8 * width + row % per * size
     elif across:
         leading, stride = 128, 256
@@ -70,7 +70,7 @@ def laid_out(x: torch.Tensor, swizzle: int, across: bool) -> tuple[Any, int, int
 
 
 def descriptor(offset: int, leading: int, stride: int, swizzle: int) -> str:
-    """Instructions that put the descriptor of an operand at ``shared + offset`` into ``%d10``."""
+    """Returns instructions that write the descriptor of the operand at ``shared + offset`` to ``%d10``."""
     high = (stride >> 4) | ({0: 0, 1: 3, 2: 2, 3: 1}[swizzle] << 30)
     return f"""
     add.u32 %r10, %r1, {offset}; shr.u32 %r10, %r10, 4; and.b32 %r10, %r10, 16383; or.b32 %r10, %r10, {leading >> 4 << 16};
@@ -79,7 +79,7 @@ def descriptor(offset: int, leading: int, stride: int, swizzle: int) -> str:
 
 
 def sums(memory: Memory, out: int, columns: int) -> torch.Tensor:
-    """The accumulator fragments that 128 threads stored, as ``[64, columns]``."""
+    """Returns the accumulator fragments that 128 threads stored, as ``[64, columns]``."""
     got = memory.get(out, np.float32, 128, columns // 2)
     thread, i = np.meshgrid(np.arange(128), np.arange(columns // 2), indexing="ij")
     result = np.zeros((64, columns), np.float32)
@@ -106,7 +106,7 @@ def product(kinds: str, columns: int, first: str, second: str, more: str) -> str
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", TYPES)
 def test_warpgroups(kind: str, swizzle: int) -> None:
-    """Both operands in shared memory, k innermost; the accumulators start as ones."""
+    """Both operands are in shared memory with k innermost. The accumulators start as ones."""
     depth = 32 // TYPES[kind].itemsize
     a, b = draw(kind, 64, depth), draw(kind, 40, depth, seed=1)
     (a_room, *a_offsets), (b_room, *b_offsets) = laid_out(a, swizzle, False), laid_out(b, swizzle, False)
@@ -135,7 +135,7 @@ def test_operands_across_k(swizzle: int) -> None:
 
 
 def a_fragment(a: torch.Tensor) -> Any:
-    """The register fragments of ``[64, 32 bytes]`` in 128 threads: four registers each."""
+    """Returns the register fragments of ``[64, 32 bytes]`` in 128 threads, with four registers each."""
     words = bytes_of(a).reshape(64, 32).view(np.uint32)
     thread, i = np.meshgrid(np.arange(128), np.arange(4), indexing="ij")
     return np.ascontiguousarray(words[thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2), thread % 4 + 4 * (i // 2)])
@@ -143,7 +143,8 @@ def a_fragment(a: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_the_left_operand_in_registers(limited: bool) -> None:
-    """With limited accumulation, FP8 keeps 13 bits below the largest product: a small product beside a large one is lost."""
+    """With limited accumulation, FP8 keeps 13 fraction bits of the largest term of a sum. A small term beside a large one is
+    lost."""
     a, b = draw("e4m3", 64, 32).float(), draw("e4m3", 8, 32, seed=1).float()
     a[0, 0], b[0, 0] = 256.0, 256.0
     a[0, 1:], b[0, 1:] = 0.0, 1.0
@@ -158,7 +159,7 @@ def test_the_left_operand_in_registers(limited: bool) -> None:
     run(body, memory, [out, source, rows], 128, limited_fp8_accumulation=limited)
     wanted = a @ b.T + 1
     if limited:
-        wanted[0, 0] = 65536.0  # 1 + 1, below 2 ** (16 - 13)
+        wanted[0, 0] = 65536.0  # the terms 1 and 1 are below 2 ** (16 - 13)
     assert torch.equal(sums(memory, out, 8), wanted)
 
 
@@ -192,7 +193,7 @@ def test_warps(kind: str, depth: int) -> None:
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
 def test_fragments_come_and_go(trans: str) -> None:
-    """Four matrices are loaded as fragments and stored again, transposed both times or never."""
+    """Four matrices are loaded as fragments and stored again. Both instructions transpose, or neither."""
     data = np.arange(256, dtype=np.uint16)
     body = FILL.format(words=128)
     body += f"""

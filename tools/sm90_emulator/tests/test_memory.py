@@ -41,7 +41,7 @@ def test_shared_memory_is_nan(dtype: Any) -> None:
 
 
 def test_generic_addresses() -> None:
-    """Shared, local and global memory through generic addresses, which say their space."""
+    """Accesses shared, local and global memory through generic addresses, which determine the address space."""
     body = """
     .local .align 8 .b32 own[4];
     cvt.u64.u32 %d10, shared; cvta.shared.u64 %d11, %d10; mad.wide.u32 %d12, %r0, 4, %d11; st.b32 [%d12], %r0;
@@ -109,7 +109,7 @@ ATOMICS: dict[str, Callable[[int, int], int]] = {
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str, space: str) -> None:
-    """The lanes of a warp execute an atomic one after another. Each lane gets the value that the preceding lane stored."""
+    """The lanes of a warp execute an atomic one after another. Each lane receives the value that the preceding lane stored."""
     bits = int(name[-2:])
     values = DRAW.integers(0, 2**bits, LANES, dtype=np.dtype(f"u{bits // 8}"))
     letter, result = ("r", "%r100") if bits == 32 else ("d", "%d40")

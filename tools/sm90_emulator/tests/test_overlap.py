@@ -1,4 +1,5 @@
-"""PDL launches, which may start before the preceding kernel has ended: the accesses that are errors before the wait."""
+"""PDL launches, which may start before the preceding kernel has ended. The tests check which accesses before the wait are
+errors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from sm90_emulator.memory import Memory
 from .snippets import run
 
 WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-# A thread writes its index to %d1, or reads it from there and writes it to %d0.
+# WRITE: a thread writes its index to %d1. READ: a thread reads this index and writes it to %d0.
 WRITE = "mad.wide.u32 %d51, %r0, 4, %d1; st.global.b32 [%d51], %r0;"
 READ = """
 mad.wide.u32 %d51, %r0, 4, %d1; ld{order}.global.b32 %r100, [%d51];
@@ -44,7 +45,7 @@ class Kernels:
 
 
 def refused(first: str, second: str, threads: int = 32) -> bool:
-    """Whether the second kernel is an error after the first."""
+    """Returns whether the second kernel causes an error if it follows the first kernel."""
     kernels = Kernels()
     kernels.run(first, threads=threads)
     try:
@@ -60,10 +61,10 @@ def test_what_is_read_early() -> None:
     assert refused(WRITE + TRIGGER, LOAD)
     assert refused(TRIGGER + WRITE, LOAD)
     assert refused(WRITE + TRIGGER, TRIGGER + LOAD + WAIT)
-    assert refused(WRITE + TRIGGER, WRITE)  # may be ordered before the other write
+    assert refused(WRITE + TRIGGER, WRITE)  # the second write may happen before the first
     assert not refused(WRITE + TRIGGER, WAIT + LOAD)
-    assert not refused(WRITE, LOAD)  # starts after the first kernel's end
-    # Reads of memory that others may write at that time are declared as such (volatile or relaxed).
+    assert not refused(WRITE, LOAD)  # without a trigger, the second kernel starts after the first one has ended
+    # Loads of memory that another kernel may write at the same time are no errors if they are volatile or relaxed.
     for order in (".relaxed.gpu", ".acquire.gpu", ".volatile"):
         assert not refused(WRITE + TRIGGER, READ.format(order=order))
 

@@ -51,7 +51,7 @@ def test_wrong_setting():
 
 
 def _pytest(path: Path, *arguments: str) -> str:
-    """The output of pytest with only this plugin."""
+    """Returns the output of pytest with only this plugin."""
     sources = os.pathsep.join(str(Path(str(package.__file__)).parents[1]) for package in (sm90_emulator, kernel_emulation))
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": sources, "COLUMNS": "160"}
     command = [sys.executable, "-m", "pytest", "-p", "sm90_emulator.pytest_plugin", "-p", "no:cacheprovider", *arguments]

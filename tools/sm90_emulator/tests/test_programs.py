@@ -1,4 +1,4 @@
-"""Binaries of CuteDSL's programs and their PTX, the C compiler, and the block's text edits."""
+"""The binaries of CuteDSL's programs and their PTX, the C compiler, and the setting ``edit``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sm90_emulator.program import load
 
 from .snippets import kernel
 
-# The header of an ELF image of 64 + 2 * 16 bytes: where the sections begin, the bytes of one, and their number.
+# The header of an ELF image of 64 + 2 * 16 bytes: the offset of the section headers, the size of one, and their number.
 ELF = bytearray(96)
 ELF[:4] = b"\x7fELF"
 struct.pack_into("<Q", ELF, 0x28, 64)
@@ -26,7 +26,7 @@ struct.pack_into("<HH", ELF, 0x3A, 16, 2)
 
 
 def fat(*parts: tuple[int, bytes]) -> bytes:
-    """A fat binary with parts of these kinds."""
+    """Returns a fat binary with parts of these kinds."""
     content = b"".join(struct.pack("<HHIQ", kind, 0, 24, len(part)) + bytes(8) + part for kind, part in parts)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content
 
@@ -67,7 +67,8 @@ def test_only_cpu_tensors_are_disguised() -> None:
 
 
 def test_a_program_whose_ptx_nobody_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback cannot raise through C code: its caller gets an error code, and the block the exception."""
+    """The callback cannot raise through C code. The callback's caller receives an error code, and the `with` block raises the
+    exception."""
     monkeypatch.setenv("SM90_EMULATOR_CACHE", str(tmp_path))
     library, found = ctypes.c_void_p(), ctypes.c_void_p()
     image = ctypes.create_string_buffer(bytes(ELF) + bytes(64))
@@ -115,6 +116,6 @@ def test_an_edited_text_is_executed(edit: Any, wanted: int) -> None:
     text, out = kernel("st.global.b32 [%d0], 3;", 1), torch.zeros(1, dtype=torch.int32)
     with emulated_sm90(edit=edit) as running:
         running.share(out)
-        address = out.storage_offset() + out.untyped_storage().data_ptr()  # is not recorded
+        address = out.storage_offset() + out.untyped_storage().data_ptr()  # an address from these calls is not recorded
         running.run(text, "snippet", Geometry((1, 1, 1), (1, 1, 1)), pack(load(text, "snippet").kernel, [address]))
     assert out.item() == wanted

@@ -89,7 +89,7 @@ def test_a_barrier_that_some_do_not_reach() -> None:
 
 
 def test_mbarriers() -> None:
-    """Three warps pass two phases, with both kinds of waits."""
+    """Three warps pass two phases of an mbarrier, with both kinds of waits."""
     body = """
     mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go;
     mbarrier.init.shared.b64 [%r1], 96;
@@ -144,14 +144,15 @@ def take_registers(loads: int, computes: int, directives: str, **options: Any) -
 
 def test_registers_that_warps_leave_others() -> None:
     for seed in range(4):
-        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 of 3 * 168
+        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 registers of 3 * 168
     take_registers(64, 224, "")  # the number of registers is unknown
-    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 of 3 * 80
+    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 registers of 3 * 80
     take_registers(64, 224, ".maxnreg 176")
 
 
 def test_registers_that_nobody_leaves() -> None:
-    """Three warpgroups request 64 + 224 + 224 = 512 registers per lane, but a launch of 384 threads has 3 * 168 = 504."""
+    """Three warpgroups request 64 + 224 + 224 = 512 registers per lane, but a launch of 384 threads has only 3 * 168 = 504
+    registers."""
     with pytest.raises(EmulationError, match="for 224 registers: it has 168, and others have left") as caught:
         take_registers(64, 224, ".reqntid 384, 1, 1 .minnctapersm 1")
     assert caught.value.kind == "deadlock"
@@ -179,7 +180,8 @@ def test_atomics_of_a_grid() -> None:
 
 
 def test_ctas_that_wait_for_later_ones() -> None:
-    """A CTA may wait for one that has not started, which starts when the others are stuck. Without room this is a deadlock."""
+    """A CTA may wait for a CTA that has not started. The latter starts when all running CTAs are stuck. If no further CTA may run,
+    this is a deadlock."""
     body = """
     mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 3; @%p1 bra waits; st.release.gpu.global.b32 [%d0], 1;
     waits: ld.acquire.gpu.global.b32 %r2, [%d0]; setp.eq.u32 %p1, %r2, 0; @%p1 bra waits;
@@ -191,7 +193,7 @@ def test_ctas_that_wait_for_later_ones() -> None:
 
 
 def test_clusters() -> None:
-    """Each CTA writes into the next CTA's shared memory, and sends a value to the first CTA's mbarrier."""
+    """Each CTA writes to the next CTA's shared memory, and sends a value to the first CTA's mbarrier."""
     body = """
     mov.b32 %r1, shared; mov.u32 %r2, %cluster_ctarank; mov.u32 %r3, %cluster_nctarank; setp.ne.u32 %p1, %r0, 0;
     @%p1 bra go; mbarrier.init.shared.b64 [%r1+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r1+64], 16;

@@ -53,13 +53,13 @@ def test_products_of_warpgroups_with_operands_that_are_copied_ahead(seed: int) -
     (launch,) = emulator.launches
     assert launch.kernel == "_product"
     assert launch.geometry.grid == (2, 1, 1)
-    # Two CTAs of four warps, 128 / 16 wgmmas for each.
+    # There are two CTAs of four warps, each with 128 / 16 wgmmas.
     assert launch.products == 2 * 4 * 8
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tensor_descriptors(seed: int) -> None:
-    """Out-of-bounds rows and columns are loaded as zeros, and not stored. One descriptor is in a tuple."""
+    """Out-of-bounds rows and columns are loaded as zeros and are not stored. One descriptor is in a tuple."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, shape, generator=generator).half() for shape in ((72, 104), (24, 104)))
     room = torch.full((72, 32), float("nan"))

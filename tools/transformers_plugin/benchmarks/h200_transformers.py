@@ -1,13 +1,14 @@
-"""`generate` of Llama-3.1-8B with random weights on one H200: tokens per second beside sdpa and eager attention.
+"""Measures `generate` of Llama-3.1-8B with random weights on one H200, in tokens per second, and compares it with sdpa and eager
+attention.
 
     python tools/transformers_plugin/benchmarks/h200_transformers.py --output h200_transformers.json
     python tools/transformers_plugin/benchmarks/h200_transformers.py --device cpu --tiny --tokens 4 --prompts 24 --batches 1 2
 
-Each variant generates greedily with each batch and each length of prompts. The first call, which compiles kernels, is not
+Each variant generates greedily with each batch size and each prompt length. The first call, which compiles kernels, is not
 measured. ``prefill`` is in prompt tokens per second: the time of a call that generates one token. ``decode`` is in new tokens per
 second: the difference between a call that generates ``--tokens`` tokens and a call that generates one. Times are the medians of
-``--repeats`` calls. Before a variant is measured, its first logits are compared with sdpa's; a row says if they differ. A
-variant that runs out of memory has no figures.
+``--repeats`` calls. Before a variant is measured, its first logits are compared with the logits of sdpa. If the logits differ, the
+variant's row says so. A variant that runs out of memory has no figures.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# The attention of the model, and the parts that `enable` puts on our kernels.
+# For each variant: the model's attention implementation, and the parts that `enable` puts on our kernels.
 VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
@@ -58,12 +59,13 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
     "tokenspeed": ("sdpa", {}),
 }
-# The largest difference of the first logits from sdpa's, in standard deviations of the logits (root mean square).
+# The largest allowed difference between the first logits and those of sdpa. It is a root mean square, in standard deviations of the
+# logits.
 _TOLERANCE = 0.05
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
@@ -80,7 +82,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def build(given: argparse.Namespace, attention: str) -> Any:
-    """The model with random weights, the same for each variant."""
+    """Returns the model with random weights, which are the same for each variant."""
     sizes = dict(TINY if given.tiny else SIZES)
     if given.layers:
         sizes["num_hidden_layers"] = given.layers
@@ -92,8 +94,8 @@ def build(given: argparse.Namespace, attention: str) -> Any:
 
 
 def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
-    """A function that generates some tokens, and returns the first logits."""
-    # Compiling is not what is compared.
+    """Returns a function that generates some tokens and returns the first logits."""
+    # All variants run without torch.compile.
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
 
     def call(tokens: int) -> Any:
@@ -113,7 +115,7 @@ def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The median time of a call."""
+    """Returns the median time of a call."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -125,7 +127,7 @@ def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def measure(given: argparse.Namespace, call: Callable[[int], Any], batch: int, prompt: int) -> dict[str, float]:
-    """Tokens per second of the prefill and of the decode steps."""
+    """Returns the tokens per second of the prefill and of the decode steps."""
     call(given.tokens)
     first = seconds(lambda: call(1), given.device, given.repeats)
     whole = seconds(lambda: call(given.tokens), given.device, given.repeats)
@@ -162,7 +164,7 @@ def main(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str) -> dict[str, Any]:
-    """The figures of a row: the error of the first logits, and tokens per second; or why there are none."""
+    """Returns the text of a row: the error of the first logits, and tokens per second; or why there are no figures."""
     try:
         call = caller(model, ids, cache)
         error = difference(model, call, ids)
@@ -175,7 +177,7 @@ def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str
 
 
 def difference(model: Any, call: Callable[[int], Any], ids: torch.Tensor) -> float:
-    """How much the first logits differ from those with sdpa attention, in standard deviations of the logits."""
+    """Returns the difference between the first logits and those with sdpa attention, in standard deviations of the logits."""
     got = call(1)
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Norms and gated MLPs that take the place of a model's own."""
+"""Norms and gated MLPs that replace a model's own modules."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_norms(name: str) -> None:
         of_size = x[..., : len(own.weight)].contiguous()
         with torch.inference_mode():
             torch.testing.assert_close(norm(of_size), own(of_size), atol=1e-6, rtol=1e-6)
-        assert norm(of_size).requires_grad  # gradients come from the model's own
+        assert norm(of_size).requires_grad  # the model's own norm computes the gradients
         assert list(norm.state_dict()) == list(own.state_dict())
         served += 1
     assert served
 
 
 def test_a_norm_rounds_once() -> None:
-    """A part of the elements differs from transformers' norm in bf16, and each of these is closer to the exact result."""
+    """Some elements differ from transformers' norm in bf16, and each of these elements is closer to the exact result."""
     own = modules_of("llama", is_norm, torch.bfloat16)[0]
     norm, x = RMSNorm(own), torch.randn(512, 32, dtype=torch.bfloat16)
     with torch.inference_mode():

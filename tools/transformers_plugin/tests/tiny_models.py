@@ -1,4 +1,4 @@
-"""Small models of transformers' own classes with random weights, and what they generate."""
+"""Small models of transformers' own classes with random weights, and the tokens that they generate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-# The configuration's class and its arguments besides `SIZES`.
+# For each model: the class of its configuration, and the arguments besides `SIZES`.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {**LAYERS, "use_sliding_window": True}),
@@ -82,22 +82,22 @@ def _made(name: str, dtype: torch.dtype) -> Any:
         config = getattr(transformers, kind)(**{**SIZES, **more})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():  # larger than transformers' own, so that greedy tokens depend on the attention
+            for parameter in model.parameters():  # larger than usual, so that greedy tokens depend on the attention
                 parameter.add_(torch.randn_like(parameter) * 0.15)
     return model.eval().to(dtype)
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model with transformers' eager attention and experts; the same weights in every call."""
+    """Returns a model with transformers' eager attention and experts. The weights are the same in every call."""
     return copy.deepcopy(_made(name, dtype))
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model generated.
+    """The output of `generate`.
 
     Attributes:
-        tokens: ``[batch, tokens]``, the new ones.
+        tokens: ``[batch, tokens]``, the new tokens.
         logits: ``[batch, tokens, vocabulary]``.
     """
 
@@ -106,13 +106,14 @@ class Generated:
 
 
 def prompts(batch: int = 3, tokens: int = 11) -> Tensor:
-    """Prompts longer than the windows of `LAYERS`, without padding tokens."""
+    """Returns prompts that are longer than the windows of `LAYERS`, without padding tokens."""
     draw = torch.Generator().manual_seed(2)
     return torch.randint(0, VOCABULARY - 1, (batch, tokens), generator=draw)
 
 
 def padding(kind: str, ids: Tensor) -> Tensor | None:
-    """An attention mask for the prompts: ``"none"``, ``"left"``, ``"right"``, or ``"middle"`` for padding between tokens."""
+    """Returns an attention mask for the prompts. ``kind``: ``"none"``, ``"left"``, ``"right"``, or ``"middle"`` for padding between
+    tokens."""
     if kind == "none":
         return None
     mask = torch.ones_like(ids)
@@ -121,7 +122,7 @@ def padding(kind: str, ids: Tensor) -> Tensor | None:
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, cache: str = "dynamic", new: int = 5) -> Generated:
-    """Greedy tokens and their logits, by transformers' ``generate``."""
+    """Returns greedy tokens and their logits, from transformers' ``generate``."""
     options = {} if cache == "dynamic" else {"cache_implementation": cache, "disable_compile": True}
     with torch.inference_mode():
         done = model.generate(

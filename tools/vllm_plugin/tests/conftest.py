@@ -1,4 +1,4 @@
-"""A vLLM configuration for a machine without a GPU; process-wide settings are restored after tests."""
+"""Fixtures: a vLLM configuration for a machine without a GPU. Process-wide settings are restored after each test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture
 def vllm_config() -> Iterator[Any]:
-    """An active vLLM configuration, with bf16 as the model's dtype."""
+    """Yields an active vLLM configuration, with bf16 as the model's dtype."""
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
@@ -40,7 +40,7 @@ def vllm_config() -> Iterator[Any]:
 
 @pytest.fixture
 def one_process(vllm_config: Any, tmp_path: Any) -> Iterator[Any]:
-    """vLLM's process groups with this process only."""
+    """Creates vLLM's process groups with this process only."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 

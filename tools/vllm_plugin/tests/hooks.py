@@ -17,9 +17,9 @@ class Hook:
     Attributes:
         path: module and name.
         parameters: parameters that we pass to the function or class, or that vLLM passes to our replacement. Others need a default.
-        attributes: attributes of a class or enumeration that are read or overridden; for a dataclass, its fields.
-        partial: whether other parameters exist, on which nothing here depends.
-        until: the release that lacks the hook and works without it.
+        attributes: attributes of a class or enumeration that this package reads or overrides; for a dataclass, its fields.
+        partial: whether the function has further parameters, on which this package does not depend.
+        until: the first release that lacks the hook; the package works without the hook there.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""vLLM's attention layer, metadata and forward context on our backend, against attention in plain PyTorch."""
+"""vLLM's attention layer, metadata and forward context on our backend, compared with attention in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFILL = ([33, 1, 50], [33, 1, 50])
 
 
 def package_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Makes a package with only some of the core's functions the attention package, like a wheel with few functions."""
+    """Replaces the attention package by a package with only some of the core's functions, like a wheel with few functions."""
     package = ModuleType("wheel_of_some")
     for name in names:
         setattr(package, name, getattr(core, name))
@@ -40,7 +40,7 @@ def package_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("sinks", [True, False])
 def test_a_step(vllm_config: Any, batch: tuple[list[int], list[int]], window: int | None, sinks: bool) -> None:
-    """The layer writes the cache through slots, then runs attention; padding rows are NaN and have no effect."""
+    """The layer writes the cache through slots, then runs attention. Padding rows are NaN and have no effect."""
     layer = make_layer(vllm_config, window=window, sinks=sinks)
     step = make_batch(layer, *batch, rows=96)
     metadata = make_builder(vllm_config, layer).build(0, step.common)
@@ -51,7 +51,7 @@ def test_a_step(vllm_config: Any, batch: tuple[list[int], list[int]], window: in
 def test_a_wheel_without_a_kernel_for_mixed_batches(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch, batch: tuple[list[int], list[int]]
 ) -> None:
-    """Decode requests, which come first, are computed separately from the others."""
+    """Decode requests come first in a batch, and are computed separately from the other requests."""
     package_of(monkeypatch, "mha_decode_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
     layer = make_layer(vllm_config, window=32)
     assert layer.impl.serving.mixed is None
@@ -124,7 +124,7 @@ def test_both_orders_of_the_cache_in_memory(vllm_config: Any, layout: str) -> No
 
 
 def test_what_pads_a_captured_batch(vllm_config: Any) -> None:
-    """Padding requests decode with the others: they write nothing to the cache, and their rows are zero."""
+    """Padding requests decode together with the other requests. They write nothing to the cache, and their rows are zero."""
     layer = make_layer(vllm_config, sinks=False)
     step = make_batch(layer, *DECODE, pad_to=8)
     step.query[step.tokens :] = 1.0
@@ -173,7 +173,8 @@ def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
 
 
 def test_metadata_is_vllms_own_memory(vllm_config: Any) -> None:
-    """A captured graph reads vLLM's buffers, so its inputs must not be copies; and nothing synchronises."""
+    """A captured graph reads vLLM's buffers, so its inputs must not be copies. Building metadata does not synchronise with the
+    device."""
     layer = make_layer(vllm_config)
     step = make_batch(layer, *DECODE, pad_to=8)
     builder = make_builder(vllm_config, layer)
@@ -219,7 +220,7 @@ def test_profiling_gives_zeros(vllm_config: Any) -> None:
 
 
 def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an attention-only wheel, vLLM's own operator writes the cache, and receives uint8 and its own arguments."""
+    """With an attention-only wheel, vLLM's own operator writes the cache. It receives a uint8 cache and vLLM's own arguments."""
     from vllm import _custom_ops
 
     calls: list[str] = []
@@ -245,7 +246,7 @@ def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatc
 
 
 def test_sizes_before_the_first_request() -> None:
-    """All powers of two, with short and long sequences; no request is longer than the model allows."""
+    """The warm-up uses batches of all powers of two, with short and long sequences. No request is longer than the model allows."""
     largest = Largest(requests=5, tokens=100, length=48)
     found = list(batches(torch.device("cpu"), 16, largest))
     decoding = [(batch.num_decodes, batch.max_seq_len) for batch in found if batch.all_decode]
@@ -265,7 +266,7 @@ def test_sizes_before_the_first_request() -> None:
 def test_layers_attend_before_the_first_request(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, names: tuple[str, ...]
 ) -> None:
-    """The functions of each kind of layer are called once for equal layers, and all inputs are finite."""
+    """The warm-up calls each function once for all layers of the same kind, and all results are finite."""
     monkeypatch.setattr(warmup, "_warmed", set())
     package_of(monkeypatch, "mha_decode_with_kvcache", "store_kv_cache", *names)
     vllm_config.cache_config.cache_dtype = dtype
@@ -332,7 +333,7 @@ def test_a_layer_that_no_kernel_serves(vllm_config: Any, monkeypatch: pytest.Mon
 
 
 def test_a_wheel_says_why_its_kernels_do_not_serve(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the reason of each kernel, as `explain` gives it."""
+    """The message contains the reason of each kernel, in the words of `explain`."""
     wheel = pytest.importorskip("tokenspeed_kernel_amd")
     monkeypatch.setenv("TOKENSPEED_VLLM_PACKAGE", wheel.__name__)
     with pytest.raises(NotServedError, match=f"{wheel.__name__}: .*mha_decode_with_kvcache(.|\n)*needs"):
@@ -424,7 +425,7 @@ def test_what_is_valid() -> None:
 
 @pytest.mark.parametrize(("mixed", "support"), [(True, AttentionCGSupport.ALWAYS), (False, AttentionCGSupport.UNIFORM_BATCH)])
 def test_what_is_captured_whole(vllm_config: Any, mixed: bool, support: AttentionCGSupport) -> None:
-    """Mixed batches are captured whole if one kernel handles them; two kernels need host-side counts of the batch."""
+    """Mixed batches are captured whole if one kernel handles them. Two kernels would need counts of the batch on the host."""
     layer = make_layer(vllm_config)
     if not mixed:
         layer.impl.serving = dataclasses.replace(layer.impl.serving, mixed=None)

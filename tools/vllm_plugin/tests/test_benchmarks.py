@@ -1,4 +1,4 @@
-"""The scripts of ``benchmarks/`` without a GPU: random weights, request counts, and comparisons of engines."""
+"""Tests the scripts of ``benchmarks/`` without a GPU: random weights, request counts, and comparisons of engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import vllm_engine
 
 @pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"])
 def test_padded_experts_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Backends may round sizes up; the padding after the model's own values is zero."""
+    """Backends may round sizes up. The padding after the model's own values is zero."""
     rows, columns = random_gpt_oss.EXPERT_SIZES[name]
     small = (rows // 32, columns and columns // 9)
     monkeypatch.setitem(random_gpt_oss.EXPERT_SIZES, name, small)
@@ -76,7 +76,7 @@ def test_the_loader_fills_a_model(tmp_path: Path) -> None:
 
 
 class FakeEngine:
-    """Generates one token per request and step. ``broken``: requests of 70 tokens get one too few."""
+    """An engine that generates one token per request and step. With ``broken``, requests of 70 tokens get one token too few."""
 
     def __init__(self, broken: bool = False, logit: float = 0.0) -> None:
         self.broken, self.logit, self.wants_logprobs = broken, logit, False
@@ -157,7 +157,7 @@ def test_kernels_are_divided_into_steps() -> None:
 
 
 def test_gaps_between_kernels() -> None:
-    """A kernel that runs beside a longer one ends no gap; gaps between the same two kernels are counted together."""
+    """A kernel that runs beside a longer kernel ends no gap. Gaps between the same two kernels are counted together."""
     found = [("mm", 0.0, 10.0), ("copy", 2.0, 1.0), ("norm", 14.0, 1.0), ("mm", 15.0, 5.0), ("norm", 21.0, 2.0), ("end", 30.0, 1.0)]
     assert vllm_engine.gaps_of(found) == [(("norm", "end"), (1, 7.0)), (("mm", "norm"), (2, 5.0))]
     assert vllm_engine.gaps_of([]) == []

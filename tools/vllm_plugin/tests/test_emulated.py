@@ -1,4 +1,4 @@
-"""A vendor's wheel alone, without the core: its kernels run on the emulator, in vLLM's layer with vLLM's metadata."""
+"""A vendor's wheel without the core: the wheel's kernels run on the emulator, in vLLM's layer with vLLM's metadata."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step(alone: Any, window: int | None, cache_dtype: str) -> None:
 
 
 def test_what_is_called_before_the_first_request(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the warm-up all requests share a block, and no token is written; the emulator would report an out-of-bounds access."""
+    """In the warm-up, all requests share a block, and no token is written. The emulator would report an out-of-bounds access."""
     monkeypatch.setattr(warmup, "_warmed", set())
     layers = [make_layer(alone, window=window, name=f"model.layers.{i}.attn") for i, window in enumerate((None, 32))]
     written = []

@@ -1,4 +1,4 @@
-"""vLLM's layer of experts with our method, from loading to its output, against plain PyTorch."""
+"""vLLM's layer of experts with our method, from loading to output, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_layer(intermediate: int, **options: Any) -> Any:
 
 
 def checkpoint(intermediate: int) -> dict[str, Tensor]:
-    """The tensors of a layer in GPT-OSS's format: rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
+    """Returns the tensors of a layer in GPT-OSS's format: rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"w13": (2 * intermediate, HIDDEN), "w2": (HIDDEN, intermediate)}
     tensors = {}
@@ -60,7 +60,8 @@ def checkpoint(intermediate: int) -> dict[str, Tensor]:
 def load(
     layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), experts: slice = slice(None), first: bool = True
 ) -> None:
-    """Loads a rank's shard of the intermediate features, or its experts, as vLLM's GPT-OSS loader does; then prepares them."""
+    """Loads a rank's shard of the intermediate features, or the rank's experts, as vLLM's GPT-OSS loader does. Then prepares the
+    weights."""
     begin, end, _ = shard.indices(tensors["w2_weight"].shape[2] * 2)
     part = {
         "w13_weight": tensors["w13_weight"][experts, 2 * begin : 2 * end],
@@ -112,7 +113,7 @@ def check(got: Tensor, wanted: Tensor, error: float = 0.01) -> None:
 
 
 def test_a_layer(one_process: Any) -> None:
-    """vLLM's runner: routing, experts, biases, and activation."""
+    """vLLM's runner computes the layer: routing, experts, biases, and activation."""
     layer, tensors = make_layer(96), checkpoint(96)
     assert isinstance(layer.routed_experts.quant_method, GptOssExperts)
     load(layer, tensors)
@@ -121,7 +122,8 @@ def test_a_layer(one_process: Any) -> None:
 
 
 def test_shards_of_a_size_that_is_no_multiple_of_a_block(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's count, each of two ranks has 80 of 160 features. The loader gives the first rank 96 and the second 64."""
+    """By vLLM's count, each of two ranks has 80 of 160 features. The loader gives 96 features to the first rank, and 64 to the
+    second."""
     tensors = checkpoint(160)
     x, logits = inputs()
     total = torch.zeros(x.shape)
@@ -135,7 +137,7 @@ def test_shards_of_a_size_that_is_no_multiple_of_a_block(one_process: Any, monke
 
 
 def test_experts_of_two_ranks(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank routes among all experts, and computes its own."""
+    """Each rank routes among all experts, and computes only its own experts."""
     one_process.parallel_config.enable_expert_parallel = True
     tensors = checkpoint(96)
     x, logits = inputs()
@@ -168,7 +170,8 @@ def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeyp
 
 
 def test_experts_are_called_before_the_first_request(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer is called in all sizes below the largest batch, which vLLM runs itself. Experts of other ranks are skipped."""
+    """The warm-up calls the layer in all sizes below the largest batch; vLLM itself runs the largest batch. Experts of other ranks
+    are skipped."""
     layer, tensors = make_layer(96), checkpoint(96)
     load(layer, tensors)
     method, sizes = layer.routed_experts.quant_method, []
@@ -198,7 +201,7 @@ class Own(GptOssExperts):
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The log lines about layers that fall back to vLLM."""
+    """Returns the log lines about layers that fall back to vLLM."""
     said: list[str] = []
     monkeypatch.setattr(mxfp4, "GptOssMxfp4MoEMethod", Own)
     monkeypatch.setattr(ours.logger, "warning_once", lambda text, *args: said.append(text % args))
@@ -224,7 +227,7 @@ def test_vllm_serves_what_is_refused(one_process: Any, own: list[str], options: 
 
 
 def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) -> None:
-    """On a device without eligible kernels, the line is the output of `explain`."""
+    """On a device without eligible kernels, the log line is the output of `explain`."""
     without_triton = dataclasses.replace(named_platform("sm_50"), features=frozenset())
     with use_platform(without_triton):
         layer = make_layer(96)

@@ -1,4 +1,4 @@
-"""The float32 reference model, compared with Transformers', and the comparison of engines with it."""
+"""The float32 reference model, compared with Transformers' model; and the comparison of engines with this reference."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_it_computes_what_transformers_does() -> None:
 
 
 def engine_run(model: float32.Model, prompts: list[list[int]], change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Generates greedily with router logits ``change(layer, logits)``. Returns tokens, rows, and routing step by step."""
+    """Generates greedily with router logits ``change(layer, logits)``. Returns the tokens, the rows of logits, and the routing of
+    each step."""
     ids: list[list[int]] = [[] for _ in prompts]
     steps, routing = [], [[] for _ in range(LAYERS)]  # type: ignore[var-annotated]
     for step in range(3):
@@ -156,7 +157,8 @@ def test_an_engine_that_chooses_the_same_experts_is_exact() -> None:
 
 
 def test_rows_with_other_experts_are_told_apart() -> None:
-    """The last selected and the next expert are swapped for some tokens: far from float32, and exact with the engine's choice."""
+    """For some tokens, the last selected expert and the next expert are swapped. The rows are far from float32, but exact if the
+    reference uses the engine's choice."""
     model, prompts = model_of(drawn_weights()), [[1, 2, 3, 4, 5], [9, 8], list(range(20))]
 
     def change(layer: int, logits: Tensor) -> Tensor:

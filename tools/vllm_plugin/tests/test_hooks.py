@@ -1,4 +1,5 @@
-"""One test per vLLM hook. If a release changes one, the message names the hook, the expected interface, and the new one."""
+"""One test per vLLM hook. If a release changes a hook, the message names the hook, the expected interface, and the new
+interface."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def found(path: str) -> Any:
-    """The object that a path names: the longest module prefix, then attributes."""
+    """Returns the object that a path names: the longest module prefix, then attributes."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -98,7 +99,7 @@ def test_the_loader_of_gpt_oss_looks_for_our_parameters() -> None:
 
 
 def test_what_the_activation_of_gpt_oss_means() -> None:
-    """vLLM passes alpha, beta and the limit as literals to its own kernels; they must equal ours."""
+    """vLLM passes alpha, beta and the limit as literals to its own kernels. These literals must equal our values."""
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 
     from tokenspeed_kernel_vllm.experts import config

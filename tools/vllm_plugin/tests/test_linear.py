@@ -1,4 +1,4 @@
-"""vLLM's linear layers with our method: as vLLM creates, loads and compiles them."""
+"""vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_layer(one_process: Any, monkeypatch: pytest.MonkeyPatch, bias: bool) 
 
 
 def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compiles a model without breaks, for any number of tokens."""
+    """vLLM compiles a model as one graph without breaks, for any number of tokens."""
     monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")
     layer = make_layer()
     graphs = []
@@ -62,7 +62,7 @@ def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytes
 
 
 def test_a_router(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM creates a router without a quantisation; its class is replaced through vLLM's own table."""
+    """vLLM creates a router without a quantisation method. vLLM's own table replaces the router's class."""
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")

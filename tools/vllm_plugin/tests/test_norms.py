@@ -1,4 +1,5 @@
-"""Norms of vLLM's IR by the core's kernel: selected by vLLM's own priorities, in place and compiled."""
+"""Norms of vLLM's IR that run on the core's kernel. vLLM's own priorities select the kernel. The norms run in place and
+compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ NORMS = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
 
 @pytest.fixture
 def preferred(vllm_config: Any) -> Iterator[Any]:
-    """Sets the priority as ``--ir-op-priority`` does."""
+    """Sets the priority in the same way as ``--ir-op-priority``."""
     tokenspeed_kernel_vllm.register()
     with contextlib.ExitStack() as stack:
         for norm in NORMS:

@@ -1,4 +1,4 @@
-"""Unquantised experts and fp8 experts with block scales, in vLLM's layer, against plain PyTorch."""
+"""Unquantised experts and fp8 experts with block scales, in vLLM's layer, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DENSE, FP8 = "dense", "fp8"
 
 
 def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    """The routing of the tests: vLLM's own kernel needs a GPU."""
+    """The routing of the tests, because vLLM's own routing kernel needs a GPU."""
     chosen, ids = gating_output.float().sigmoid().topk(topk)
     return chosen, ids.int()
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enables the part; vLLM's tables are restored after the test."""
+    """Enables this part of the plugin. vLLM's tables are restored after the test."""
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
     monkeypatch.setattr(fp8, "Fp8MoEMethod", Own)
@@ -75,7 +75,7 @@ def make_layer(kind: str, **options: Any) -> Any:
 
 
 def checkpoint(kind: str, intermediate: int = INTERMEDIATE) -> dict[str, Tensor]:
-    """Weights of experts under the names of checkpoints: w1 is the gate, w3 is up, w2 is down."""
+    """Returns weights of experts under the names of checkpoints: w1 is the gate, w3 is up, w2 is down."""
     draw = torch.Generator().manual_seed(1)
     shapes = {"w1": (intermediate, HIDDEN), "w3": (intermediate, HIDDEN), "w2": (HIDDEN, intermediate)}
     made = {}
@@ -100,7 +100,7 @@ def decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def load(layer: Any, tensors: dict[str, Tensor], scale: str = "weight_scale_inv") -> None:
-    """Loads like vLLM's models: one expert's tensor at a time, by the parameter's own loader."""
+    """Loads weights like vLLM's models: one expert's tensor at a time, by the parameter's own loader."""
     experts = layer.routed_experts
     for name in ("w1", "w2", "w3"):
         target = "w2" if name == "w2" else "w13"
@@ -143,7 +143,7 @@ def check(got: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", [DENSE, FP8])
 def test_a_layer(one_process: Any, kind: str) -> None:
-    """vLLM's runner and router; loaded by vLLM's loader."""
+    """vLLM's loader loads the layer, and vLLM's runner and router run it."""
     layer, tensors = make_layer(kind), checkpoint(kind)
     method = layer.routed_experts.quant_method
     assert type(method) is (routed.DenseExperts if kind == DENSE else routed.BlockFp8Experts)
@@ -203,7 +203,8 @@ def test_all_sizes_are_called_before_the_first_request(one_process: Any, monkeyp
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The log lines about layers that fall back to vLLM. vLLM's own unquantised method selects no kernel, which needs a GPU."""
+    """Returns the log lines about layers that fall back to vLLM. vLLM's own unquantised method is kept from selecting a kernel,
+    which needs a GPU."""
     found: list[str] = []
     monkeypatch.setattr(routed.logger, "warning_once", lambda text, *args: found.append(text % args))
     none = SimpleNamespace(is_monolithic=lambda: False)

@@ -40,8 +40,8 @@ def test_the_entry_point_is_declared() -> None:
 
 
 def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pip install tokenspeed-kernel` without a version installs that package. Attention then uses a vendor's wheel, as without the
-    core."""
+    """`pip install tokenspeed-kernel` without a version installs another project's package. Attention then uses a vendor's wheel,
+    as if the core were not installed."""
     from tokenspeed_kernel_vllm.attention import serving
     from tokenspeed_kernel_vllm.settings import core_is_there
 
@@ -60,7 +60,7 @@ def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's tables, restored after the test."""
+    """Restores vLLM's tables after the test."""
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     from vllm.model_executor.layers import quantization
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -136,7 +136,7 @@ def test_another_plugin_keeps_its_backend(registered: Any, monkeypatch: pytest.M
 
 
 def test_a_hook_that_is_missing_leaves_its_part_out(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM still starts, and the log names the hook."""
+    """If a hook is missing, vLLM still starts, and the log names the hook."""
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.v1.attention.backends import registry
 

@@ -1,4 +1,4 @@
-"""The wheel, installed by pip into an environment that has vLLM, and removed from it again."""
+"""The wheel is installed by pip into an environment that has vLLM, and then uninstalled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("hatchling", reason="needs the dependency group `build`")
 
 PROJECT = Path(__file__).parents[1]
 NAME = "tokenspeed_kernel_vllm"
-# Runs like vLLM's processes, and prints the state that a plugin could have changed.
+# A script that runs like vLLM's processes, and prints the state that a plugin could have changed.
 PROBE = """
 import json
 from vllm import plugins
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_its_own_files_only(wheel: Path) -> None:
-    """No file is in another package's folder, runs at Python's start, or is on the path."""
+    """No file of the wheel is in another package's folder, runs when Python starts, or extends the path."""
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     folders = {name.partition("/")[0] for name in names}
@@ -74,7 +74,7 @@ def test_installed_and_removed_again(wheel: Path, tmp_path: Path) -> None:
 
 
 def without_the_plugin(folder: Path) -> list[str]:
-    """This process's path; folders with the plugin are replaced by folders with links to everything else."""
+    """Returns this process's path. Folders with the plugin are replaced by folders with links to all other entries."""
     found = []
     for number, entry in enumerate(path for path in map(Path, sys.path) if path.is_dir()):
         others = [part for part in entry.iterdir() if NAME not in part.name and part.name != "__pycache__"]
@@ -86,7 +86,7 @@ def without_the_plugin(folder: Path) -> list[str]:
         for part in others:
             (links / part.name).symlink_to(part)
         found.append(str(links))
-    # Editable installs of these two are found through .pth files, which are not read here.
+    # Editable installs of these two packages are found through .pth files, which the new interpreter does not read.
     packages = PROJECT.parents[1] / "packages"
     return [*found, *(str(packages / name / "src") for name in ("tokenspeed-kernel-base", "tokenspeed-kernel"))]
 
@@ -104,5 +104,5 @@ def probe(python: Path) -> dict[str, Any]:
 
 
 def clean() -> dict[str, str]:
-    """This process's environment, without variables for folders or settings of the plugin."""
+    """Returns this process's environment, without variables for folders or settings of the plugin."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("TOKENSPEED_VLLM_")}

@@ -23,7 +23,7 @@ K_SCALE, V_SCALE = 0.02, 0.05
 def make_layer(
     config: Any, *, window: int | None = None, sinks: bool = True, name: str = "model.layers.0.attn", **options: Any
 ) -> Any:
-    """vLLM's attention layer on our backend."""
+    """Returns vLLM's attention layer on our backend."""
     learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16) if sinks else None
     layer = Attention(
         HEADS,
@@ -43,14 +43,14 @@ def make_layer(
 
 
 def make_builder(config: Any, layer: Any) -> Any:
-    """The metadata builder, created as by the model runner."""
+    """Returns the metadata builder, created in the same way as by the model runner."""
     spec = layer.get_kv_cache_spec(config)
     return TokenspeedBackend.get_builder_cls()(spec, [layer.layer_name], config, torch.device("cpu"))
 
 
 def make_cache(layer: Any, blocks: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A cache in the backend's memory order, filled with NaN (0xff for uint8)."""
-    asks = hasattr(utils, "get_kv_cache_layout")  # newer releases decide the order themselves
+    """Returns a cache in the backend's memory order, filled with NaN (0xff for uint8)."""
+    asks = hasattr(utils, "get_kv_cache_layout")  # newer releases of vLLM decide the order themselves
     order = TokenspeedBackend.get_kv_cache_stride_order() if asks else (0, 2, 1, 3)
     shape = TokenspeedBackend.get_kv_cache_shape(blocks, BLOCK, KV_HEADS, HEAD_DIM)
     physical = torch.empty([shape[axis] for axis in order], dtype=dtype)
@@ -62,7 +62,7 @@ def make_cache(layer: Any, blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 @dataclass
 class Batch:
-    """One step: the runner's metadata, the new tokens, and the history of each request."""
+    """The batch of one step: the runner's metadata, the new tokens, and the earlier tokens of each request."""
 
     common: CommonAttentionMetadata
     query: Tensor
@@ -86,13 +86,13 @@ def make_batch(
     rows: int = 0,
     seed: int = 0,
 ) -> Batch:
-    """Requests whose earlier tokens are in the layer's cache.
+    """Returns a batch of requests whose earlier tokens are in the layer's cache.
 
     Args:
-        seq_lens, query_lens: lengths of each request.
+        seq_lens, query_lens: number of all tokens and of new tokens of each request.
         pad_to: number of requests of a captured decode batch; padding requests have no tokens.
         pad_rows: padding tokens of a captured mixed batch, after the requests' tokens.
-        rows: rows of the buffers, if more than tokens.
+        rows: number of rows of the buffers, if larger than the number of tokens.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -147,7 +147,7 @@ def make_batch(
 
 
 def run(config: Any, layer: Any, metadata: Any, batch: Batch) -> Tensor:
-    """The output of vLLM's layer ``[rows, heads, head_dim]``: it writes the cache and attends."""
+    """Runs vLLM's layer, which writes the cache and computes attention. Returns the output ``[rows, heads, head_dim]``."""
     name = layer.layer_name
     slots = {name: batch.common.slot_mapping}
     with set_forward_context({name: metadata}, config, num_tokens=len(batch.query), slot_mapping=slots):
@@ -156,7 +156,7 @@ def run(config: Any, layer: Any, metadata: Any, batch: Batch) -> Tensor:
 
 
 def expected(layer: Any, batch: Batch, window: int | None) -> Tensor:
-    """Attention over whole histories ``[tokens, heads, head_dim]``, in float32."""
+    """Returns attention over all tokens of each request ``[tokens, heads, head_dim]``, in float32."""
     wanted = []
     for query, history in zip(batch.query[: batch.tokens].split(list(batch.query_lens)), batch.histories, strict=True):
         k, v = (x.float() for x in history)
@@ -173,7 +173,7 @@ def expected(layer: Any, batch: Batch, window: int | None) -> Tensor:
 
 
 def check(got: Tensor, wanted: Tensor, error: float = 0.01) -> None:
-    """Asserts that each row differs from the expected one by no more than a few bf16 roundings."""
+    """Asserts that each row differs from the expected row by no more than a few bf16 roundings."""
     got = got.float()
     assert got.isfinite().all()
     assert ((got - wanted).norm(dim=-1) <= error * wanted.norm(dim=-1) + 1e-5).all(), (got - wanted).abs().max()

@@ -1,4 +1,4 @@
-"""Triton kernels of atomic operations in which several workgroups access the same addresses."""
+"""Triton kernels with atomic operations, in which several workgroups access the same addresses."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def add_to_bins(values_ptr, bins_ptr, totals_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def bounds(values_ptr, low_ptr, high_ptr, n, block: tl.constexpr):
-    """low[0], high[0] = the smallest and largest of n values and of the old contents."""
+    """low[0] and high[0] become the smallest and the largest of n values and of the old contents."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < n
     x = tl.load(values_ptr + at, mask=inside)
@@ -25,8 +25,8 @@ def bounds(values_ptr, low_ptr, high_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def bounds_of_columns(values_ptr, low_ptr, high_ptr, n, block: tl.constexpr):
-    """low, high [block] = the smallest and largest of the old contents and of n values, distributed round-robin over `block`
-    columns."""
+    """low and high [block] become the smallest and the largest of the old contents and of n values. The values are distributed
+    round-robin over `block` columns."""
     column = tl.arange(0, block)
     at = tl.program_id(0) * block + column
     inside = at < n
@@ -49,7 +49,7 @@ def combine_bits(values_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def tickets(counter_ptr, seen_ptr, order_ptr, block: tl.constexpr):
-    """Every element draws a number from counter[0] and marks it in seen; every program draws one from counter[1]."""
+    """Every element draws a number from counter[0] and marks this number in seen. Every program draws a number from counter[1]."""
     zero = tl.zeros((block,), tl.int32)
     ticket = tl.atomic_add(counter_ptr + zero, 1)
     tl.atomic_add(seen_ptr + ticket, 1)
@@ -70,7 +70,7 @@ def multiply_shared(values_ptr, product_ptr):
 
 @triton.jit
 def critical_section(lock_ptr, log_ptr, count_ptr):
-    """count[0] += 1 and log[count] = program, without atomics, inside a compare-and-swap spin lock."""
+    """Each program executes count[0] += 1 and log[count] = program, without atomics, inside a compare-and-swap spin lock."""
     while tl.atomic_cas(lock_ptr, 0, 1) == 1:
         pass
     count = tl.load(count_ptr, volatile=True)
@@ -81,7 +81,7 @@ def critical_section(lock_ptr, log_ptr, count_ptr):
 
 @triton.jit
 def exchange(slots_ptr, out_ptr, block: tl.constexpr):
-    """Every program stores its own values into the slots and keeps the old values."""
+    """Every program exchanges its own values with the values in the slots, and stores the old values in out."""
     at = tl.arange(0, block)
     mine = (tl.program_id(0) + 1) * block + at
     tl.store(out_ptr + tl.program_id(0) * block + at, tl.atomic_xchg(slots_ptr + at, mine))
@@ -89,7 +89,7 @@ def exchange(slots_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def exchange_if_equal(slots_ptr, expected_ptr, wanted_ptr, found_ptr, block: tl.constexpr):
-    """slots = wanted if they equal expected; found = the old values."""
+    """Slots that equal expected become wanted; found = the old values."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     found = tl.atomic_cas(slots_ptr + at, tl.load(expected_ptr + at), tl.load(wanted_ptr + at))
     tl.store(found_ptr + at, found)
@@ -97,7 +97,7 @@ def exchange_if_equal(slots_ptr, expected_ptr, wanted_ptr, found_ptr, block: tl.
 
 @triton.jit
 def split_sum(x_ptr, partial_ptr, arrived_ptr, out_ptr, n, block: tl.constexpr):
-    """out[0] = sum of n values: each program stores a partial sum, and the last one to arrive adds them."""
+    """out[0] = sum of n values. Each program stores a partial sum, and the last program to arrive adds all partial sums."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     tl.store(partial_ptr + pid, tl.sum(tl.load(x_ptr + at, mask=at < n, other=0.0), axis=0))
@@ -112,7 +112,8 @@ def split_sum(x_ptr, partial_ptr, arrived_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def wait_for_others(flags_ptr, out_ptr):
-    """out[program] = the sum of all programs' published values: each waits until the flag of the previous program is set."""
+    """out[program] = 1 + ... + (program + 1). Each program waits for the previous program's flag, and adds to that program's
+    sum."""
     pid = tl.program_id(0)
     before = 0
     if pid > 0:
@@ -126,7 +127,8 @@ def wait_for_others(flags_ptr, out_ptr):
 
 @triton.jit
 def reverse_through_grid(x_ptr, middle_ptr, arrived_ptr, out_ptr, block: tl.constexpr):
-    """out = x reversed, plus 1: every program writes its block, waits until all have arrived, and reads another program's block."""
+    """out = x reversed, plus 1. Every program writes its block, waits until all programs have arrived, and reads another program's
+    block."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     at = pid * block + tl.arange(0, block)

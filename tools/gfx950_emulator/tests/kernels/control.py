@@ -1,4 +1,4 @@
-"""Triton kernels of control flow and launch geometry: loops, grids, calls, scalar memory, spills."""
+"""Triton kernels that test control flow and launch geometry: loops, grids, calls, scalar memory, spills."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def collatz(x_ptr, steps_ptr, block: tl.constexpr):
-    """steps = Collatz steps until the largest element of a block has reached 1 (elements that are 1 stay), per block."""
+    """steps = for each block, the number of Collatz steps until its largest element has reached 1. Elements that are 1 stay 1."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     x = tl.load(x_ptr + at)
@@ -46,7 +46,7 @@ def collatz_lanes(x_ptr, steps_ptr, block: tl.constexpr):
 
 @triton.jit
 def ragged_sums(values_ptr, starts_ptr, out_ptr, block: tl.constexpr):
-    """out[row] = sum of values[starts[row] : starts[row + 1]]; the loop's length is read from memory, and may be 0."""
+    """out[row] = sum of values[starts[row] : starts[row + 1]]. The kernel reads the loop's length, which may be 0, from memory."""
     row = tl.program_id(0)
     start = tl.load(starts_ptr + row)
     end = tl.load(starts_ptr + row + 1)
@@ -68,7 +68,7 @@ def grid_coordinates(out_ptr):
 
 @triton.jit
 def copy_through_table(table_ptr, sizes_ptr, out_ptr, block: tl.constexpr):
-    """out[row] = the float32 values at the address in table[row] (int64), zero from sizes[row] on."""
+    """out[row] = the float32 values at the address in table[row] (int64); elements from sizes[row] on are zero."""
     row = tl.program_id(0)
     source = tl.load(table_ptr + row).to(tl.pointer_type(tl.float32))
     at = tl.arange(0, block)
@@ -94,14 +94,16 @@ def _weighted_count(n, weight):
 
 @triton.jit
 def calls(x_ptr, out_ptr, weight):
-    """out[program] = weight times the sum of 1..x[program], odd ones squared, by calls of functions that are not inlined."""
+    """out[program] = weight times the sum of 1..x[program] with odd terms squared. The kernel calls functions that are not
+    inlined."""
     pid = tl.program_id(0)
     tl.store(out_ptr + pid, _weighted_count(tl.load(x_ptr + pid), weight) + _weighted_count(pid, weight))
 
 
 @triton.jit
 def shift_within_block(x_ptr, scratch_ptr, out_ptr, block: tl.constexpr):
-    """out = each block's elements rotated by 65, through global memory with a barrier between the write and the read."""
+    """out = each block's elements rotated by 65. The elements pass through global memory, with a barrier between the write and the
+    read."""
     pid = tl.program_id(0)
     at = tl.arange(0, block)
     tl.store(scratch_ptr + pid * block + at, tl.load(x_ptr + pid * block + at))
@@ -111,7 +113,8 @@ def shift_within_block(x_ptr, scratch_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def spilled(x_ptr, out_ptr, rounds, block: tl.constexpr):
-    """out = block rows of x after `rounds` rotations of 16 full tiles that stay live: more values than registers."""
+    """out = block rows of x after `rounds` rotations of 16 full tiles. All tiles stay live, so there are more values than
+    registers."""
     at = tl.arange(0, block)
     a0 = tl.load(x_ptr + at)
     a1 = tl.load(x_ptr + block + at)
@@ -134,7 +137,7 @@ def many_arguments(
     out_ptr, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, c0, c1, c2, c3, c4,
     block: tl.constexpr,
 ):  # fmt: skip
-    """out = a weighted sum of 25 scalar arguments of several dtypes, plus each element's number."""
+    """out = a weighted sum of 25 scalar arguments of several dtypes, plus each element's index."""
     total = a0 + 2 * a1 + 3 * a2 + 4 * a3 + 5 * a4 + 6 * a5 + 7 * a6 + 8 * a7 + 9 * a8 + 10 * a9
     total += 11 * b0 + 12 * b1 + 13 * b2 + 14 * b3 + 15 * b4 + 16 * b5 + 17 * b6 + 18 * b7 + 19 * b8 + 20 * b9
     total += 21 * c0 + 22 * c1 + 23 * c2 + 24 * c3 + 25 * c4

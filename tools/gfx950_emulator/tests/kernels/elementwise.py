@@ -1,4 +1,4 @@
-"""Triton kernels of one operation per element: arithmetic, conversions, bits, functions."""
+"""Triton kernels with one operation per element: arithmetic, conversions, bits, functions."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def add(x_ptr, y_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def select_with_other(x_ptr, out_ptr, n, limit, block: tl.constexpr):
-    """out = x where x < limit, else -7; elements from n on count as 99 by the load's `other`, and all of them are stored."""
+    """out = x where x < limit, else -7. Elements from n on load as 99, by the load's `other`. All elements are stored."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n, other=99)
     tl.store(out_ptr + at, tl.where(x < limit, x, -7))
@@ -40,7 +40,7 @@ def convert_toward_zero(x_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def divide_integers(x_ptr, y_ptr, quotient_ptr, rest_ptr, n, block: tl.constexpr):
-    """quotient = x // y, rest = x % y, both rounded toward zero as in C, with divisors known at run time only."""
+    """quotient = x // y, rest = x % y, rounded toward zero as in C. The divisors are known at run time only."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < n
     x = tl.load(x_ptr + at, mask=inside, other=0)
@@ -51,7 +51,7 @@ def divide_integers(x_ptr, y_ptr, quotient_ptr, rest_ptr, n, block: tl.constexpr
 
 @triton.jit
 def divide_by_scalar(x_ptr, quotient_ptr, rest_ptr, divisor, n, block: tl.constexpr):
-    """quotient = x // divisor, rest = x % divisor by one scalar; also of the program's own number, at the block's end."""
+    """quotient = x // divisor + program // divisor, rest = x % divisor + program % divisor, with one scalar divisor."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n, other=0)
@@ -72,7 +72,7 @@ def divide_floats(x_ptr, y_ptr, fast_ptr, rounded_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def function(x_ptr, out_ptr, n, name: tl.constexpr, block: tl.constexpr):
-    """out = a function of x, chosen by its name."""
+    """out = the function `name` of x."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n, other=1.0)
     if name == "exp":
@@ -155,6 +155,6 @@ def reinterpret(x_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def random_numbers(out_ptr, seed, n, block: tl.constexpr):
-    """out = Philox uniform numbers in [0, 1) of `seed` and each element's number."""
+    """out = uniform random numbers in [0, 1) by Philox, from `seed` and each element's index."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(out_ptr + at, tl.rand(seed, at), mask=at < n)

@@ -1,4 +1,5 @@
-"""Gluon kernels that have one fault each, or get one when a test edits their code. The faulty line ends with the tests' marker."""
+"""Gluon kernels with one fault each. Some kernels become faulty only when a test edits their code. The faulty line ends with the
+tests' marker."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +13,8 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def copies_in_groups(x_ptr, out_ptr, steps, outstanding: gl.constexpr, block: gl.constexpr):
-    """out = x by direct loads to LDS, one step ahead: right if at most 1 group may be outstanding, wrong if more."""
+    """out = x by direct loads to LDS, one step ahead. The kernel is correct if at most 1 group of loads may be outstanding at the
+    wait."""
     at = gl.arange(0, block, FOUR_EACH)
     memory = gl.allocate_shared_memory(gl.float32, [2, block], PLAIN)
     async_copy.buffer_load_to_shared(memory.index(0), x_ptr, at)
@@ -28,7 +30,7 @@ def copies_in_groups(x_ptr, out_ptr, steps, outstanding: gl.constexpr, block: gl
 
 @gluon.jit
 def copies_without_waiting(x_ptr, out_ptr, waits: gl.constexpr, block: gl.constexpr):
-    """out = x by one direct load to LDS, which is waited for only if `waits`."""
+    """out = x by one direct load to LDS. The kernel waits for the load only if `waits`."""
     at = gl.arange(0, block, FOUR_EACH)
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     async_copy.global_load_to_shared(memory, x_ptr + at)
@@ -41,8 +43,8 @@ def copies_without_waiting(x_ptr, out_ptr, waits: gl.constexpr, block: gl.conste
 
 @gluon.jit
 def exchanges(x_ptr, out_ptr, block: gl.constexpr):
-    """out = x through LDS, stored four adjacent elements at a time and read one by one, from other waves. Needs its first
-    barrier."""
+    """out = x through LDS. Lanes store four adjacent elements at a time, and read single elements that other waves stored. The
+    kernel needs its first barrier."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.store(gl.load(x_ptr + gl.arange(0, block, FOUR_EACH)))
     x = memory.load(ONE_EACH)  # BUG
@@ -51,7 +53,7 @@ def exchanges(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def exchanges_twice(x_ptr, out_ptr, block: gl.constexpr):
-    """out = x, then 2 x, through the same LDS: the second write needs a barrier after the first read."""
+    """out = x, then 2 x, through the same LDS. The second write needs a barrier after the first read."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     x = gl.load(x_ptr + gl.arange(0, block, FOUR_EACH))
     memory.store(x)
@@ -65,7 +67,7 @@ def exchanges_twice(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def reads_what_nobody_wrote(x_ptr, out_ptr, written: gl.constexpr, block: gl.constexpr):
-    """out = LDS [block], with only the first `written` elements stored."""
+    """out = LDS [block], of which only the first `written` elements were stored."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.slice(0, written).store(gl.load(x_ptr + gl.arange(0, written, ONE_EACH)))
     gl.barrier()
@@ -74,7 +76,7 @@ def reads_what_nobody_wrote(x_ptr, out_ptr, written: gl.constexpr, block: gl.con
 
 @gluon.jit
 def branches_on_what_nobody_wrote(out_ptr, initialised: gl.constexpr):
-    """out[0] = 1 if any element of LDS is positive; the elements were stored (as 1) only if `initialised`."""
+    """out[0] = 1 if any element of LDS is positive. The elements were stored, as 1, only if `initialised`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [1], [0])
     memory = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
     if initialised:
@@ -95,7 +97,7 @@ def reads_half(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def scales_what_it_reads(x_ptr, out_ptr, block: gl.constexpr):
-    """out = 3 x through LDS: correct, until a test removes the wait for the read."""
+    """out = 3 x through LDS. The kernel is correct until a test removes the wait for the read."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.store(gl.load(x_ptr + gl.arange(0, block, FOUR_EACH)))
     x = memory.load(ONE_EACH)
@@ -104,7 +106,7 @@ def scales_what_it_reads(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def meets_once(x_ptr, out_ptr, block: gl.constexpr):
-    """out = x + 1, with an unneeded barrier, which one wave skips in the tests."""
+    """out = x + 1, with an unneeded barrier. In the tests, one wave skips this barrier."""
     at = gl.arange(0, block, ONE_EACH)
     x = gl.load(x_ptr + at)
     gl.barrier()  # BUG

@@ -22,7 +22,7 @@ def writes_too_far(x_ptr, out_ptr, n, past, block: tl.constexpr):
 
 @triton.jit
 def reads_before(x_ptr, out_ptr, n, shift, block: tl.constexpr):
-    """out[i] = x[i] - x[i - shift]; for the first elements, x[i - shift] is out of bounds."""
+    """out[i] = x[i] - x[i - shift]. For the first elements, x[i - shift] is out of bounds."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n)
     before = tl.load(x_ptr + at - shift, mask=at < n)  # BUG
@@ -31,7 +31,7 @@ def reads_before(x_ptr, out_ptr, n, shift, block: tl.constexpr):
 
 @triton.jit
 def follows_indices(x_ptr, index_ptr, out_ptr, block: tl.constexpr):
-    """out = x[index], whatever the index is."""
+    """out = x[index], without a check of the index."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     index = tl.load(index_ptr + at)
     x = tl.load(x_ptr + index)  # BUG
@@ -40,7 +40,7 @@ def follows_indices(x_ptr, index_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def adds_to_indices(index_ptr, out_ptr, block: tl.constexpr):
-    """out[index] += 1, whatever the index is."""
+    """out[index] += 1, without a check of the index."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     index = tl.load(index_ptr + at)
     tl.atomic_add(out_ptr + index, 1)  # BUG
@@ -48,7 +48,7 @@ def adds_to_indices(index_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def uses_what_it_loads(x_ptr, y_ptr, out_ptr, block: tl.constexpr):
-    """out = 3 x + y: correct, until a test removes a wait or a load."""
+    """out = 3 x + y. The kernel is correct until a test removes a wait or a load."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at)
     y = tl.load(y_ptr + at)
@@ -57,7 +57,7 @@ def uses_what_it_loads(x_ptr, y_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def waits_for_nobody(flag_ptr, out_ptr):
-    """out[program] = program once a flag is set, which no program does."""
+    """out[program] = program, after a flag is set. No program sets this flag."""
     while tl.atomic_add(flag_ptr, 0, sem="acquire") == 0:  # BUG
         pass
     tl.store(out_ptr + tl.program_id(0), tl.program_id(0))
@@ -65,7 +65,7 @@ def waits_for_nobody(flag_ptr, out_ptr):
 
 @triton.jit
 def polls_for_nobody(flag_ptr, out_ptr):
-    """As `waits_for_nobody`, with loads instead of atomics."""
+    """Like `waits_for_nobody`, with loads instead of atomics."""
     while tl.load(flag_ptr, volatile=True) == 0:  # BUG
         pass
     tl.store(out_ptr + tl.program_id(0), tl.program_id(0))
@@ -73,7 +73,7 @@ def polls_for_nobody(flag_ptr, out_ptr):
 
 @triton.jit
 def keeps_the_lock(lock_ptr, count_ptr):
-    """count += 1 inside a spin lock, which is never released."""
+    """count += 1 inside a spin lock that is never released."""
     while tl.atomic_cas(lock_ptr, 0, 1) == 1:  # BUG
         pass
     tl.store(count_ptr, tl.load(count_ptr, volatile=True) + 1)

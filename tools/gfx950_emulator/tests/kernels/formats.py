@@ -1,4 +1,4 @@
-"""Shared by the kernel tests: decoding of fp4 and e8m0, random operands, and the error against a reference."""
+"""Helpers for the kernel tests: decoding of fp4 and e8m0, random operands, and the error relative to a reference."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -
 
 
 def decode_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """float32 [..., 2 n] of the e2m1 elements in uint8 [..., n]; the low four bits are the first element of a byte."""
+    """Decodes the e2m1 elements in uint8 [..., n] to float32 [..., 2 n]. The low four bits are the first element of a byte."""
     pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
     return FP4_VALUES[pairs.long()].flatten(-2)
 
 
 def decode_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """float64 2^(scale - 127) of uint8 e8m0 (no NaN among them)."""
+    """Decodes uint8 e8m0 scales, which must not be NaN, to float64 2^(scale - 127)."""
     return torch.exp2(scale.double() - 127)
 
 
 def integers(rng: torch.Generator, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Random integers in [low, high)."""
+    """Returns random integers in [low, high)."""
     return torch.randint(low, high, shape, generator=rng, dtype=dtype)
 
 
 def random_operand(
     form: str, rows: int, k: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """An operand [rows, k] of a block-scaled matmul: (its storage, its e8m0 scales [rows, k / 32] or None, its float64 values).
+    """Returns a random operand [rows, k] of a block-scaled matmul: its storage, its e8m0 scales [rows, k / 32] or None, and its
+    float64 values.
 
-    `form`: "e2m1" (uint8, two elements per byte), "e4m3", "e5m2", "bf16" or "fp16"; the last two have no scales.
+    `form` is "e2m1" (uint8, two elements per byte), "e4m3", "e5m2", "bf16" or "fp16"; the last two have no scales.
     """
     if form in ("bf16", "fp16"):
         plain = torch.randn(rows, k, generator=generator).to(torch.bfloat16 if form == "bf16" else torch.float16)
@@ -45,12 +46,13 @@ def random_operand(
 
 
 def packed_across(packed: torch.Tensor) -> torch.Tensor:
-    """fp4 elements [rows, k / 2] packed along k, as [k, rows / 2] packed along the rows."""
+    """Repacks fp4 elements [rows, k / 2], which are packed along k, as [k, rows / 2], packed along the rows."""
     elements = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return (elements[0::2] | elements[1::2] << 4).T.contiguous()
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of actual - expected, relative to that of expected; infinite if an element of actual is not finite."""
+    """Returns the Frobenius norm of actual - expected, divided by the norm of expected; infinite if an element of actual is not
+    finite."""
     error = torch.linalg.norm(actual.double() - expected.double()) / torch.linalg.norm(expected.double())
     return float(error) if torch.isfinite(error) else float("inf")

@@ -1,4 +1,4 @@
-"""Gluon kernels of LDS and buffer memory: layouts, transposing reads, masks, atomics, conversions."""
+"""Gluon kernels that use LDS and buffer memory: layouts, transposing reads, masks, atomics, conversions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.amd import cdna4
 
 @gluon.jit
 def tile_offsets(rows: gl.constexpr, columns: gl.constexpr, row_stride, column_stride, layout: gl.constexpr):
-    """int32 [rows, columns] element offsets of a tile."""
+    """Returns the int32 element offsets [rows, columns] of a tile."""
     row = gl.arange(0, rows, gl.SliceLayout(1, layout))
     column = gl.arange(0, columns, gl.SliceLayout(0, layout))
     return row[:, None] * row_stride + column[None, :] * column_stride
@@ -17,7 +17,7 @@ def tile_offsets(rows: gl.constexpr, columns: gl.constexpr, row_stride, column_s
 def through_shared(
     x_ptr, out_ptr, rows: gl.constexpr, columns: gl.constexpr, shared: gl.constexpr, source: gl.constexpr, target: gl.constexpr
 ):
-    """out = x [rows, columns], stored to LDS in one register layout and read from it in another."""
+    """out = x [rows, columns]. The elements are stored to LDS in one register layout, and read from LDS in another."""
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [rows, columns], shared)
     memory.store(gl.load(x_ptr + tile_offsets(rows, columns, columns, 1, source)))
     gl.store(out_ptr + tile_offsets(rows, columns, columns, 1, target), memory.load(target))
@@ -35,7 +35,8 @@ def transposed_view(
 
 @gluon.jit
 def masked_buffers(x_ptr, out_ptr, n, block: gl.constexpr, width: gl.constexpr):
-    """out = x + 1 for n elements by buffer instructions; masked elements read as 41, and one extra block of them is stored."""
+    """out = x + 1 for n elements by buffer instructions. Masked elements read as 41, and one extra block of masked elements is
+    stored."""
     layout: gl.constexpr = gl.BlockedLayout([width], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=41)
@@ -44,7 +45,7 @@ def masked_buffers(x_ptr, out_ptr, n, block: gl.constexpr, width: gl.constexpr):
 
 @gluon.jit
 def buffer_atomics(x_ptr, sums_ptr, old_ptr, n, bins: gl.constexpr, block: gl.constexpr):
-    """sums[i % bins] += x[i] for n elements; old = the value before each addition."""
+    """sums[i % bins] += x[i] for n elements; old receives the value before each addition."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=0)
@@ -54,7 +55,7 @@ def buffer_atomics(x_ptr, sums_ptr, old_ptr, n, bins: gl.constexpr, block: gl.co
 
 @gluon.jit
 def buffer_bounds(x_ptr, low_ptr, high_ptr, n, block: gl.constexpr):
-    """low[0], high[0] = the smallest and largest of n integers and of the old contents."""
+    """low[0] and high[0] become the smallest and the largest of n integers and of the old contents."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=0)
@@ -64,7 +65,7 @@ def buffer_bounds(x_ptr, low_ptr, high_ptr, n, block: gl.constexpr):
 
 @gluon.jit
 def shared_gather(x_ptr, index_ptr, out_ptr, n: gl.constexpr):
-    """out = x[index] by a gather from LDS, then each element is scattered to its index."""
+    """out = x[index] by a gather from LDS. Then each element is scattered to its index."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     at = gl.arange(0, n, layout)
@@ -80,7 +81,7 @@ def shared_gather(x_ptr, index_ptr, out_ptr, n: gl.constexpr):
 
 @gluon.jit
 def shared_counters(x_ptr, out_ptr, n: gl.constexpr, bins: gl.constexpr):
-    """out[bin] = how many of n int32 values equal the bin's number, by atomic additions in LDS."""
+    """out[bin] = the number of n int32 values that equal the bin's index, by atomic additions in LDS."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     memory = gl.allocate_shared_memory(gl.int32, [bins], plain, gl.zeros([bins], gl.int32, layout))

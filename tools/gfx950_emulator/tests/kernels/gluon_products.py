@@ -10,13 +10,14 @@ from .gluon_memory import tile_offsets
 
 @gluon.constexpr_function
 def mfma_layout(nonk, k_of_32, warps):
-    """The accumulator layout of the nonk x nonk MFMA; `k_of_32` is the k size of the 32 x 32 MFMA."""
+    """Returns the accumulator layout of the nonk x nonk MFMA. `k_of_32` is the k size of the 32 x 32 MFMA."""
     return gl.amd.AMDMFMALayout(4, [nonk, nonk, k_of_32 if nonk == 32 else 2 * k_of_32], True, list(warps))
 
 
 @gluon.constexpr_function
 def shared_layout(kind, shape, order):
-    """A shared layout of 16-bit elements by name. In each of them, the 16-byte vectors of a wave's 64 lanes are contiguous."""
+    """Returns a shared layout of 16-bit elements by name. In each layout, the 16-byte vectors of a wave's 64 lanes are
+    contiguous."""
     order = list(order)
     if kind == "padded":
         return gl.PaddedSharedLayout.with_identity_for([[512, 8]], shape, order)
@@ -27,7 +28,8 @@ def shared_layout(kind, shape, order):
 
 @gluon.constexpr_function
 def rows_of_eight(order, warps):
-    """Each lane holds eight adjacent elements, and a wave 64 x 8 such vectors; `order` names the contiguous dimension first."""
+    """Returns a layout in which each of a wave's 64 lanes holds 8 adjacent elements. `order` names the contiguous dimension
+    first."""
     order = list(order)
     if order[0] == 1:
         return gl.BlockedLayout([1, 8], [8, 8], [warps, 1], order)
@@ -39,7 +41,7 @@ def matmul_through_lds(
     a_ptr, b_ptr, c_ptr, k, n, nonk: gl.constexpr, b_order: gl.constexpr, shared: gl.constexpr,
     block_m: gl.constexpr, block_n: gl.constexpr, block_k: gl.constexpr,
 ):  # fmt: skip
-    """c [m, n] float32 = a [m, k] @ b [k, n], operands through registers and LDS; b's fastest dimension is b_order[0]."""
+    """c [m, n] float32 = a [m, k] @ b [k, n]. Operands pass through registers and LDS. b's contiguous dimension is b_order[0]."""
     mfma: gl.constexpr = mfma_layout(nonk, 16, [2, 2])
     a_load: gl.constexpr = rows_of_eight([1, 0], 4)
     b_load: gl.constexpr = rows_of_eight(b_order, 4)
@@ -76,7 +78,8 @@ def matmul_async(
 ):  # fmt: skip
     """c [m, n] float32 = a [m, k] @ b [k, n] by direct loads to LDS into `buffers` buffers.
 
-    Each step waits until at most `outstanding` groups of loads are in flight; buffers - 1 is correct, more is a bug.
+    Each step waits until at most `outstanding` groups of loads are in flight. The value buffers - 1 is correct; a larger value is a
+    bug.
     """
     mfma: gl.constexpr = mfma_layout(nonk, 16, [2, 2])
     load: gl.constexpr = rows_of_eight([1, 0], 4)
@@ -111,7 +114,7 @@ def matmul_async(
 
 @gluon.jit
 def matmul_warp_pipelined(a_ptr, b_ptr, c_ptr, k, n, block_m: gl.constexpr, block_n: gl.constexpr, block_k: gl.constexpr):
-    """c [m, n] float32 = a [m, k] @ b [k, n] in which two halves of the waves alternate between loading and multiplying."""
+    """c [m, n] float32 = a [m, k] @ b [k, n]. Two halves of the waves alternate between loads and MFMAs."""
     mfma: gl.constexpr = mfma_layout(32, 16, [4, 2])
     load: gl.constexpr = rows_of_eight([1, 0], 8)
     a_at = tile_offsets(block_m, block_k, k, 1, load) + gl.program_id(0) * block_m * k
@@ -146,7 +149,8 @@ def scaled_matmul(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, k, n, a_format: gl.constexpr, b_format: gl.constexpr, nonk: gl.constexpr,
     block_m: gl.constexpr, block_n: gl.constexpr, block_k: gl.constexpr, warps: gl.constexpr,
 ):  # fmt: skip
-    """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T by mfma_scaled, operands straight from global memory.
+    """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T by mfma_scaled. Operands are loaded from global memory to
+    registers.
 
     The e8m0 scales are a_scale [m, k / 32] and b_scale [n, k / 32]; an "e2m1" operand holds two elements per byte.
     """

@@ -9,7 +9,7 @@ def matmul(
     a_ptr, b_ptr, c_ptr, m, n, k, b_stride_k, b_stride_n,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """c [m, n] = a [m, k] @ b [k, n], accumulated in float32 (float64 for float64); `masked` allows any m, n, k."""
+    """c [m, n] = a [m, k] @ b [k, n], accumulated in float32 (float64 for float64 operands). `masked` allows any m, n, k."""
     rows = tl.program_id(0) * block_m + tl.arange(0, block_m)
     columns = tl.program_id(1) * block_n + tl.arange(0, block_n)
     out_dtype: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -76,7 +76,7 @@ def scaled_matmul_packed_across(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, k, a_format: tl.constexpr, a_along_k: tl.constexpr, b_along_k: tl.constexpr,
     m: tl.constexpr, n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T, one program; b is fp4.
+    """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T, by one program. b is fp4.
 
     An fp4 operand with `along_k` holds two elements of k per byte: [m, k / 2]; otherwise a byte holds two rows: [k, m / 2].
     """
@@ -104,7 +104,7 @@ def scaled_matmul_packed_across(
 def matmul_by_descriptors(
     a_ptr, b_ptr, c_ptr, m, n, k, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr
 ):  # fmt: skip
-    """c [m, n] = a [m, k] @ b [n, k]^T by tensor descriptors made in the kernel; any m, n, k."""
+    """c [m, n] = a [m, k] @ b [n, k]^T for any m, n, k, by tensor descriptors that the kernel makes."""
     a = tl.make_tensor_descriptor(a_ptr, shape=[m, k], strides=[k, 1], block_shape=[block_m, block_k])
     b = tl.make_tensor_descriptor(b_ptr, shape=[n, k], strides=[k, 1], block_shape=[block_n, block_k])
     c = tl.make_tensor_descriptor(c_ptr, shape=[m, n], strides=[n, 1], block_shape=[block_m, block_n])
@@ -117,7 +117,8 @@ def matmul_by_descriptors(
 
 @triton.jit
 def chained_products(a_ptr, b_ptr, c_ptr, out_ptr, size: tl.constexpr, depth: tl.constexpr):
-    """out = softmax-free attention: (a [size, depth] @ b [size, depth]^T) @ c [size, depth], the middle in a's dtype."""
+    """out = (a [size, depth] @ b [size, depth]^T) @ c [size, depth]: attention without softmax. The intermediate matrix has a's
+    dtype."""
     rows, inner = tl.arange(0, size), tl.arange(0, depth)
     at = rows[:, None] * depth + inner[None, :]
     a = tl.load(a_ptr + at)
@@ -127,7 +128,7 @@ def chained_products(a_ptr, b_ptr, c_ptr, out_ptr, size: tl.constexpr, depth: tl
 
 @triton.jit
 def persistent_matmul(a_ptr, b_ptr, c_ptr, m, n, k, block: tl.constexpr, block_k: tl.constexpr):
-    """c [m, n] = a [m, k] @ b [k, n] by a persistent kernel: programs stride over the tiles; the sizes are multiples of the
+    """c [m, n] = a [m, k] @ b [k, n] by a persistent kernel: programs stride over the tiles. The sizes are multiples of the
     blocks."""
     across = n // block
     for tile in range(tl.program_id(0), (m // block) * across, tl.num_programs(0)):

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def softmax(x_ptr, out_ptr, columns, block: tl.constexpr):
-    """out[row] = softmax of x[row, :columns]; a row per program."""
+    """out[row] = softmax of x[row, :columns]. Each program computes one row."""
     row = tl.program_id(0)
     at = tl.arange(0, block)
     x = tl.load(x_ptr + row * columns + at, mask=at < columns, other=float("-inf")).to(tl.float32)
@@ -16,7 +16,7 @@ def softmax(x_ptr, out_ptr, columns, block: tl.constexpr):
 
 @triton.jit
 def layernorm(x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, columns, eps, block: tl.constexpr):
-    """out[row] = (x - mean) rstd weight + bias over the columns; also stores mean and rstd (float32)."""
+    """out[row] = (x - mean) * rstd * weight + bias over the columns. Also stores mean and rstd (float32)."""
     row = tl.program_id(0)
     total = tl.zeros((block,), tl.float32)
     for first in range(0, columns, block):
@@ -43,7 +43,7 @@ def layernorm(x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, columns,
 
 @triton.jit
 def reduce(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr, axis: tl.constexpr, name: tl.constexpr):
-    """out = x [rows, columns] reduced along an axis by the named operation; programs take one matrix each."""
+    """out = x [rows, columns] reduced along an axis by the named operation. Each program reduces one matrix."""
     pid = tl.program_id(0)
     x_at = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     x = tl.load(x_ptr + pid * rows * columns + x_at)
@@ -75,7 +75,7 @@ def _welford(mean_a, m2_a, weight_a, mean_b, m2_b, weight_b):
 
 @triton.jit
 def mean_and_variance(x_ptr, mean_ptr, variance_ptr, columns: tl.constexpr):
-    """mean, population variance of each row, by a reduction of three values with a custom combine function."""
+    """Stores the mean and the population variance of each row, by a reduction of three values with a custom combine function."""
     row = tl.program_id(0)
     x = tl.load(x_ptr + row * columns + tl.arange(0, columns))
     mean, m2, weight = tl.reduce((x, tl.zeros_like(x), tl.full((columns,), 1.0, tl.float32)), 0, _welford)
@@ -114,7 +114,7 @@ def recurrence(a_ptr, b_ptr, out_ptr, rows: tl.constexpr, length: tl.constexpr):
 
 @triton.jit
 def sort(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr, descending: tl.constexpr):
-    """out = the rows of x, each sorted."""
+    """out = x with each row sorted."""
     at = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     tl.store(out_ptr + at, tl.sort(tl.load(x_ptr + at), descending=descending))
 
@@ -135,14 +135,14 @@ def flip(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def transpose(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr):
-    """out [columns, rows] = x [rows, columns] transposed, both accessed in the order of memory."""
+    """out [columns, rows] = x [rows, columns] transposed. Loads and stores both follow the order of memory."""
     x = tl.load(x_ptr + tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :])
     tl.store(out_ptr + tl.arange(0, columns)[:, None] * rows + tl.arange(0, rows)[None, :], tl.trans(x))
 
 
 @triton.jit
 def interleave(x_ptr, y_ptr, out_ptr, low_ptr, n: tl.constexpr):
-    """out = x[0], y[0], x[1], y[1], ...; low = the even elements of that, by joining and splitting."""
+    """out = x[0], y[0], x[1], y[1], ..., by tl.join. low = the even elements of out, by tl.split."""
     at = tl.arange(0, n)
     both = tl.interleave(tl.load(x_ptr + at), tl.load(y_ptr + at))
     tl.store(out_ptr + tl.arange(0, 2 * n), both)
@@ -152,7 +152,7 @@ def interleave(x_ptr, y_ptr, out_ptr, low_ptr, n: tl.constexpr):
 
 @triton.jit
 def histogram(x_ptr, out_ptr, n, block: tl.constexpr, bins: tl.constexpr):
-    """out[program, bin] = how many of the block's int32 values (those below n) equal the bin's number."""
+    """out[program, bin] = the number of the block's int32 values, among the first n values, that equal the bin's index."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     counts = tl.histogram(tl.load(x_ptr + at, mask=at < n, other=0), bins, mask=at < n)

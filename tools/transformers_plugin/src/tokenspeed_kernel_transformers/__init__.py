@@ -1,6 +1,7 @@
-"""transformers on tokenspeed-kernel, through public hooks: `enable` puts a model on our kernels, and says what runs where.
+"""Runs transformers on tokenspeed-kernel, through public hooks: `enable` puts a model on our kernels, and returns which layer runs
+on which kernel.
 
-Importing this imports neither transformers nor PyTorch.
+Importing this package imports neither transformers nor PyTorch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ __all__ = ["__version__", "enable", "register"]
 
 
 def register() -> None:
-    """Registers attention and experts with transformers under the name ``tokenspeed``. May be called any number of times.
+    """Registers attention and experts with transformers under the name ``tokenspeed``. It may be called any number of times.
 
-    Models change only if they ask for it, by ``attn_implementation="tokenspeed"`` or ``experts_implementation="tokenspeed"``.
+    Only models with ``attn_implementation="tokenspeed"`` or ``experts_implementation="tokenspeed"`` use them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
@@ -34,17 +35,20 @@ def register() -> None:
 
 
 def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True) -> Receipt:
-    """Puts a loaded model on our kernels, as far as kernels are eligible on its device. Everything else remains as it was.
+    """Puts the layers of a loaded model on our kernels, where kernels are eligible on its device. All other layers remain as they
+    were.
 
     Args:
         model: a `PreTrainedModel` with its weights, on its device, in its dtype.
         attention: whether attention runs on our kernels.
-        experts: whether the experts of mixture-of-experts layers do. Their weights are arranged for the kernel now.
-        norms: whether RMS norms do. They round once; many of transformers' own round twice.
-        gated_mlps: whether gated MLPs do.
+        experts: whether the experts of mixture-of-experts layers run on our kernels. `enable` arranges their weights for the
+            kernel.
+        norms: whether RMS norms run on our kernels. Our norms round once; many of transformers' own norms round twice.
+        gated_mlps: whether gated MLPs run on our kernels.
 
     Returns:
-        What runs on which kernel, and why the rest does not; ``str()`` is a table. The log has it, too.
+        The layers with their kernels, and the reasons why other layers run on none of our kernels; ``str()`` is a table, which is
+        also logged.
     """
     from tokenspeed_kernel_transformers.enabling import enable_parts
 

@@ -1,4 +1,5 @@
-"""Attention of a layer, for transformers' ``AttentionInterface``: a batch that `masks.attention_mask` describes, or any other."""
+"""Attention of a layer, for transformers' ``AttentionInterface``. Batches that `masks.attention_mask` describes run on our
+kernels."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a layer.
+    """Computes the attention of a layer.
 
     Args:
         module: the layer.
         query: ``[batch, heads, q_length, head_dim]``.
-        key, value: ``[batch, kv_heads, kv_length, dim]``, with the new tokens; of a static cache all of it.
-        attention_mask: from `masks.attention_mask`; with any other mask transformers' own attention runs.
-        dropout: 0 unless the model is trained.
-        scaling: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        key, value: ``[batch, kv_heads, kv_length, dim]``, with the new tokens; for a static cache, all of its slots.
+        attention_mask: the result of `masks.attention_mask`; with any other mask, transformers' own attention runs.
+        dropout: the dropout probability, which is 0 unless the model is trained.
+        scaling: the factor of the dot products q·k; None means ``1 / sqrt(head_dim)``.
         softcap: if positive, the cap of the scores.
         s_aux: ``[heads]``, sinks.
-        others: further arguments of transformers' own attention. The window is not read: the mask knows it.
+        others: further arguments of transformers' own attention. The window is not read, because the mask contains the window.
 
     Returns:
         The output ``[batch, q_length, heads, v_head_dim]``, and the probabilities if transformers' eager attention ran.
@@ -62,7 +63,7 @@ def attention_forward(
 
 
 def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any]) -> Tensor:
-    """Prefill. Keys and values of several rows are copied, because rows are not adjacent in a cache."""
+    """Computes a prefill. If there are several rows, keys and values are copied, because rows are not adjacent in a cache."""
     tokens = query.shape[2]
     q, k, v = (_rows(states[:, :, :tokens]) for states in (query, key, value))
     out: Tensor = OPS.mha_prefill(q, k, v, batch.table, max_seqlen=tokens, **options)
@@ -70,9 +71,10 @@ def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: di
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any], row: int) -> Tensor:
-    """New tokens after cached ones. The cache is viewed as pages of one token; a contiguous cache is not copied.
+    """Computes attention of new tokens after cached tokens. The cache is viewed as pages of one token; a contiguous cache is not
+    copied.
 
-    ``row``: pages between rows, as the mask function assumed.
+    ``row`` is the number of pages from one row of the batch to the next, as the mask function assumed.
     """
     rows, _, tokens, _ = query.shape
     _, heads, length, _ = key.shape
@@ -92,14 +94,14 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dic
 
 
 def _rows(states: Tensor) -> Tensor:
-    """``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    """Returns ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
     return states.transpose(1, 2).flatten(0, 1)
 
 
 def _pages(states: Tensor) -> Tensor:
-    """``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of head 0.
+    """Views ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of head 0.
 
-    The rows' pages do not overlap: only pages of head 0 are named in a page table.
+    A page table names only pages that begin in head 0. So the named pages do not overlap.
     """
     rows, heads, tokens, dim = states.shape
     row = row_pages(heads, tokens)
@@ -114,11 +116,11 @@ def _pages(states: Tensor) -> Tensor:
 def _own(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' own attention: sdpa, or eager where sdpa lacks a feature that the layer uses."""
+    """Computes transformers' own attention: sdpa, or eager attention if sdpa lacks a feature that the layer uses."""
     if not options["softcap"] and options["s_aux"] is None:
         forward: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     else:
-        # Models' own function, in the module of the layer's class, by transformers' convention.
+        # By transformers' convention, the model's eager attention is a function in the module of the layer's class.
         forward = sys.modules[type(module).__module__].eager_attention_forward
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

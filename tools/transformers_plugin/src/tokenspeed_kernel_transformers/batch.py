@@ -1,9 +1,9 @@
-"""A batch as the mask function describes it to the attention function: one int32 tensor, made once per forward and kind of layer.
+"""The description of a batch: one int32 tensor from the mask function to the attention function, one per forward and kind of layer.
 
 transformers carries a mask from the mask function to the layers only if it is a tensor of four dimensions. A batch is such a
 tensor, ``[1, layout, window, entries]``. ``entries`` is the size of a table of integers. ``layout`` and ``window`` are expanded
-dimensions without storage. Their sizes are facts that a layer must know on the host. So no layer waits for the device, and they
-are constants for ``torch.compile``.
+dimensions without storage. Their sizes are values that a layer must know on the host. So no layer waits for the device, and
+``torch.compile`` sees these values as constants.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ RAGGED, PAGED = 2, 3
 
 @dataclass(frozen=True)
 class Batch:
-    """What a layer's attention needs to know of a batch.
+    """The data that a layer's attention needs about a batch.
 
     Attributes:
-        layout: RAGGED: the queries' own tokens are all keys. PAGED: keys lie in a cache, whose pages are single tokens.
-        window_left: visible tokens before the token itself; -1 for all.
+        layout: RAGGED: the keys are those of the query tokens only. PAGED: the keys are in a cache with pages of one token.
+        window_left: number of visible tokens before each token; -1 means all.
         table: int32. RAGGED: ``[sequences + 1]``, the cumulative lengths of the sequences. PAGED: ``[batch * (1 + tokens)]``, the
-            number of visible tokens of each row, then the pages of each row, oldest first.
+            number of visible tokens of each row, then the page numbers of each row, oldest token first.
     """
 
     layout: int
@@ -34,12 +34,12 @@ class Batch:
     table: Tensor
 
     def pack(self) -> Tensor:
-        """The tensor that transformers carries."""
+        """Returns the tensor that transformers passes from the mask function to the layers."""
         return self.table.view(1, 1, 1, -1).expand(1, self.layout, self.window_left + 2, -1)
 
 
 def unpack(mask: Tensor | None) -> Batch | None:
-    """The batch that a mask describes; None for every other mask."""
+    """Returns the batch that a mask describes; None if the mask is not a packed batch."""
     if mask is None or mask.dtype != torch.int32 or mask.ndim != 4:
         return None
     _, layout, window, _ = mask.shape
@@ -47,10 +47,10 @@ def unpack(mask: Tensor | None) -> Batch | None:
 
 
 def row_pages(heads: int, tokens: int) -> int:
-    """Pages of one token between rows of a contiguous cache ``[batch, heads, tokens, dim]``."""
+    """Returns the number of one-token pages from one row of a contiguous cache ``[batch, heads, tokens, dim]`` to the next."""
     return heads * tokens
 
 
 def kv_heads_of(config: Any) -> int:
-    """The number of KV heads that a configuration names; layers may have others."""
+    """Returns the number of KV heads in a model's configuration; a layer may have another number."""
     return getattr(config, "num_key_value_heads", None) or 1

@@ -22,7 +22,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 
 
 def enable_parts(model: Any, *, attention: bool, experts: bool, norms: bool, gated_mlps: bool) -> Receipt:
-    """See `tokenspeed_kernel_transformers.enable`."""
+    """Implements `tokenspeed_kernel_transformers.enable`."""
     off = "it is switched off"
     rows: list[Row] = []
     rows += _attention(model) if attention else [Row("attention", "all", len(_attention_layers(model)), reason=off)]
@@ -41,7 +41,7 @@ def enable_parts(model: Any, *, attention: bool, experts: bool, norms: bool, gat
 
 @dataclass(frozen=True)
 class _Shape:
-    """What decides which kernels are eligible for a layer's attention."""
+    """The properties of a layer's attention that decide which kernels are eligible."""
 
     kind: str
     heads: int
@@ -66,7 +66,7 @@ def _attention_layers(model: Any) -> list[Any]:
 
 
 def _attention(model: Any) -> list[Row]:
-    """Switches the attention of the whole model, if kernels are eligible for all of its layers."""
+    """Switches the attention of the whole model, if kernels are eligible for all layers of the model."""
     counts = Counter(_shape_of(layer) for layer in _attention_layers(model))
     outcomes: dict[_Shape, tuple[tuple[str, ...], str]] = {}
     for shape in counts:
@@ -91,7 +91,7 @@ def _shape_of(layer: Any) -> _Shape:
     config = layer.config
     heads = config.num_attention_heads
     head_dim = getattr(layer, "qk_head_dim", None) or layer.head_dim
-    # Models without kinds of layers have the same window everywhere.
+    # If a model's configuration names no kinds of layers, all layers have the same window.
     default = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     window = getattr(layer, "sliding_window", default)
     return _Shape(
@@ -107,7 +107,7 @@ def _shape_of(layer: Any) -> _Shape:
 
 
 def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """The kernels of a prefill, of a decode step and of several tokens after cached ones, each with one sequence."""
+    """Returns the kernels of a prefill, of a decode step, and of several new tokens after cached tokens, each with one sequence."""
 
     def made(*sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=dtype, device=device)
@@ -142,7 +142,7 @@ def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) 
 
 
 def _mixers(model: Any) -> list[Row]:
-    """Layers with a state instead of attention."""
+    """Lists the layers with a state instead of attention."""
     attention = set(map(id, _attention_layers(model)))
     counts = Counter(
         type(module).__name__
@@ -158,7 +158,8 @@ def _experts_layers(model: Any) -> list[Any]:
 
 
 def _experts(model: Any) -> list[Row]:
-    """Arranges the weights of all experts, and switches the model if a kernel is eligible for each layer."""
+    """Arranges the weights of all experts. If a kernel is eligible for each layer, switches the model's experts to these
+    kernels."""
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
     for layer in _experts_layers(model):
@@ -188,7 +189,7 @@ def _top_k_of(config: Any) -> int:
 
 
 def _replaced(model: Any, part: str, found: Iterable[tuple[str, Any]], replacement: Callable[[Any], Any]) -> list[Row]:
-    """Replaces modules one by one. Those that are not served remain."""
+    """Replaces modules one by one. Modules for which no kernel is eligible remain."""
     kernels: dict[tuple[str, str], str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for name, own in found:

@@ -1,4 +1,5 @@
-"""Experts of a mixture-of-experts layer, for transformers' ``ExpertsInterface``: transformers routes, `moe_apply` computes."""
+"""Experts of a mixture-of-experts layer, for transformers' ``ExpertsInterface``. transformers routes the tokens, and `moe_apply`
+computes the experts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tokenspeed_kernel_transformers.kernels import OPS, NotServedError
 
-# Elements that share a scale in MXFP4.
+# The number of elements that share a scale in MXFP4.
 _BLOCK = 32
 # The attribute of a layer that holds its `Arranged` weights.
 _ATTRIBUTE = "tokenspeed_arranged"
@@ -19,7 +20,7 @@ _ATTRIBUTE = "tokenspeed_arranged"
 
 @dataclass
 class Arranged:
-    """A layer's weights as its kernel reads them.
+    """A layer's weights in the layout that its kernel reads.
 
     Attributes:
         plan: the core's `MoEPlan`.
@@ -31,10 +32,10 @@ class Arranged:
 
 
 def experts_forward(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum over the top-k experts.
+    """Returns the weighted sum over the top-k experts.
 
     Args:
-        module: the layer's experts. Their weights are arranged in the first call, unless `arrange` has been called.
+        module: the layer's experts. The first call arranges their weights, unless `arrange` has been called.
         hidden_states: ``[tokens, hidden]``.
         top_k_index: ``[tokens, top_k]``.
         top_k_weights: ``[tokens, top_k]``.
@@ -53,13 +54,14 @@ def experts_forward(module: torch.nn.Module, hidden_states: Tensor, top_k_index:
 
 
 def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
-    """Arranges a layer's weights for the kernel that is selected. Call it again after loading other weights.
+    """Arranges a layer's weights for the selected kernel. Call `arrange` again after loading other weights.
 
-    Dense weights that MXFP4 represents exactly are packed: GPT-OSS's checkpoints are MXFP4, which transformers dequantises.
+    If MXFP4 represents dense weights exactly, they are packed as MXFP4. This restores GPT-OSS's MXFP4 checkpoints, which
+    transformers dequantises.
 
     Args:
         module: the layer's experts.
-        top_k: experts of each token.
+        top_k: number of experts of each token.
 
     Raises:
         NotServedError: the layer has a feature that `moe_apply` lacks, or no kernel is eligible.
@@ -67,7 +69,8 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     layer: Any = module
     refused = {
         "experts without a gate": not layer.has_gate,
-        # Older releases lack these two attributes. They do not tell how experts are divided, so any process group counts.
+        # Older releases lack these two attributes. Without these attributes, it is unknown whether experts are divided over ranks,
+        # so any process group counts as expert parallelism.
         "a norm after each expert": getattr(layer, "has_post_expert_norm", False),
         "experts divided among ranks": getattr(layer, "_is_expert_parallel", torch.distributed.is_initialized()),
         f"weights of {layer.gate_up_proj.dtype}": not layer.gate_up_proj.is_floating_point() or layer.gate_up_proj.itemsize < 2,
@@ -96,7 +99,7 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether a module has the attributes that transformers' ``use_experts_implementation`` adds."""
+    """Returns whether a module has the attributes that transformers' ``use_experts_implementation`` adds."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
 
 
@@ -117,7 +120,7 @@ def _plan(sizes: tuple[int, int, int, int], device: torch.device, options: dict[
 
 
 def _activation(layer: Any) -> dict[str, Any]:
-    """The options of the plan for a layer's activation, which is compared with the core's on a few values."""
+    """Returns the plan's options for a layer's activation. The layer's activation is compared with the core's on a few values."""
     interleaved = not layer.is_concatenated
     candidates = [{"alpha": 1.0, "limit": None, "beta": 0.0}]
     if hasattr(layer, "alpha") and hasattr(layer, "limit"):
@@ -134,9 +137,9 @@ def _activation(layer: Any) -> dict[str, Any]:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The weight in MXFP4, ``(values, scales)``; None if this is not exact.
+    """Returns the weight in MXFP4, ``(values, scales)``; None if MXFP4 does not represent the weight exactly.
 
-    Each expert is packed on its own, so that the check needs little memory, and stops at the first expert that differs.
+    Experts are packed one at a time. So the check needs little memory, and stops at the first expert that is not exact.
     """
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32) or weight.shape[2] % _BLOCK:
         return None

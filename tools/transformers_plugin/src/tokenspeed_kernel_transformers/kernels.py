@@ -1,4 +1,4 @@
-"""The core's operators, and which of its kernels run a call."""
+"""The core's operators, and `kernel_of`, which names the kernel that runs a call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ OPS: Any = import_module("tokenspeed_kernel")
 
 
 class NotServedError(ValueError):
-    """Our kernels do not run something; the message says why."""
+    """No kernel of ours supports a layer or a batch; the message says why."""
 
 
 def kernel_of(operator: str, **arguments: Any) -> str:
-    """The name of the kernel that the core selects for a call.
+    """Returns the name of the kernel that the core selects for a call.
 
     Raises:
-        NotServedError: the operator rejects the call, or no kernel is eligible. On a GPU, kernels that wait for the device do not
-            count, and neither do references.
+        NotServedError: the operator rejects the call, or no kernel is eligible. On a GPU, references and kernels that wait for the
+            device count as not eligible.
     """
     try:
         explanation = getattr(OPS, operator).explain(**arguments)

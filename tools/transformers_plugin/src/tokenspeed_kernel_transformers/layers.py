@@ -1,7 +1,7 @@
-"""Norms and gated MLPs: modules that take the place of a model's own, by PyTorch's ``set_submodule``.
+"""Norms and gated MLPs that replace a model's own modules, by PyTorch's ``set_submodule``.
 
-They keep the parameters and their names, so that saving and loading are as before. A module is recognised by what it computes,
-not by its class: it is called once and compared with our formula.
+The parameters keep their names, so saving and loading work as before. A module is recognised by its results, not by its class: the
+module is called once, and its results are compared with our formula.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tokenspeed_kernel_transformers.kernels import OPS, NotServedError, kernel_of
 
-# The operator of an activation and its options, beside PyTorch's function.
+# For each activation: PyTorch's function, and our operator with its options.
 _ACTIVATIONS: tuple[tuple[str, dict[str, str], Callable[[Tensor], Tensor]], ...] = (
     ("silu_and_mul", {}, functional.silu),
     ("gelu_and_mul", {"approximate": "none"}, functional.gelu),
@@ -26,15 +26,16 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class RMSNorm(torch.nn.Module):
-    """An RMS norm by `rmsnorm`, which rounds once. Many of transformers' own round before the multiplication by weight, too."""
+    """An RMS norm that calls `rmsnorm`, which rounds once. Many of transformers' own norms also round before the multiplication by
+    the weight."""
 
     def __init__(self, own: Any) -> None:
         """
         Args:
-            own: the model's norm. It computes calls with gradients.
+            own: the model's norm, which computes calls with gradients.
 
         Raises:
-            NotServedError: it is no RMS norm of ours, or no kernel is eligible.
+            NotServedError: the module does not compute our formula of an RMS norm, or no kernel is eligible.
         """
         super().__init__()
         self.weight = _parameter(own, "weight")
@@ -75,10 +76,10 @@ class GatedMLP(torch.nn.Module):
     def __init__(self, own: Any) -> None:
         """
         Args:
-            own: the model's MLP. Its projections remain where they are.
+            own: the model's MLP. Its projection modules are used unchanged.
 
         Raises:
-            NotServedError: it is no gated MLP of ours, or no kernel is eligible.
+            NotServedError: the module does not compute our formula of a gated MLP, or no kernel is eligible.
         """
         super().__init__()
         for name in _PROJECTIONS:
@@ -109,8 +110,8 @@ class GatedMLP(torch.nn.Module):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to ``[..., hidden]``."""
-        # torch.compile cannot trace writes to a part of a tensor, and fuses the activation itself.
+        """Maps ``[..., hidden]`` to ``[..., hidden]``."""
+        # torch.compile cannot trace writes to a slice of a tensor. It fuses the activation itself.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._formula(x)
         rows = x.flatten(0, -2)
@@ -127,17 +128,17 @@ class GatedMLP(torch.nn.Module):
 
 
 def is_norm(module: Any) -> bool:
-    """Whether a module looks like an RMS norm."""
+    """Returns whether a module looks like an RMS norm."""
     return "RMSNorm" in type(module).__name__ and not isinstance(module, RMSNorm)
 
 
 def is_gated_mlp(module: Any) -> bool:
-    """Whether a module looks like a gated MLP."""
+    """Returns whether a module looks like a gated MLP."""
     return all(hasattr(module, name) for name in (*_PROJECTIONS, "act_fn")) and not isinstance(module, GatedMLP)
 
 
 def _parameter(module: Any, name: str) -> torch.nn.Parameter:
-    """A parameter, which must be an ordinary one on a device."""
+    """Returns a parameter, which must be an ordinary parameter on a device."""
     parameter = getattr(module, name, None)
     if not isinstance(parameter, torch.nn.Parameter) or type(parameter.data) is not Tensor or parameter.is_meta:
         raise NotServedError(f"its {name} is not an ordinary parameter on a device")

@@ -1,4 +1,5 @@
-"""The mask function: describes a batch for `attention.attention_forward`, or makes the mask of transformers' own attention."""
+"""The mask function, which describes a batch for `attention.attention_forward`, or makes the mask of transformers' own
+attention."""
 
 from __future__ import annotations
 
@@ -31,23 +32,23 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor:
-    """The mask of a forward, for transformers' ``AttentionMaskInterface``.
+    """Returns the mask of a forward, for transformers' ``AttentionMaskInterface``.
 
     Args:
-        batch_size, q_length: sizes of the queries.
-        kv_length: tokens of the key states, free slots of a static cache included.
+        batch_size, q_length: number of rows, and number of query tokens of each row.
+        kv_length: number of tokens of the key states, free slots of a static cache included.
         q_offset: position of the first query; a tensor for static caches.
         kv_offset: position of the first key.
-        mask_function: the pattern, as a function of positions.
-        attention_mask: bool ``[batch, positions]``, False for padding. None: there is none.
+        mask_function: the pattern of visible tokens, as a function of positions.
+        attention_mask: bool ``[batch, positions]``, False for padding. None if there is no padding.
         local_size: the window of layers with a sliding window, the token itself included.
         device: where the mask is made.
         config: the model's configuration.
         others: further arguments of transformers' ``sdpa_mask``.
 
     Returns:
-        A packed `Batch`; or, for a batch that our kernels cannot serve, a bool mask ``[batch, 1, q_length, kv_length]``, with
-        which the layers run transformers' own attention. A log line gives the reason once.
+        A packed `Batch`. If our kernels do not support the batch: a bool mask ``[batch, 1, q_length, kv_length]``, with which the
+        layers run transformers' own attention. The reason is logged once.
     """
     try:
         window_left = _window_of(mask_function, local_size, kv_length)
@@ -71,14 +72,14 @@ def attention_mask(
         local_size=local_size,
         device=device,
         config=config,
-        # Always a mask: transformers' eager attention knows no other sign of causality.
+        # A mask is always made, because transformers' eager attention is causal only with a mask.
         **{**others, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
     return mask
 
 
 def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_length: int) -> int:
-    """``window_left`` of a causal pattern. Raises NotServedError for every other pattern."""
+    """Returns ``window_left`` of a causal pattern. Raises NotServedError for every other pattern."""
     if torch.is_grad_enabled():
         raise NotServedError("gradients are enabled, and kernels are for inference: call the model under torch.inference_mode()")
     if local_size is None:
@@ -93,7 +94,7 @@ def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_len
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions have the same code and enclose the same values."""
+    """Returns whether two functions have the same code and enclose the same values."""
     if inspect.isfunction(one) and inspect.isfunction(other) and one is not other:
         enclosed = (inspect.getclosurevars(one).nonlocals, inspect.getclosurevars(other).nonlocals)
         return one.__code__ is other.__code__ and _same(*(tuple(values.items()) for values in enclosed))
@@ -103,16 +104,17 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_first(q_offset: int | Tensor) -> bool:
-    """Whether no token was cached before. Waits for the device, once per prefill with a static cache, as transformers does."""
+    """Returns whether no token was cached before. With a static cache, it waits for the device once per prefill, as transformers
+    does."""
     if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
         raise NotServedError("the length of a static cache cannot be read while torch.compile traces a prefill")
     return int(q_offset) == 0
 
 
 def _ragged(batch: int, tokens: int, padding: Tensor | None, device: Any, window_left: int) -> Batch:
-    """The batch of a prefill. A row's padding on the left counts as a sequence of its own, which no token of the row sees.
+    """Returns the batch of a prefill. Padding on the left of a row becomes a separate sequence, which no token of the row sees.
 
-    Padding on the right needs no care: it comes later than every token.
+    Padding on the right needs no handling, because it comes after every token of the row.
     """
     ends = torch.arange(tokens, (batch + 1) * tokens, tokens, device=device)
     if padding is None:
@@ -135,10 +137,10 @@ def _paged(
     device: Any,
     window_left: int,
 ) -> Batch:
-    """The batch of new tokens after cached ones.
+    """Returns the batch of new tokens after cached tokens.
 
-    ``layout``: tokens of the key states, the position of the first one, pages from row to row. ``new``: tokens of the key states
-    without free slots."""
+    ``layout``: number of tokens of the key states, the position of the first of these tokens, and the number of pages from one row
+    to the next. ``new``: number of tokens of the key states without free slots."""
     tokens, begin, row = layout
     token = torch.arange(tokens, device=device)
     if padding is None:
@@ -147,7 +149,8 @@ def _paged(
         known = torch.nn.functional.pad(padding, (0, max(begin + tokens - padding.shape[1], 0)))
         known = known[:, begin : begin + tokens] & (token < new)
         lengths = known.sum(1)
-        # Windows, and several queries, count positions. A single query without a window may skip padding anywhere.
+        # With a window or with several queries, visibility depends on positions, so padding must not lie between tokens. For a
+        # single query without a window, the page table may skip padding anywhere.
         if (window_left >= 0 or q_length > 1) and not _contiguous(known, new - lengths, new):
             raise NotServedError("there is padding between a row's tokens")
         pages = known.int().argsort(dim=1, descending=True, stable=True)
@@ -156,7 +159,8 @@ def _paged(
 
 
 def _contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> bool:
-    """Whether each row knows exactly the tokens from begin to end. Waits for the device, as transformers' own masks do."""
+    """Returns whether the valid tokens of each row are exactly those from begin to end. It waits for the device, as transformers'
+    own masks do."""
     if torch.compiler.is_compiling():
         raise NotServedError("padding cannot be read while torch.compile traces the mask")
     token = torch.arange(known.shape[1], device=known.device)

@@ -1,4 +1,4 @@
-"""What runs on which kernel, and why the rest does not."""
+"""The receipt: which layers run on which kernels, and why other layers do not run on our kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Row:
 
     Attributes:
         part: ``"attention"``, ``"experts"``, ``"norms"``, ``"gated MLPs"`` or ``"mixers"``.
-        kind: the layers' class and what distinguishes them.
-        layers: how many there are.
-        kernels: operators and the kernels that the core selects for one token; empty if transformers' own code runs.
-        reason: why transformers' own code runs.
+        kind: the layers' class, and options such as the window.
+        layers: number of layers of this kind.
+        kernels: the operators, with the kernels that the core selects for one token; empty if transformers' own code runs.
+        reason: the reason why transformers' own code runs; empty if our kernels run.
     """
 
     part: str
@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What `enable` has changed in a model; ``str()`` is a table.
+    """The result of `enable` for a model; ``str()`` is a table.
 
     Attributes:
         rows: one for each kind of layer.
@@ -35,7 +35,7 @@ class Receipt:
     rows: tuple[Row, ...]
 
     def served(self, part: str) -> bool:
-        """Whether a part has layers, and all of them run on our kernels."""
+        """Returns whether a part has layers, and all of these layers run on our kernels."""
         rows = [row for row in self.rows if row.part == part]
         return bool(rows) and all(row.kernels for row in rows)
 
