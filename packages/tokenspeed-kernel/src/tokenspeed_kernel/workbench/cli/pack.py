@@ -1,4 +1,4 @@
-"""``pack``: makes kernel packs, and says what a pack has and lacks."""
+"""``pack``: makes kernel packs, and checks which programs of a pack are usable and which are missing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _jobs(given: int | None) -> int:
 
 
 def _followed(source: str, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
-    """All outcomes, with a progress bar."""
+    """Returns all outcomes. Shows a progress bar while it waits for them."""
     done = []
     try:
         with progress(len(packing.calls_of(source)), what) as begin:
