@@ -1,4 +1,4 @@
-"""CuteDSL's programs for kernel packs, through the entry point group ``tokenspeed_kernel.packing``."""
+"""Compiles CuteDSL programs for kernel packs. An entry point of the group ``tokenspeed_kernel.packing`` names this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILER = _programs.COMPILER
 
 
 class _NoLaunches(Backend):
-    """Compiles and loads programs as for a GPU, and launches nothing."""
+    """A backend that compiles and loads programs as for a GPU, and launches nothing."""
 
     def launcher(self, launch: Launch) -> Launch:
         def skip(*arguments: Any) -> None:
@@ -26,7 +26,7 @@ class _NoLaunches(Backend):
 
 
 def toolchain() -> list[str]:
-    """The versions that a program depends on."""
+    """Returns the versions on which a compiled program depends."""
     return [*_programs.toolchain()]
 
 
@@ -37,8 +37,8 @@ def is_program(name: str) -> bool:
 
 @contextlib.contextmanager
 def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
-    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep what they were given, so this process
-    must not launch afterwards either."""
+    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep the functions that launch nothing, so
+    kernels of this process do not run after the block either."""
     os.environ[_programs.VARIABLE] = str(folder)
     with use_backend(_NoLaunches()):
         yield
