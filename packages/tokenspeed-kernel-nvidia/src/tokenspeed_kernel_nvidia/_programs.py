@@ -317,8 +317,8 @@ def _version(distribution: str) -> str:
 
 @functools.cache
 def _runtime() -> Path | None:
-    """Returns the path of CuteDSL's runtime library. If the library is not where the wheels put it, returns None, and CuteDSL must be
-    queried.
+    """Returns the path of CuteDSL's runtime library. Returns None if the library is not where the wheels put it, so that CuteDSL
+    must be queried.
 
     There may be a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest that the driver can run.
     """
