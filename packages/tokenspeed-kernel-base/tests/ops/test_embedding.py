@@ -193,7 +193,7 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     table = table_of(angles_of(100, 128))
     got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers' angles are float32
+        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers computes angles in float32
     # Three equal positions act like one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
