@@ -395,7 +395,8 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
 
 
 def test_quantised_results_are_compared_after_dequantisation() -> None:
-    """A last-bit difference before quantisation may change quantised values and scales, and passes. Those of other values fail."""
+    """A last-bit difference before quantisation may change quantised values and scales, and must pass. Quantised values and scales
+    of different values must fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
@@ -467,7 +468,7 @@ def scale(declare: Declare) -> Any:
 
 
 def verify(function: Any, impl: Impl | str, *, name: str = "tried", **declaration: Any) -> list[CaseResult]:
-    """Registers a kernel and verifies it."""
+    """Registers a kernel, verifies it, and returns the result."""
     op = function.operator
     spec = KernelSpec(name, op.family, op.mode, solution="tried", format_signatures=None, **declaration)
     KernelRegistry.get().register(spec, impl)

@@ -24,7 +24,7 @@ ROOT = Path(tokenspeed_kernel.__file__).parent / "triton"
 
 
 def modules() -> dict[str, Path]:
-    """The source files of the portable kernels, by module name."""
+    """Returns the source files of the portable kernels, by module name."""
     named = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent.parent).with_suffix("").parts
@@ -57,7 +57,7 @@ def test_scanning_imports_no_triton() -> None:
 
 
 def _wanted(path: Path, name: str) -> Iterator[str]:
-    """The module names in ``DeviceModule(__name__ + "_device")`` and ``DeviceModule("package.module_device")``."""
+    """Returns the module names in ``DeviceModule(__name__ + "_device")`` and ``DeviceModule("package.module_device")``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "DeviceModule":
             yield str(eval(ast.unparse(node.args[0]), {"__name__": name}))
@@ -109,7 +109,7 @@ def normalise(x, weight, eps):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Writes a package of these modules, and returns its name."""
+    """Writes a package with these modules, and returns the package's name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made: list[str] = []
 

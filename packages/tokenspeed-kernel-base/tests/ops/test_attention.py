@@ -67,7 +67,7 @@ def assert_close(got: Tensor, wanted: Tensor, **tolerance: float) -> None:
 
 
 def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Stores ragged tokens in a cache whose pages are in arbitrary order. Unused slots hold NaN; unused page-table entries are -7."""
+    """Stores ragged tokens in a cache whose pages are in arbitrary order. Unused slots hold NaN, unused table entries -7."""
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     cache = torch.full((len(order), page_size, *tokens.shape[1:]), torch.nan).to(tokens.dtype)

@@ -197,7 +197,7 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     # Three equal positions act like one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
-    # Any number of sections, through one table row for each token, as the page "Calling operators" shows.
+    # The operator supports any number of sections if the table has one row per token, as the page "Calling operators" shows.
     if not in_turn:
         section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
         rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)

@@ -176,7 +176,8 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
     assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
 
 
-# Few distinct logits, so that ties are common; dyadic top_p, so that prefixes often have exactly that probability.
+# The logits have few distinct values, so that ties are common. top_p is a dyadic fraction, so that prefixes often have exactly this
+# probability.
 LOGITS = st.one_of(st.sampled_from([0.0, 1.0, 2.0, -INF]), st.floats(-20, 20, width=32))
 REQUEST = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5, 100.0]),
