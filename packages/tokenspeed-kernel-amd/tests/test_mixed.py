@@ -29,7 +29,8 @@ from .paging import (
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with one CU. Small inputs keep it busy, so that long and short sequences get separate launches."""
+    """Pretends that the device has one CU. Small inputs then keep the device busy, so that long and short sequences get separate
+    launches."""
     pretend_compute_units(monkeypatch, 1)
 
 

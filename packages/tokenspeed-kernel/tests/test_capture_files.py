@@ -23,7 +23,7 @@ from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, Unreada
 from tokenspeed_kernel.workbench.watching.records import add_to
 from tokenspeed_kernel_base import storage
 
-# Counts calls of n rows until it is told to stop, and prints now and then how many it has made.
+# A program that counts calls of n rows until it is told to stop, and sometimes prints the number of calls so far.
 WRITER = """
 import sys, torch, tokenspeed_kernel as tk
 tensors = [torch.ones(n, 8) for n in (1, 2, 3)]

@@ -246,7 +246,7 @@ def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
         odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.traits[name])]
         faults.unless(not odd, f"{case.name}: {', '.join(odd)} are not what traits= states", "state what values they have")
         flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
-    # A request with an undeclared trait raises. So the remaining traits are those that no small case sets.
+    # A request with an undeclared trait raises an error. So a declared trait can only be idle because no small case sets it.
     idle = sorted(op.traits.keys() - given)
     faults.unless(not idle, f"no small case gives the traits {', '.join(idle)}", "add a case, or leave them out of traits=")
     first = next(iter(flags.values()), set())

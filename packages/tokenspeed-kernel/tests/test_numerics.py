@@ -413,7 +413,7 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
         assert not compared((codes.roll(1, 1), scale))[0].passed
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
-    # The block's amax saturates in one of the two, and has the next larger scale in the other.
+    # In one of the two results the block's amax saturates. In the other one the block has the next larger scale.
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
     arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32), "quantization": Quantization.mxfp8()})

@@ -66,7 +66,7 @@ def _wanted(path: Path, name: str) -> Iterator[str]:
 def test_launchers_name_device_code_that_exists_and_all_device_code_is_wanted() -> None:
     wanted = {device for name, path in modules().items() for device in _wanted(path, name)} - {"triton.tools.tensor_descriptor"}
     assert wanted <= modules().keys()
-    for name in [*wanted]:  # device code that other device code imports
+    for name in [*wanted]:  # adds device code that this device code imports
         waiting = [name]
         while waiting:
             for node in ast.walk(ast.parse(modules()[waiting.pop()].read_text())):

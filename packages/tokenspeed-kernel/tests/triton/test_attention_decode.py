@@ -64,7 +64,7 @@ def test_lengths_are_loaded_in_chunks() -> None:
 @pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("options", [{"sinks": True}, {"max_seqlen_q": 2, "window_left": 50}], ids=["sinks", "window"])
 def test_one_program_merges_the_splits_of_all_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many sequences, one program merges the splits of all heads. Here it does so for few sequences."""
+    """The kernel uses this merge for many sequences. The test makes it use the merge for few sequences."""
     monkeypatch.setattr(_split_kv, "_FEW", 0)
     _agrees(_draw([100, 0, 15, 61], None, 12, 4, 16, 24, dtype=torch.float32, return_lse=True, **options), 1e-5)
 

@@ -90,11 +90,11 @@ class Step:
         self.mistakes += (combined != every[rank] * goes[:, None]).sum()
 
     def chosen(self, rank: int) -> torch.Tensor:
-        """The expert ids of a rank's tokens, int32 ``[rows, 2]``, with 5 experts a rank. About three in four tokens choose two
-        experts.
+        """Returns the expert ids of a rank's tokens, int32 ``[rows, 2]``. A rank has 5 experts. About three in four tokens select
+        two experts.
 
-        In some runs a rank has no token that chooses any expert, or all choose experts of rank 0, so that the others get no
-        rows.
+        In some runs no token of a rank selects any expert. In others, all tokens select experts of rank 0, so that the other ranks
+        get no rows.
         """
         place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
         ids = (place + self.turn + 7 * rank) % (5 * self.group.world_size)
