@@ -1,6 +1,6 @@
-"""What a developer runs. ``python -m nox -l`` lists it; each session makes its own environment.
+"""The sessions that developers and CI run. ``python -m nox -l`` lists them. Each session makes its own environment.
 
-Sessions that need hardware or a peer that this machine lacks say what they need and are skipped.
+A session that needs hardware or software that this machine lacks is skipped, and its message names the requirement.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ AMD = "packages/tokenspeed-kernel-amd"
 NVIDIA = "packages/tokenspeed-kernel-nvidia"
 VLLM_PLUGIN = "tools/vllm_plugin"
 TRANSFORMERS_PLUGIN = "tools/transformers_plugin"
-# The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
+# The exact version makes all sessions and CI use the same PyTorch: the build for CPUs if the package index offers one.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
 TRITONS = ("triton==3.6.0", "triton==3.9.0")
-# The releases that the vLLM plugin is tested with. They pin another PyTorch, and are installed without what they require.
+# The releases that the vLLM plugin is tested with. vLLM pins another PyTorch, so it is installed without its requirements.
 VLLMS = ("vllm==0.26.0", "vllm==0.33.0")
-# The releases that the transformers plugin is tested with: the oldest that it accepts, and the newest.
+# The releases that the transformers plugin is tested with: the oldest that the plugin accepts, and the newest.
 TRANSFORMERS = ("transformers==5.17.0", "transformers==5.24.0")
-# Compiles the NVIDIA wheel's kernels; its runtime needs no GPU to be installed.
+# The compiler of the NVIDIA wheel's kernels. It can be installed without a GPU.
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
-# Compiles C where there is no compiler.
+# A C compiler, for machines that have none.
 ZIG = "ziglang==0.17.1"
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
-    """PyTorch first, so that what follows finds it and fetches no other; then our packages, editable; then the groups."""
+    """Installs our packages as editable, and dependency groups of pyproject.toml. PyTorch is installed first, so that no package
+    replaces it by another version."""
     session.install(TORCH)
     packages = [BASE, f"{CORE}[tools]", *([RUNTIME] if runtime else [])]
     session.install(*(part for package in packages for part in ("-e", package)), *_requirements(*groups))
@@ -54,27 +55,27 @@ def _requirements(*groups: str) -> tuple[str, ...]:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """GPT-OSS generates text through the public API, says which kernel served what, and checks itself."""
+    """GPT-OSS generates text through the public API, shows which kernels ran, and checks its results."""
     _install(session)
     session.run("python", "-m", "gpt_oss", "demo", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
+    """Runs the tests that need no GPU, compiler or engine. Arguments replace the default arguments of pytest."""
     _install(session, "test", "peers", "build")
-    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`, the other plugin
-    # by `transformers`.
+    # Other sessions run the ignored tests: `emulate` those that need Triton, `cutedsl` those that need CuteDSL, `vllm` and
+    # `transformers` those of the plugins.
     ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN)
     others = [part for path in ignored for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
-    # One thread a worker: two that each use all cores slow each other down many times over.
+    # Each worker uses one thread: workers that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
 def interpret(session: nox.Session) -> None:
-    """The portable Triton kernels on small cases, interpreted: no GPU, no compiler. Arguments go to pytest."""
+    """Runs the portable Triton kernels on small cases in Triton's interpreter: no GPU, no compiler. Arguments replace pytest's."""
     _install(session, "test", runtime=False)
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
@@ -85,7 +86,10 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """The emulator's own tests, the AMD wheel's kernels executed on it, and the runtime on them: no GPU. Arguments go to pytest."""
+    """Runs the tests of the gfx950 emulator, and on it those of the AMD wheel's kernels and of the GPT-OSS runtime, without a GPU.
+
+    Arguments replace pytest's.
+    """
     _install(session, "test", "build")
     session.install(TRITONS[-1], "-e", EMULATION, "-e", f"{EMULATOR}[cli]", "-e", AMD)
     tests = (f"{EMULATION}/tests", f"{EMULATOR}/tests", f"{AMD}/tests", f"{RUNTIME}/tests/test_gfx950.py")
@@ -95,9 +99,9 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def cutedsl(session: nox.Session) -> None:
-    """The NVIDIA wheel without a GPU: its tests, kernels, also portable ones, on the emulator of sm_90, and the emulator's tests.
+    """Runs the tests of the NVIDIA wheel and of the sm_90 emulator, which executes kernels of the wheel and portable ones.
 
-    Then one configuration of each kernel is compiled. Arguments go to pytest.
+    Then compiles one configuration of each CuteDSL kernel. Needs no GPU. Arguments replace pytest's.
     """
     _install(session, "test", "build", runtime=False)
     session.install(CUTEDSL, TRITONS[-1], "-e", NVIDIA, "-e", EMULATION, "-e", f"{HOPPER}[cli]")
@@ -112,9 +116,9 @@ def cutedsl(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("release", VLLMS)
 def vllm(session: nox.Session, release: str) -> None:
-    """The plugin in vLLM's own layers, on a CPU: references, and a wheel's kernels on the emulator. Arguments go to pytest.
+    """Runs the plugin in vLLM's own layers, on a CPU: with the references, and with the AMD wheel's kernels on the emulator.
 
-    vLLM's Python files are what is wanted of it; its compiled operators, for a GPU, are not run.
+    Only vLLM's Python code runs, not its compiled operators, which need a GPU. Arguments replace pytest's.
     """
     _install(session, "test", "vllm", "build", runtime=False)
     session.install(TRITONS[-1], "-e", EMULATION, "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
@@ -127,7 +131,7 @@ def vllm(session: nox.Session, release: str) -> None:
 @nox.session
 @nox.parametrize("release", TRANSFORMERS)
 def transformers(session: nox.Session, release: str) -> None:
-    """The plugin in transformers' own models, with random weights, on a CPU. Arguments go to pytest."""
+    """Runs the plugin in transformers' own models, with random weights, on a CPU. Arguments replace pytest's."""
     _install(session, "test", "build", runtime=False)
     session.install("-e", TRANSFORMERS_PLUGIN, release)
     arguments = session.posargs or ["-n", "auto", f"{TRANSFORMERS_PLUGIN}/tests"]
@@ -136,7 +140,7 @@ def transformers(session: nox.Session, release: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, ruff format, the words of prose, and mypy (strict on the core, the NVIDIA wheel and the emulators)."""
+    """Runs ruff, ruff format, the check of words in prose, and mypy (strict on the core, the NVIDIA wheel and the emulators)."""
     _install(session, "lint", runtime=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -148,15 +152,15 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Builds the documentation site into build/site. A broken link, and a public name without a description, are errors."""
     _install(session, "docs", runtime=False)
-    session.install("--no-deps", "-e", AMD, "-e", NVIDIA)  # what their kernels serve is read from their declarations
+    session.install("--no-deps", "-e", AMD, "-e", NVIDIA)  # pages list these wheels' kernels, read from the declarations
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Builds all wheels into dist/wheels, imports them in an empty environment, and follows every install line of the pages.
+    """Builds all wheels into dist/wheels, imports the wheels in a fresh environment, and runs every install line of the pages.
 
-    Arguments go to pytest.
+    Arguments are added to pytest's.
     """
     session.install(*_requirements("build"))
     session.run("python", "ci/build_wheels.py")
@@ -168,7 +172,7 @@ def build(session: nox.Session) -> None:
 def resolve(session: nox.Session) -> None:
     """Asks pip whether the wheels of dist/wheels can be installed beside the newest vLLM, SGLang and transformers.
 
-    Prints the pins that conflict. Arguments are engines; all by default.
+    Prints the version pins that conflict. Arguments are names of engines; all by default.
     """
     if not any((ROOT / "dist" / "wheels").glob("*.whl")):
         session.skip("needs the wheels: `nox -s build` makes them")
@@ -177,7 +181,8 @@ def resolve(session: nox.Session) -> None:
 
 
 def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
-    """Hardware sessions use the machine's own PyTorch, which fits its driver; a CPU build put beside it would not see the GPU."""
+    """Skips the session unless this machine has the vendor's GPU and a PyTorch for it. Sessions that need a GPU use the machine's
+    own PyTorch, which fits the driver; a PyTorch built for CPUs would not see the GPU."""
     if shutil.which(tool) is None or subprocess.run([tool], capture_output=True, check=False).returncode:
         session.skip(f"needs an {vendor} GPU with its driver: `{tool}` does not answer here")
     if importlib.util.find_spec("torch") is None:
@@ -186,7 +191,7 @@ def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
 
 @nox.session(name="tests-nvidia", venv_params=["--system-site-packages"])
 def tests_nvidia(session: nox.Session) -> None:
-    """All cases of all kernels that an NVIDIA GPU runs, the large ones too."""
+    """Runs all tests that need an NVIDIA GPU, among them all cases of all its kernels, the large ones included."""
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
     session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, "-e", NVIDIA, *_requirements("test"))
     session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
@@ -194,12 +199,12 @@ def tests_nvidia(session: nox.Session) -> None:
 
 @nox.session(name="sanitize-nvidia", venv_params=["--system-site-packages"])
 def sanitize_nvidia(session: nox.Session) -> None:
-    """The small cases of every Triton kernel under compute-sanitizer's memcheck. Arguments are operators; all by default."""
+    """Runs the small cases of every Triton kernel under compute-sanitizer's memcheck. Arguments are operators; all by default."""
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
     if shutil.which("compute-sanitizer") is None:
         session.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
     session.install("-e", BASE, "-e", f"{CORE}[tools]")
-    # Without PyTorch's own pool every tensor is an allocation of its own, so that going past its end is seen.
+    # Without PyTorch's memory pool, every tensor is a separate allocation. So memcheck finds accesses past the end of a tensor.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
     for target in session.posargs or [""]:
@@ -209,7 +214,10 @@ def sanitize_nvidia(session: nox.Session) -> None:
 
 @nox.session(name="tests-amd", venv_params=["--system-site-packages"])
 def tests_amd(session: nox.Session) -> None:
-    """All cases of all kernels that an AMD GPU runs, the large ones too. The emulator looks at what the compiler made of them."""
+    """Runs all tests that need an AMD GPU, among them all cases of all its kernels, the large ones included.
+
+    Tests that count instructions run on the emulator.
+    """
     _on_this_machine(session, "rocm-smi", "AMD")
     session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
     session.install("--no-deps", "-e", AMD, "-e", EMULATION, "-e", EMULATOR)  # PyTorch for ROCm has its own Triton
@@ -219,7 +227,7 @@ def tests_amd(session: nox.Session) -> None:
 @nox.session(name="compile")
 @nox.parametrize("compiler", [*TRITONS, CUTEDSL])
 def compile_kernels(session: nox.Session, compiler: str) -> None:
-    """Compiles every kernel for every architecture, without a GPU, and reports registers, local memory and shared memory.
+    """Compiles every kernel for every architecture, without a GPU, and reports the registers and memory that each kernel uses.
 
     Arguments go to ``ci/compile_triton.py`` or ``ci/compile_cutedsl.py``: ``nox -s compile -- --arch sm_90 --kernel decode``.
     """

@@ -1,6 +1,6 @@
 """Builds every distribution of this repository: wheels into dist/wheels, for pip's ``--find-links``, and sdists into dist/sdists.
 
-Needs `build` and `hatchling`. Each wheel is built from its sdist, so that files missing from the sdist are noticed.
+The script needs `build` and `hatchling`. Each wheel is built from its sdist, so that a file that the sdist lacks is noticed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build(project: Path, folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as built, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # Consumes the results, so that errors are raised.
+        # An error of a build is raised when its result is read.
         list(pool.map(lambda project: build(project, Path(built)), projects()))
         for suffix, name in ((".whl", "wheels"), (".tar.gz", "sdists")):
             shutil.rmtree(DIST / name, ignore_errors=True)

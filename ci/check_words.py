@@ -1,8 +1,8 @@
-"""Finds words in comments, docstrings and Markdown that the field has better ones for; `words.toml` lists them.
+"""Finds words in comments, docstrings and Markdown for which the field has a better word. `words.toml` lists these words.
 
     python ci/check_words.py [PATH]...
 
-Prints each use with its place and what to say instead. The exit status is 1 if there is any.
+The script prints the location of each use, and the word to use instead. The exit status is 1 if a use was found.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Rule(NamedTuple):
     """A word to avoid.
 
     Attributes:
-        avoid: where it is used.
-        say: what to say instead.
-        right: uses of it that are right.
-        outside: folders and files in which the word has another meaning.
+        avoid: pattern of the word.
+        say: the words to use instead.
+        right: patterns of correct uses of the word.
+        outside: folders and files in which the word has another meaning, and is not checked.
     """
 
     avoid: re.Pattern[str]
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     outside: tuple[str, ...]
 
     def uses(self, text: str) -> Iterator[str]:
-        """Uses of the word in a line that no pattern of ``right`` covers."""
+        """Yields the uses of the word in a line, without those that a pattern of ``right`` covers."""
         allowed = [match.span() for pattern in self.right for match in pattern.finditer(text)]
         for match in self.avoid.finditer(text):
             if not any(begin <= match.start() and match.end() <= end for begin, end in allowed):
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 def read_rules(path: Path) -> list[Rule]:
     def pattern(text: str) -> re.Pattern[str]:
-        # Identifiers in backticks and with underscores, and entries of a list of parameters, are names, not prose.
+        # Identifiers (in backticks, or with underscores) and entries of an Args list are names, not prose: they do not match.
         return re.compile(rf"(?<![\w`./-]){text}(?![\w`/:-]|\.\w|, \w+:)", re.IGNORECASE)
 
     listed = tomllib.loads(path.read_text(encoding="utf-8"))["rule"]
@@ -68,7 +68,7 @@ def read_rules(path: Path) -> list[Rule]:
 
 
 def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """The lines of comments, and of strings that stand alone: docstrings."""
+    """Yields line number and text of comments and docstrings."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -79,7 +79,7 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
-    """The lines outside of fenced code, without inline code."""
+    """Yields number and text of the lines outside fenced code blocks, without inline code."""
     fenced = False
     for number, line in enumerate(source.splitlines(), 1):
         if _FENCE.match(line):

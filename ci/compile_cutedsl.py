@@ -1,9 +1,9 @@
-"""Compiles every CuteDSL program in every configuration, without a GPU, and reports the SM resources of each.
+"""Compiles every CuteDSL program in every configuration, without a GPU, and reports the SM resources that each uses.
 
     python ci/compile_cutedsl.py --kernel decode --arch sm_90
 
-Fails on a program that does not compile, that uses local memory (a stack, or register spills), or whose wgmma instructions ptxas
-serialised.
+The exit status is 1 if a program does not compile or uses local memory (stack or register spills), or if ptxas serialised its wgmma
+instructions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import machine_code
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia._programs import Program
 
-# Attributes in the section .nv.info of machine code; each is followed by the function's symbol and a number.
+# Attributes in the ELF section .nv.info. The value of such an attribute is the function's symbol and a number.
 _SIZED_VALUE = 4
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
 
@@ -37,13 +37,13 @@ class Compiled:
 
     Attributes:
         name: the name from `warmup.describe`.
-        registers: registers per thread at the start.
-        local_bytes: stack per thread in local memory, spills included.
-        shared_bytes: shared memory per CTA, or None if the launch does not show it.
-        code_bytes: size of the kernel's code.
+        registers: registers per thread at launch, before setmaxnreg.
+        local_bytes: bytes of stack per thread in local memory, spills included.
+        shared_bytes: bytes of shared memory per CTA; None if the host code does not show the number.
+        code_bytes: size of the kernel's code in bytes.
         seconds: compile time.
-        serialised: whether ptxas waits for each wgmma before the next one.
-        error: why the compilation failed.
+        serialised: whether ptxas waits for each wgmma before it starts the next one.
+        error: why the compilation failed; empty if it succeeded.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Compiled:
 
 
 def _numbers(image: bytes) -> dict[int, int]:
-    """The largest number of each attribute in .nv.info."""
+    """Returns the largest value of each attribute in the section .nv.info."""
     found: dict[int, int] = {}
     for name, offset, size in machine_code.sections(image):
         at, end = (offset, offset + size) if name == ".nv.info" else (0, 0)
@@ -79,8 +79,8 @@ def _numbers(image: bytes) -> dict[int, int]:
 
 
 def _shared_bytes(host: str) -> int | None:
-    """The dynamic shared memory of a launch, from the host code: a constant that is stored as the third field of the launch
-    options."""
+    """Returns the dynamic shared memory of a launch in bytes. The host code stores this constant as the third field of the launch
+    options. None if the host code has no such constant."""
     stored = re.search(
         r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*array<3 x i32>, array<3 x i32>, i64.*\n\s*llvm\.store (%\d+), \1", host
     )

@@ -1,14 +1,13 @@
-"""Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources of each.
+"""Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources that each uses.
 
-Launchers run as on the device, on tensors of the operators' own cases, with a Triton driver that compiles and never launches. So
-exactly the configurations that the cases reach are compiled, for every kernel. For large cases only the shapes are used; their
-values are never drawn.
+Launchers run as on the device, on the tensors of the operators' cases. The Triton driver compiles and never launches. So every
+kernel is compiled in exactly the configurations that the cases use. Tensors of large cases have shapes, but uninitialised values.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-Fails on a kernel that does not compile or needs too much shared memory, on wgmma operands that are overwritten while in use, on
-wgmma instructions that ptxas serialised, on machine code that reads uninitialised registers, and on spills to local memory beyond
-``ci/spill_allowances.toml``.
+The exit status is 1 in these cases: a kernel does not compile, or needs too much shared memory; operands of a wgmma may be
+overwritten while the wgmma is in flight; ptxas serialised wgmma instructions; machine code reads uninitialised registers; a kernel
+spills more bytes than ``ci/spill_allowances.toml`` allows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 import machine_code
 
-# The most shared memory per CTA, in bytes.
+# The largest shared memory per CTA, in bytes, by architecture.
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 ALLOWANCES = Path(__file__).with_name("spill_allowances.toml")
 SOLUTION = "triton"
@@ -42,13 +41,17 @@ class Compiled:
     """One device function in one configuration.
 
     Attributes:
-        kernel: the registered kernel whose launcher launches it.
-        function: the device function.
-        cases: the number of cases that reach it, and the first of them.
-        registers: registers per thread (vector registers on AMD, accumulation registers included).
-        spilled_bytes: spills and stack per thread in local memory.
+        arch: the architecture that the function was compiled for.
+        kernel: the registered kernel whose launcher launches the function.
+        function: the name of the device function.
+        configuration: the constexpr arguments and the start of the hash of the compiled function.
+        case: the first case that uses this configuration.
+        warps: warps per CTA.
+        registers: registers per thread; on AMD vector registers, accumulation registers included.
+        spilled_bytes: bytes of local memory per thread, for spills and stack.
         sgpr_spills: scalar registers spilled to vector lanes (AMD).
-        shared_bytes: shared memory per CTA.
+        shared_bytes: bytes of shared memory per CTA.
+        seconds: compile time.
     """
 
     arch: str
@@ -80,7 +83,7 @@ def main() -> int:
     compiled: list[Compiled] = []
     failures: list[Failure] = []
     began = time.monotonic()
-    # One process per kernel and architecture, because Triton's state is per process, and to release memory.
+    # Each kernel and architecture has its own process: Triton keeps state per process, and the end of a process releases memory.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         work = [(arch, kernel, options.small, options.dump, options.case) for arch, kernel in jobs]
         for done, missed in pool.imap_unordered(_compile, work):
@@ -219,7 +222,7 @@ class Recorder:
 
         @contextlib.contextmanager
         def replaced() -> Iterator[None]:
-            # The driver is not restored, because this process is for one kernel and architecture only.
+            # The driver is not restored, because this process compiles one kernel for one architecture and then ends.
             triton.runtime.driver.set_active(_NoDevice(self.arch))
             JITFunction.run = compile_only
             try:
@@ -266,7 +269,7 @@ class Recorder:
 
 
 class _NoDevice:
-    """The driver functions that Triton needs to compile."""
+    """A driver with the functions that Triton calls to compile."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -290,21 +293,21 @@ class _NoDevice:
 
 
 def _overtaken(ttgir: str) -> bool:
-    """Whether a wgmma with its left operand in registers may still be in flight when the next loop iteration overwrites these
-    registers, because nothing waits for it in between."""
+    """Whether the next loop iteration may overwrite the left operand of a wgmma that is still in flight. This happens if the
+    operand is in registers, and no instruction waits for the wgmma before the next iteration."""
     in_registers = re.search(r"warp_group_dot .*#ttg\.dot_op", ttgir)
     unfinished = re.search(r"warp_group_dot_wait.*pendings = [1-9]", ttgir)
     return bool(in_registers and unfinished) and "wgmma.wait_group" not in ttgir
 
 
 def _faults(compiled: Any) -> str:
-    """The problems in the machine code of a kernel with wgmma; empty if there are none."""
+    """Describes the first problem in the machine code of a kernel with wgmma; empty if there is none."""
     ptx = compiled.asm.get("ptx", "")
     if "wgmma.mma_async" not in ptx:
         return ""
     if machine_code.serialised(compiled.asm["cubin"], ptx):
         return "products are serialised by ptxas, which waits for each before the next: its -v says why"
-    # nvdisasm prints no life ranges for a kernel whose warps have different numbers of registers (setmaxnreg).
+    # nvdisasm cannot print life ranges of a kernel whose warps have different numbers of registers (setmaxnreg).
     ranges = _tool(compiled, "nvdisasm", "-c", "--print-life-ranges", "--life-range-mode", "narrow", may_fail=True)
     text = ranges or _tool(compiled, "nvdisasm", "-c")
     unwritten = machine_code.unwritten_uniform_registers(machine_code.instructions(text))
@@ -313,7 +316,8 @@ def _faults(compiled: Any) -> str:
 
 
 def _tool(compiled: Any, name: str, *options: str, may_fail: bool = False) -> str:
-    """The output of a CUDA tool, which Triton includes, for a kernel's machine code; empty if it fails and ``may_fail``."""
+    """Runs a CUDA tool of Triton's wheel on a kernel's machine code, and returns the output. With ``may_fail``, the output of a
+    failed tool is empty."""
     import tempfile
 
     import triton
@@ -327,7 +331,7 @@ def _tool(compiled: Any, name: str, *options: str, may_fail: bool = False) -> st
 
 
 def _resources(compiled: Any) -> tuple[int, int, int]:
-    """Registers and bytes of local memory per thread, and spilled scalar registers."""
+    """Returns registers per thread, bytes of local memory per thread, and the number of spilled scalar registers."""
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
         found = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
@@ -355,7 +359,8 @@ def _print(compiled: Sequence[Compiled], *, every: bool) -> None:
 
 
 def _beyond_allowance(compiled: Sequence[Compiled]) -> list[str]:
-    """Spills to local memory that ``ci/spill_allowances.toml`` does not list: ``[function]`` tables of ``arch = bytes``."""
+    """Returns one line per function that spills more bytes than ``ci/spill_allowances.toml`` allows. This file has one
+    ``[function]`` table per function, with entries ``arch = bytes``."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -3,12 +3,13 @@
     python ci/gpu_suite.py --part 1/2
     python ci/gpu_suite.py --part 2/2
 
-A hash of a test's name determines its part, so that slow tests are spread evenly. Each part is added to `gpu_suite.json`; a part of
-another commit or machine starts a new record. Parts may run at once, one a GPU. Compiled code stays in the caches on disk, for all
-workers and parts. No test starts after the time limit. Tests that run 30 s longer are recorded as hanging, and the process ends.
+A hash of a test's name determines the part that runs the test, so that slow tests are spread evenly. The outcomes of each part are
+added to `gpu_suite.json`; a part of another commit or machine starts a new record. Parts may run concurrently, each on its own GPU.
+All workers and parts share compiled code through the caches on disk. No test starts after the time limit. Tests that still run 30 s
+after the limit are recorded as hanging, and the process ends.
 
-The script needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message
-is truncated to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
+The script needs the packages of this repository, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A
+failure's message is truncated to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "ci" / "gpu_suite.json"
 TESTS = ("packages", "tools/gpt_oss/tests")
-LINES = 20  # the most lines of a failure's message
+LINES = 20  # failure messages are truncated to this many lines
 SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
-# Programs that take up to a minute to compile. They are compiled before the tests, side by side, so that no test waits for another.
+# Programs that take up to a minute to compile. Several processes compile these programs before the tests, so that no test waits
+# while another test compiles.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
-GRACE_S = 30  # for tests that run at the time limit
+GRACE_S = 30  # seconds that running tests get after the time limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """This file is also a pytest plugin, which each worker loads."""
+    """Adds the option ``--part``. This file is also a pytest plugin, which each worker loads."""
     parser.addoption("--part", default="1/1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps only the tests of the part."""
+    """Keeps only the tests that belong to the part."""
     part, parts = map(int, config.getoption("--part").split("/"))
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
@@ -57,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
-    """Ends a worker that has lost its CUDA context, because all further tests would fail in it. pytest-xdist starts another worker,
-    and counts the test as failed once more."""
+    """Ends a worker whose CUDA context is lost, because all further tests of this worker would fail. pytest-xdist then starts
+    another worker, and counts the test as failed a second time."""
     yield  # the test's outcome is sent first
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
@@ -68,13 +70,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
 
 
 class Suite:
-    """A plugin of pytest's controlling process: counts outcomes, and stops at the time limit.
+    """A plugin of pytest's controlling process. It counts outcomes, and stops the tests at the time limit.
 
     Args:
         part: ``"k/n"``.
         seconds: the time limit.
-        full: receives the whole message of each failure as it comes, so that a run that is cut off has named its failures.
-        save: writes the record, when tests hang.
+        full: file for the whole message of each failure. Messages are written at once, so that an interrupted run keeps them.
+        save: function that writes the record; called when tests hang.
     """
 
     session: pytest.Session | None = None
@@ -128,7 +130,7 @@ class Suite:
         self._ended.set()
 
     def _end_what_hangs(self) -> None:
-        """Waits for the end of the session. Ends the process where that does not come."""
+        """Waits for the end of the session until `GRACE_S` after the deadline. Then ends the process if tests still run."""
         if not self._ended.wait(self.deadline + GRACE_S - time.monotonic()):
             self.stopped = True
             self._save()
@@ -136,7 +138,7 @@ class Suite:
             os._exit(1)
 
     def result(self, command: str) -> dict[str, Any]:
-        """The record's entry for the part."""
+        """Returns the record's entry for the part."""
         files = collections.Counter[str]()
         for name, seconds in self.durations.items():
             files[name.partition("::")[0]] += seconds
@@ -155,13 +157,14 @@ class Suite:
 
 
 def _kind_of(reason: str) -> str:
-    """A reason for a skip without its details if it is the gate that refuses a case: hundreds of pairs of formats and traits."""
+    """Shortens the reason of a skip if a kernel's formats or traits reject the case, because hundreds of such reasons differ only
+    in details. Returns other reasons unchanged."""
     gate = reason.partition(":")[0]
     return f"the kernel does not declare the case's {gate}" if gate in ("formats", "traits") else reason
 
 
 def warm_up(workers: int) -> float:
-    """Compiles the slow programs into the cache on disk. Returns the seconds that it took."""
+    """Compiles the slow programs into the cache on disk. Returns the duration in seconds."""
     began = time.monotonic()
     for words in SLOW_PROGRAMS:
         command = [sys.executable, "-m", "tokenspeed_kernel_nvidia.warmup", words, "--every", "--jobs", str(workers)]
@@ -170,7 +173,7 @@ def warm_up(workers: int) -> float:
 
 
 def described(commit: str | None) -> dict[str, Any]:
-    """Metadata of the machine and the tree, as in benchmark reports."""
+    """Returns the metadata of the machine and the commit, as in benchmark reports."""
     from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 
     found = dataclasses.asdict(collect_metadata())
@@ -179,7 +182,7 @@ def described(commit: str | None) -> dict[str, Any]:
 
 
 def added(record: Path, part: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
-    """The record with a part added or replaced; a new record if the commit, the machine or the number of parts differs."""
+    """Returns the record with a part added or replaced; a new record if the commit, the machine or the number of parts differs."""
     kept: list[dict[str, Any]] = []
     if record.exists():
         before = json.loads(record.read_text())

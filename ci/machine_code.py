@@ -1,4 +1,4 @@
-"""Checks of Hopper machine code for ptxas problems that tests of results do not reliably find.
+"""Checks Hopper machine code for errors of ptxas that tests of results do not reliably find.
 
 A cubin is a 64-bit ELF image; an instruction has 16 bytes.
 """
@@ -11,18 +11,19 @@ import struct
 from collections.abc import Iterator, Sequence
 
 _OPERATION = 0x1FF
-_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA, with the left operand in registers or in shared memory
-_WARPGROUP, _WAITS = 0x1C5, 1 << 47  # WARPGROUP.ARRIVE, and with this bit WARPGROUP.DEPBAR.LE gsb0, n
+_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA; their left operand is in registers or in shared memory
+_WARPGROUP, _WAITS = 0x1C5, 1 << 47  # WARPGROUP.ARRIVE; the bit _WAITS makes it WARPGROUP.DEPBAR.LE gsb0, n
 _IN_PTX = re.compile(r"\bwgmma\.(mma_async|wait_group)\b")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
 _UNIFORM = re.compile(r"UR(\d+)")
-# Output of nvdisasm --print-life-ranges: the start of the general registers' columns, and an instruction with its table.
+# Patterns for the output of nvdisasm --print-life-ranges: the header, which shows where the columns of the general registers start;
+# and an instruction with its row of the table.
 _COLUMNS = re.compile(r"//\s\|(\s*# )0")
 _RANGES = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*//\s\|([^|]*)", re.MULTILINE)
 
 
 def sections(image: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of the sections of a 64-bit ELF image."""
+    """Yields name, offset and size of each section of a 64-bit ELF image."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     entry, count, names_at = struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry * index) for index in range(count)]
@@ -33,9 +34,9 @@ def sections(image: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def serialised(image: bytes, ptx: str) -> bool:
-    """Whether ptxas serialised the wgmma instructions of a cubin that was compiled from this PTX: each is waited for before the
-    next starts, although the PTX allows several in flight. ptxas -v prints a note about this (C7510 to C7520, "Potential
-    Performance Loss"), which compilers that call ptxas discard."""
+    """Whether ptxas serialised the wgmma instructions of a cubin that was compiled from this PTX. Serialised code waits for each
+    wgmma before it starts the next one, although the PTX allows several in flight. ptxas -v prints a note about this (C7510 to
+    C7520, "Potential Performance Loss"), but compilers that call ptxas discard the note."""
     order = _IN_PTX.findall(ptx)
     if not any(pair == ("mma_async", "mma_async") for pair in itertools.pairwise(order)):
         return False
@@ -53,14 +54,14 @@ def _products_and_waits(code: bytes) -> Iterator[str]:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Name and operands of the instructions of a disassembly."""
+    """Returns name and operands of each instruction of a disassembly."""
     return _INSTRUCTION.findall(text)
 
 
 def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list[str]:
-    """The sm_90 instructions (name, operands) that read a uniform register which no earlier instruction writes.
+    """Returns the sm_90 instructions (name, operands) that read a uniform register which no earlier instruction writes.
 
-    ptxas of CUDA 12.8 sometimes generates them for shared-memory descriptors that are loop-invariant.
+    ptxas of CUDA 12.8 sometimes generates such reads for shared-memory descriptors that are loop-invariant.
 
     >>> unwritten_uniform_registers([("UMOV", "UR4, 0x400"), ("UIADD3", "UR6, UP0, UR6, 0x20, URZ")])
     ['UIADD3 UR6, UP0, UR6, 0x20, URZ: UR6']
@@ -78,7 +79,7 @@ def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list
                     continue
                 first, count = int(match[1]), 1
                 if "gdesc[" in operand:
-                    # Two descriptors of two registers each; the left operand has no descriptor if it is in registers.
+                    # Each of the two descriptors has two registers. A left operand in registers has no descriptor.
                     left = 2 if "gdesc[" not in operands[1] else 0
                     first, count = first + left, 4 - left
                 elif f"desc[{match[0]}]" in operand or (".64" in name and name.startswith("U")):
@@ -94,14 +95,17 @@ def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list
 
 
 def unwritten_general_registers(text: str) -> list[str]:
-    """Instructions that read a general register which no earlier instruction writes, from nvdisasm's output with
-    ``--print-life-ranges --life-range-mode narrow``.
+    """Returns the instructions that read a general register which no earlier instruction writes.
 
-    Two kinds of first reads are allowed. An instruction that writes a part of a register counts as reading it, for example when two
-    16-bit values are combined. The first MMA of an accumulator counts as reading it, but ignores its value.
+    Two kinds of first accesses are marked as both a read and a write, and are allowed. An instruction that writes a part of a
+    register also reads this register, for example to combine two 16-bit values. The first MMA that writes an accumulator also reads
+    this accumulator, but ignores its value.
+
+    Args:
+        text: nvdisasm's output with ``--print-life-ranges --life-range-mode narrow``.
 
     Raises:
-        ValueError: there are no life ranges in the text.
+        ValueError: the text has no life ranges.
     """
     found, known = [], set()
     header = _COLUMNS.search(text)

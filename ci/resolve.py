@@ -1,10 +1,10 @@
-"""Asks pip whether the wheels of dist/wheels can be installed beside the newest releases of engines, and prints what conflicts.
+"""Asks pip whether the wheels of dist/wheels can be installed beside the newest releases of engines, and prints the conflicts.
 
     python ci/resolve.py [ENGINE]...
 
-Nothing is installed: pip resolves with `--dry-run`, for the platform and Python that run this. The exit status is 1 if a release
-cannot be installed beside our wheels. A release is skipped, with the reason, if the package index does not answer, or has no
-wheel of a requirement whose source pip cannot build here.
+Nothing is installed: pip resolves with `--dry-run`, for the platform and Python that run this script. The exit status is 1 if a
+release cannot be installed beside our wheels. The script skips a release, and prints the reason, in two cases: the package index
+does not answer, or a requirement has no wheel for this platform and pip cannot build its source here.
 """
 
 from __future__ import annotations
@@ -34,38 +34,43 @@ _NO_ANSWER = re.compile(
 
 
 class Outcome(NamedTuple):
-    """What pip said of a release: ``status`` is resolves, conflicts, fails or skipped; ``lines`` say more."""
+    """The result of pip for one release.
+
+    Attributes:
+        status: ``"resolves"``, ``"conflicts"``, ``"fails"`` or ``"skipped"``.
+        lines: details, such as the conflicting requirements.
+    """
 
     status: str
     lines: tuple[str, ...] = ()
 
 
 def versions_of(listing: str, count: int = NEWEST) -> list[str]:
-    """The newest versions in the output of ``pip index versions``; none if it lists none."""
+    """Returns the newest versions in the output of ``pip index versions``; an empty list if the output has none."""
     found = re.search(r"^Available versions: (.+)$", listing, re.MULTILINE)
     return found[1].split(", ")[:count] if found else []
 
 
 def wanted(engine: str, wheels: Iterable[str]) -> list[str]:
-    """The requirements of our wheels, by file name, that are installed beside an engine."""
+    """Returns the exact requirements of those of our wheels that are installed beside an engine. ``wheels``: wheels' file names."""
     versions = {name.replace("_", "-"): version for name, version, *_ in (wheel.split("-") for wheel in wheels)}
     names = [*BESIDE, f"tokenspeed-kernel-{engine}"]
     return [f"{name}=={versions[name]}" for name in names if name in versions]
 
 
 def causes(output: str) -> list[str]:
-    """The requirements that pip names as the cause of a conflict."""
+    """Returns the requirements that pip names as the cause of a conflict."""
     found = re.search(r"^The conflict is caused by:\n((?:[ \t]+.+\n?)+)", output, re.MULTILINE)
     return [line.strip() for line in found[1].splitlines()] if found else []
 
 
 def pins(lines: Sequence[str]) -> list[str]:
-    """The causes that admit a single version only; all of them if none does."""
+    """Returns the causes that allow one version only (``==``); all causes if there is no such one."""
     return [line for line in lines if "==" in line] or list(lines)
 
 
 def outcome_of(status: int, output: str) -> Outcome:
-    """The outcome of a ``pip install --dry-run`` by its exit status and what it printed."""
+    """Returns the outcome of a ``pip install --dry-run`` from its exit status and output."""
     if not status:
         return Outcome("resolves")
     conflict = causes(output)
@@ -80,7 +85,7 @@ def outcome_of(status: int, output: str) -> Outcome:
 
 
 def resolved(report: str) -> tuple[str, ...]:
-    """The versions in pip's report that are worth showing."""
+    """Returns one line with the versions in pip's report of the packages in `SHOWN`."""
     chosen = {part["metadata"]["name"].lower(): part["metadata"]["version"] for part in json.loads(report)["install"]}
     return (" ".join(f"{name}=={chosen[name]}" for name in SHOWN if name in chosen),)
 
@@ -95,7 +100,7 @@ def resolve(engine: str, version: str, folder: Path) -> Outcome:
     """Asks pip about one release of an engine."""
     report = folder / f"{engine}-{version}.json"
     ours = wanted(engine, [wheel.name for wheel in WHEELS.glob("*.whl")])
-    # fast-deps reads the metadata of a wheel by range requests, where an index does not serve it: engines require gigabytes.
+    # fast-deps reads a wheel's metadata by range requests if the index has no separate metadata. Whole wheels would be gigabytes.
     options = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--progress-bar=off", f"--report={report}")
     try:
         outcome = outcome_of(*_pip("install", *options, "--find-links", str(WHEELS), *ours, f"{engine}=={version}"))
@@ -105,7 +110,7 @@ def resolve(engine: str, version: str, folder: Path) -> Outcome:
 
 
 def releases_of(engine: str) -> tuple[list[str], Outcome]:
-    """The newest releases of an engine; without any, the reason."""
+    """Returns the newest releases of an engine, and the outcome to report if there are none."""
     status, output = _pip("index", "versions", engine)
     reason = outcome_of(status, output).lines or ("the package index lists no release",)
     return versions_of(output), Outcome("skipped", reason)

@@ -1,11 +1,11 @@
-"""Checks that fresh processes select the same kernels for all cases of all operators, whatever the order of plugins and the caches.
+"""Checks that fresh processes select the same kernels for all cases of all operators, for any order of plugins and with any caches.
 
     python ci/same_selection.py --processes 100
 
 Each process imports the wheels' packages and registers their plugins in another random order, and has another hash seed. Half of
-the processes have a cache directory of their own, the others share one. The shared one holds tuned results of another device, which
-must not count. Each process selects for the CPU and, pretended, for each platform of `PLATFORMS`. The exit status is 1 if two
-processes differ; the first differing selections are shown.
+the processes have their own cache directories; the others share one. The shared directory holds tuned results of another device,
+which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device were present.
+The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _in_a_process(seed: int, operators: list[str], cache: Path) -> list[str]:
 
 
 def _plant_results_of_another_device(cache: Path) -> None:
-    """Writes the table that a cache directory has if it was copied from a machine with another CPU."""
+    """Writes a table of tuned results as a cache directory that was copied from a machine with another CPU would have."""
     from tokenspeed_kernel.workbench.tuned import Device, Entry, Result
     from tokenspeed_kernel.workbench.tuned.store import format_table
     from tokenspeed_kernel_base.operator import get_operator
@@ -95,7 +95,7 @@ def _plant_results_of_another_device(cache: Path) -> None:
 
 
 def selections(seed: int, only: list[str]) -> list[str]:
-    """One line per operator, case and platform: the kernel, its configuration, and the order of the others."""
+    """Returns one line per operator, case and platform: the eligible kernels by rank, and the configuration of the first one."""
     shuffled = random.Random(seed).sample
     packages = sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=_GROUP)})
     for package in shuffled(packages, len(packages)):
@@ -105,7 +105,7 @@ def selections(seed: int, only: list[str]) -> list[str]:
 
     del os.environ[_PREFIX + "DISABLE_PLUGINS"]
     reload_settings()
-    # Discovery sorts the entry points. Here their order is random, so that the outcome is seen not to depend on it.
+    # Discovery sorts the entry points. Here their order is random, to show that selection does not depend on the order.
     vars(plugins)["sorted"] = lambda values, **_: shuffled(listed := builtins.sorted(values, key=str), len(listed))
     discover_plugins(force=True)
     del vars(plugins)["sorted"]

@@ -1,9 +1,9 @@
-"""Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a foreign package index.
+"""Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a made-up package index.
 
-``python -m nox -s build`` builds the wheels and runs this. The index is a folder. It has our wheels' third-party requirements, as
-empty wheels. Under each of our names it has packages that another project has uploaded or may upload: lower, equal and higher
-versions. A fresh environment sees PyTorch, pip and hatchling of the environment that runs the tests, which has none of our
-packages.
+``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder that holds empty wheels. The index has our
+wheels' third-party requirements. Under each of our names, the index has packages as another project has uploaded or may upload:
+with lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment that runs the
+tests. That environment has none of our packages.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def metadata_of(wheel: Path) -> email.message.Message:
 
 METADATA = {wheel: metadata_of(wheel) for wheel in WHEELS}
 OURS = {canonicalize_name(found["Name"]): found["Version"] for found in METADATA.values()}
-# PyPI's current versions, the numbers of our own releases, and a version that only a later upload could have.
+# Versions of other projects' packages: PyPI's current ones, those of our own releases without the label, and one of a later upload.
 FOREIGN = sorted({"0.0.0", "0.1.4", "99.0", *(Version(version).public for version in OURS.values())})
 
 
 def install_lines(page: Path) -> Iterator[str]:
-    """A page's install commands: from its code blocks, and from inline code."""
+    """Yields the install commands in a page's code blocks and inline code."""
     text = page.read_text()
     blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`((?:python -m )?pip install [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
@@ -61,7 +61,7 @@ LINES = sorted({line for page in PAGES for line in install_lines(page)} - {"pip 
 
 
 def write_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel without contents."""
+    """Writes a wheel without contents."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -75,7 +75,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 def required() -> Iterator[tuple[str, str]]:
-    """Third-party requirements of our wheels and the pages, each with the newest version that it names and accepts."""
+    """Yields the third-party requirements of our wheels and pages, each with a version that all specifiers accept."""
     asked = [text for found in METADATA.values() for text in found.get_all("Requires-Dist") or []]
     for requirement in map(Requirement, [*asked, "nox"]):
         name = canonicalize_name(requirement.name)
@@ -86,7 +86,7 @@ def required() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def index(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a package index."""
+    """Makes a package index, and returns its address."""
     root = tmp_path_factory.mktemp("index")
     for name, version in {*required(), *((name, version) for name in OURS for version in FOREIGN)}:
         write_wheel(root / name, name, version)
@@ -97,7 +97,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Environment:
-    """A fresh virtual environment that uses the `pip` of the environment that runs the tests."""
+    """A fresh virtual environment. Its `pip` is that of the environment that runs the tests."""
 
     def __init__(self, folder: Path, index: str) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -113,7 +113,7 @@ class Environment:
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": index,
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip's spelling of "no build isolation": hatchling is installed
+            "PIP_NO_BUILD_ISOLATION": "0",  # 0 turns isolation off; builds use the installed hatchling
             "PIP_RETRIES": "0",
         }
 
@@ -128,7 +128,7 @@ class Environment:
         return done
 
     def installed(self) -> dict[str, str]:
-        """The installed versions, by name."""
+        """Returns the installed versions, by name."""
         pairs = (info.name.removesuffix(".dist-info").split("-") for info in self.site.glob("*.dist-info"))
         return {canonicalize_name(name): version for name, version in pairs}
 
@@ -151,7 +151,8 @@ def test_every_distribution_is_there_once() -> None:
 
 
 def test_they_require_one_another_in_this_version() -> None:
-    """The requirement is exact, label included: a version without the label, or with another number, does not satisfy it."""
+    """The requirement is exact, label included. A version without the label, or with another number, does not satisfy this
+    requirement."""
     for found in METADATA.values():
         for requirement in map(Requirement, found.get_all("Requires-Dist") or []):
             if (name := canonicalize_name(requirement.name)) in OURS:
@@ -186,7 +187,7 @@ def test_the_lines_are_found() -> None:
 
 
 def test_versions_on_pages_are_those_of_the_wheels() -> None:
-    """Includes requirements in files that pages show."""
+    """Versions in requirement files that a page shows are checked, too."""
     written = [
         (page.relative_to(ROOT).as_posix(), canonicalize_name(name), version)
         for page in PAGES
@@ -214,7 +215,7 @@ def test_an_index_that_does_not_answer(fresh: Environment) -> None:
 
 
 def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
-    """If the folder is missing or elsewhere, no other project's package is installed instead of ours."""
+    """If the folder of our wheels is missing or elsewhere, pip installs no other project's package instead of ours."""
     for name in ("tokenspeed-kernel", "tokenspeed-kernel-nvidia"):
         version = OURS[name]
         done = fresh.run(f"pip install '{name}=={version}'")
@@ -224,7 +225,7 @@ def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
 
 
 def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> None:
-    """Follows the command line's advice for missing libraries literally, without the folder of wheels."""
+    """The command line's advice for missing libraries works literally, without the folder of our wheels."""
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel=={OURS['tokenspeed-kernel']}'")
     before = fresh.of_our_names()
     done = fresh.run("tokenspeed-kernel doctor")
@@ -235,7 +236,7 @@ def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> No
 
 
 def test_another_projects_core_beside_our_wheels_is_named(fresh: Environment) -> None:
-    """The state after an installation without a version."""
+    """A user who installs without a version gets another project's core."""
     fresh.succeeds("pip install tokenspeed-kernel==0.1.4")
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel-amd=={OURS['tokenspeed-kernel-amd']}'")
     assert fresh.of_our_names()["tokenspeed-kernel"] == "0.1.4"

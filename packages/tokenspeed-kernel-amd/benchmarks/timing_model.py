@@ -1,24 +1,24 @@
-"""Predicts times of our attention kernels and of the published wheel's at GPT-OSS shapes, with one model. **For ratios only.**
+"""Predicts the times of attention kernels at GPT-OSS shapes: ours and the published wheel's, by one model. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py --peer peer --output timing_model.json --readme
 
-The published wheel is the baseline; code and tables call it *peer*. ``--peer`` is the folder into which it was installed: ``pip
-install --no-deps --target peer tokenspeed-kernel-amd==0.1.4``. Without ``--peer`` only our side is measured. The baseline is called
-through its public functions in another process, because its package has the same name as ours. It imports Triton as
-``tokenspeed_triton``, an alias of the installed Triton here.
+The published wheel is the baseline; code and tables call this wheel *peer*. ``--peer`` is the folder into which the wheel was
+installed: ``pip install --no-deps --target peer tokenspeed-kernel-amd==0.1.4``. Without ``--peer`` only our kernels are measured.
+The baseline's package has the same name as ours, so another process calls the baseline, through its public functions. The baseline
+imports Triton as ``tokenspeed_triton``; here this is an alias of the installed Triton.
 
-The public function is called on the gfx950 emulator, with the same inputs for both sides. The output of the last sequence is
-checked against the fp32 reference. For decode and extend, the emulator executes whole grids and counts instructions;
-`gfx950_emulator.timing.predict` computes a time from these counts. Its docstring describes the model, and the emulator's README
-says what the model omits. The time of a call is the sum of the times of its launches.
+The public functions of both sides are called on the gfx950 emulator, with the same inputs. The output of the last sequence is
+compared with the fp32 reference. For decode and extend, the emulator executes whole grids and counts instructions.
+`gfx950_emulator.timing.predict` computes a time from these counts. The docstring of `predict` describes the model, and the
+emulator's README lists what the model omits. The time of a call is the sum of the times of its launches.
 
-Prefill of 64 heads is too much work for the emulator. The emulator executes one KV head, with at most four sequences of at most
-SAMPLED tokens, so that every workgroup of both sides computes at most one tile of 128 queries, and some compute none. The result is
-the cycles of a tile at every index in its sequence, for one workgroup alone and for several on one CU, and the cycles of a
-workgroup without a tile. For tiles at larger indices, the cycles per additional iteration come from the second half of the indices.
+Prefill of 64 heads is too much work for the emulator. So it executes one KV head, with at most four sequences of at most SAMPLED
+tokens. Every workgroup then computes at most one tile of 128 queries, and some workgroups compute none. This gives the cycles of a
+tile at every index in its sequence, for one workgroup alone and for several on one CU, and the cycles of a workgroup without a
+tile. Tiles at larger indices have more iterations; the cycles of an additional iteration come from the second half of the indices.
 The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
 
-ASSUMPTIONS lists the model's assumptions; they are printed with the table.
+ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 MARKS = ("<!-- predicted times -->", "<!-- end -->")
 
-ERROR = 5e-3  # largest relative error of the checked output
+ERROR = 5e-3  # limit of the relative error of the checked output
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW = 64, 8, 64, 64, 127
 SAMPLED = 15 * 128
 
@@ -80,11 +80,11 @@ class Case:
     Attributes:
         operator: ``"prefill"``, ``"decode"`` or ``"extend"``.
         sequences: number of sequences, all of one length.
-        length: tokens of a sequence, the new ones included.
-        new: new tokens per sequence, for extend.
-        window_left: -1 for none.
-        bar: whether the pass criteria apply to this call; otherwise it is shown for information.
-        heads, kv_heads: query heads and KV heads.
+        length: number of tokens per sequence, the new tokens included.
+        new: number of new tokens per sequence, for extend.
+        window_left: number of earlier tokens in the window; -1 without a window.
+        bar: whether the pass criteria apply to this call. Other calls are shown for information.
+        heads, kv_heads: numbers of query heads and of KV heads.
         measured_us: the baseline's time on an MI355X, as its authors published (pull requests 165, 191 and 464 of their project).
     """
 
@@ -109,12 +109,12 @@ class Case:
 
     @property
     def sample(self) -> Case:
-        """The part of a prefill that is executed: one key head and its query heads, of at most four sequences."""
+        """The part of a prefill that is executed: one KV head and its query heads, for at most four sequences."""
         few = {"sequences": min(self.sequences, 4), "heads": self.heads // self.kv_heads, "kv_heads": 1}
         return dataclasses.replace(self, length=min(self.length, SAMPLED), **few)
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments of our public function."""
+        """Returns the arguments of our public function."""
         draw = torch.Generator().manual_seed(self.length + self.sequences)
 
         def normal(*shape: int) -> Tensor:
@@ -166,7 +166,7 @@ Function = Callable[[dict[str, Any]], Tensor]
 
 
 def ours(operator: str) -> Function:
-    """Our public function of an operator, as a function of the arguments."""
+    """Returns our public function of an operator, as a function of a dict of arguments."""
     import tokenspeed_kernel_amd
 
     names = {"prefill": "mha_prefill", "decode": "mha_decode_with_kvcache", "extend": "mha_extend_with_kvcache"}
@@ -188,7 +188,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._real
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # undo the import system's change to the alias's spec
+        module.__spec__ = self._spec  # the import system has replaced the module's own spec by the alias's
 
 
 class _Device:
@@ -209,7 +209,7 @@ def prepare_peer(folder: Path) -> None:
 
 
 def peer(operator: str) -> Function:
-    """The baseline's public function of an operator, adapted to our arguments."""
+    """Returns the baseline's public function of an operator, adapted to our arguments."""
     module = importlib.import_module(f"tokenspeed_kernel_amd.ops.gfx950.attention.mha.{operator}")
     function = getattr(module, f"launch_gluon_mha_{operator}_gfx950")
     if operator != "prefill":
@@ -221,10 +221,10 @@ def peer(operator: str) -> Function:
 
 
 def check(case: Case, inputs: dict[str, Any], out: Tensor) -> float:
-    """The relative error of the last sequence's output. Raises RuntimeError if it is too large."""
+    """Returns the relative error of the last sequence's output. Raises RuntimeError if the error is too large."""
     import tokenspeed_kernel as core
 
-    # Some heads of a long prefill suffice: the reference has every score of a head in memory.
+    # A long prefill is checked on some heads only, because the reference keeps every score of a head in memory.
     some = slice(0, case.heads if case.operator != "prefill" else case.heads // case.kv_heads)
     some_kv = slice(0, case.kv_heads if case.operator != "prefill" else 1)
     new = case.length if case.operator == "prefill" else case.new
@@ -249,12 +249,12 @@ def check(case: Case, inputs: dict[str, Any], out: Tensor) -> float:
 
 
 def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
-    """Calls the function, checks what it returns, and predicts its launches' times.
+    """Calls the function, checks its result, and predicts the times of its launches.
 
     Args:
         case: the call.
         function: the operator's function, see `ours` and `peer`.
-        own_order: whether prefill's tiles are assigned to workgroups in our kernel's order.
+        own_order: whether the tiles of prefill are assigned to workgroups in the order of our kernel.
     """
     from gfx950_emulator import emulated_gfx950, timing
 
@@ -314,7 +314,7 @@ class Cycles:
     busy: list[float]
 
     def tile(self, place: int) -> float:
-        """The cycles that a tile adds; extrapolated for indices beyond the executed ones."""
+        """Returns the cycles that a tile adds to a workgroup. For indices beyond the executed ones, the cycles are extrapolated."""
         last, middle = len(self.busy) - 1, len(self.busy) // 2
         beyond = max(0, place - last)
         step = (self.busy[last] - self.busy[middle]) / (last - middle) if beyond else 0.0
@@ -326,10 +326,10 @@ class Tiles:
     """The cost of a prefill's tiles.
 
     Attributes:
-        rows: queries per tile.
-        resident: workgroups that fit on a CU.
-        alone: cycles of a workgroup alone on a CU.
-        together: cycles of as many copies as fit, divided by their number.
+        rows: number of queries per tile.
+        resident: number of workgroups that fit on a CU.
+        alone: cycles of a workgroup that runs alone on a CU.
+        together: cycles per workgroup if as many copies as fit run on one CU.
     """
 
     rows: int
@@ -339,12 +339,12 @@ class Tiles:
 
 
 def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
-    """The cost of a launch's tiles, and the simulation of the longest ones together.
+    """Returns the cost of a launch's tiles, and the simulation of the longest tiles together on one CU.
 
     Args:
-        case: the call, with so few tiles that no workgroup has two, and some have none.
+        case: the call. It has so few tiles that no workgroup has two, and some workgroups have none.
         launch: the launch.
-        fits: how many of its workgroups fit on a CU.
+        fits: the occupancy: how many workgroups of the launch fit on a CU.
     """
     from gfx950_emulator import timing
 
@@ -371,10 +371,10 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
 
 
 def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
-    """The indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
+    """Returns the indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
 
-    Each XCD computes its own heads. Its tiles, those with most keys first, are assigned to its CUs in rounds; every second round
-    goes in reverse order. The workgroups of a CU alternate between its rounds.
+    Each XCD computes its own heads. The tiles of an XCD, those with most keys first, are assigned to its CUs in rounds. Every
+    second round assigns in reverse order. The workgroups of a CU handle the CU's rounds alternately.
     """
     from gfx950_emulator import hardware as hw
 
@@ -393,7 +393,7 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
 
 
 def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
-    """The compute time of a prefill on the whole device: the time of the CU with the most work."""
+    """Returns the compute time of a prefill on the whole device in seconds: the time of the CU with the most work."""
     from gfx950_emulator import hardware as hw
 
     units = hw.COMPUTE_UNITS
@@ -408,7 +408,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
             alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
             load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
     else:
-        # Every CU starts as many workgroups as fit, or as there are tiles for.
+        # Every CU starts as many workgroups as fit on it, or fewer if there are not enough tiles.
         each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
         loads = [(each * tiles.together.idle, unit) for unit in range(units)]
         alone = [0.0] * units
@@ -422,7 +422,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
 
 
 def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
-    """The row of a prefill, from a launch of `case.sample`."""
+    """Returns the report's row of a prefill, computed from a launch of `case.sample`."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator.occupancy import occupancy
 
@@ -447,7 +447,7 @@ def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
 
 
 def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str, Any]:
-    """Measures cases one after another. Returns the results of `measure` by the case's name."""
+    """Measures the cases of one side. Returns the results of `measure` by the case's name."""
     from gfx950_emulator import emulated_gfx950
 
     torch.set_num_threads(1)
@@ -455,7 +455,7 @@ def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str,
     for case in cases:
         start = time.perf_counter()
         with emulated_gfx950(counters=True, sanitize=False):
-            function = side(case.operator)  # the baseline queries its device when it is imported
+            function = side(case.operator)  # imported on the emulator, because the baseline queries its device at import
         rows[case.name] = measure(case, function, own_order=side is ours)
         seconds = time.perf_counter() - start
         print(f"{side.__name__}: {case.name}: {rows[case.name]['us']:.2f} us ({seconds:.0f} s)", file=sys.stderr, flush=True)
@@ -463,7 +463,7 @@ def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str,
 
 
 def measure_peer(folder: Path, only: str) -> dict[str, Any]:
-    """Measures the baseline in a process of its own."""
+    """Measures the baseline in a separate process."""
     command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(folder), "--only", only]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -475,7 +475,7 @@ def measure_peer(folder: Path, only: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst ratio and the geometric mean, over the rows to which the pass criteria apply."""
+    """Returns the worst ratio and the geometric mean, over the rows to which the pass criteria apply."""
     ratios = [row["ratio"] for row in rows if row["bar"] and "ratio" in row]
     if not ratios:
         return {}
@@ -483,7 +483,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row per case, and the two figures that the pass criteria limit."""
+    """Formats the report as Markdown: a row per case, and the two figures that the pass criteria limit."""
     lines = [
         "| call | ours, µs | peer, µs | ours / peer | achievable: ours, µs | peer, µs | peer measured, µs | ours is bound by |",
         "|---|---|---|---|---|---|---|---|",
@@ -507,8 +507,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def publish(report: dict[str, Any], shown: str, options: argparse.Namespace, readme: Path, marks: tuple[str, str] = MARKS) -> None:
-    """Prints a report's assumptions and its table, and writes the report, and the README's section, if the options say so."""
-    # Not above: the baseline's process must not import the core, which would load our package under the baseline's name.
+    """Prints a report's assumptions and its table. With ``--output`` writes the report, with ``--readme`` the README's section."""
+    # Imported here, because the baseline's process must not import the core, which would load our package under the same name.
     from tokenspeed_kernel.workbench.benchmark import as_text
     from tokenspeed_kernel.workbench.benchmark.figures import Marks
 
@@ -524,7 +524,7 @@ def publish(report: dict[str, Any], shown: str, options: argparse.Namespace, rea
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options of both programs."""
+    """Returns the parser of the options that both scripts of this folder have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
     parser.add_argument("--output", type=Path, help="where to write the report, JSON")
@@ -533,7 +533,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
-    """Metadata of a report that a script of this folder writes. ``folder``: the baseline's folder."""
+    """Returns the metadata of a report that a script of this folder writes. ``folder``: the baseline's folder."""
     from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]

@@ -1,16 +1,17 @@
-"""Predicts times of GPT-OSS-120B's MoE layer (mxfp4 weights, fp8 activations) with one model: for our kernels, the published
-wheel's and the portable kernel. **For ratios only.**
+"""Predicts times of GPT-OSS-120B's MoE layer (mxfp4 weights, fp8 activations) with one model. **For ratios only.**
+
+The model predicts the times of our kernels, of the published wheel's kernels, and of the portable kernel.
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
-The published wheel is the baseline, called *peer* as in `timing_model`. ``--peer`` is its folder; without it our kernels and the
-portable kernel are measured. All sides get the same tokens, routing and weights. The baseline uses static activation scales, and so
-does ours; the portable kernel uses per-token scales, and ours is measured with these as well. The baseline takes router logits, and
-so does ours, by `moe_topk_apply`. The portable kernel takes routed tokens, so the time of the core's portable `moe_topk` is added
-to it.
+The published wheel is the baseline, called *peer* as in `timing_model`. ``--peer`` is the folder into which this wheel was
+installed; without ``--peer`` only our kernels and the portable kernel are measured. All sides get the same tokens, routing and
+weights. The baseline and our kernels use static activation scales. The portable kernel uses per-token scales, so our kernels are
+measured with per-token scales as well. The baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable
+kernel takes top-k ids, so the time of the core's portable `moe_topk` is added to its time.
 
-A second table has further configurations: ours with activations that are not quantised or quantised to mxfp4, and other weight
-formats on the portable kernel and, if supported, on ours.
+A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats on the portable
+kernel and, if supported, on our kernels.
 
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
@@ -18,7 +19,7 @@ hidden features gives the second GEMM and the launches between the GEMMs. The fu
 its time is scaled by this factor. For 8192 tokens, both slices have an eighth of the tokens and of the experts, and all launches
 are scaled to eight times as many workgroups.
 
-ASSUMPTIONS lists the model's assumptions; they are printed with the table.
+ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from torch import Tensor
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
 EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
-WHOLE = 16  # tokens up to which the whole layer is executed
-MANY, PART = 1024, 8  # for more than MANY tokens, 1 / PART of the tokens and experts is executed
+WHOLE = 16  # for at most this many tokens, the whole layer is executed
+MANY, PART = 1024, 8  # for more than MANY tokens, 1 / PART of the tokens and of the experts is executed
 LAUNCH_US = 2.3
 ACTIVATIONS = {
     "ours": "fp8_static",
@@ -83,8 +84,8 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer or a slice of one: sizes and inputs. The weights of four experts are repeated for all experts. Experts with other
-    weights than mxfp4 have neither biases nor limits."""
+    """The sizes and inputs of a layer, or of a slice of a layer. The weights of four experts are repeated for all experts. Only
+    layers with mxfp4 weights have biases and limits."""
 
     tokens: int
     hidden: int
@@ -130,8 +131,9 @@ class Layer:
         )  # fmt: skip
 
     def floor_us(self, activation_dtype: str) -> float:
-        """The roofline time: the weights of the routed experts at 8 TB/s, or the MFMAs at the rate of the activations' format, with
-        twice as many MFMAs for activations in two planes of e4m3."""
+        """Returns the roofline time: of reading the routed experts' weights at 8 TB/s, or of the MFMAs at the rate of the
+        activations' format, whichever is longer. 16-bit activations are split into two e4m3 values, which doubles the number of
+        MFMAs."""
         experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
         element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]
         rate = 10.06e15 if activation_dtype == "mxfp4" else 2.5e15 if activation_dtype == "none" else 5.03e15
@@ -145,12 +147,12 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 
 # -- the sides -----------------------------------------------------------------------------------------------------------------
 
-# A function that makes the call of a layer.
+# A side is a function that gets a layer, and returns a function without parameters that runs the layer.
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
 def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
-    """A call of a `moe_apply` kernel, or of a `moe_topk_apply` kernel that takes the same weights."""
+    """Returns a call of the `moe_apply` kernel ``kernel``, or of the `moe_topk_apply` kernel ``fused`` on the same weights."""
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
@@ -174,7 +176,7 @@ def ours(layer: Layer) -> Callable[[], Tensor]:
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with per-token scales."""
+    """Our kernels, with per-token scales."""
     return _ours(layer, ACTIVATIONS["by_token"])
 
 
@@ -183,12 +185,12 @@ def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
 
 
 def unrounded(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with bf16 activations."""
+    """Our kernels, with bf16 activations."""
     return _ours(layer, ACTIVATIONS["unrounded"])
 
 
 def mxfp4(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with mxfp4 activations."""
+    """Our kernels, with mxfp4 activations."""
     return _ours(layer, ACTIVATIONS["mxfp4"])
 
 
@@ -207,7 +209,7 @@ def fp8_block(layer: Layer) -> Callable[[], Tensor]:
 
 
 def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with fp8 block-scaled weights."""
+    """Our kernels, with fp8 block-scaled weights."""
     kernels = ("gluon_moe_apply_fp8_block", "gfx950_fp8_block", "gluon_moe_topk_apply_fp8_block")
     return _operator(layer, ACTIVATIONS["fp8_block_ours"], *kernels)
 
@@ -252,7 +254,7 @@ def repeated_view(tensor: Tensor, layer: Layer) -> Tensor:
 
 
 def check(side: str, layer: Layer, out: Tensor) -> float:
-    """The relative error of the first tokens. Raises RuntimeError if it is too large."""
+    """Returns the relative error of the first tokens. Raises RuntimeError if the error is too large."""
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 
     inputs, some, dtype = layer.inputs(), slice(0, 4), ACTIVATIONS[side]
@@ -267,7 +269,7 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """The predicted time of a launch, in microseconds. ``mfma``: total cycles of its MFMA instructions."""
+    """The predicted time of a launch in microseconds. ``mfma``: total cycles of the launch's MFMA instructions."""
 
     kernel: str
     mfma: float
@@ -281,8 +283,14 @@ class Launch:
 
 
 def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: int = 1) -> Launch:
-    """The time of a launch, extrapolated to ``scale`` times as many workgroups and bytes (except ``fixed_bytes``, which do not
-    scale), and then to ``parts`` times these workgroups and bytes."""
+    """Predicts the time of a launch with more workgroups and bytes than the emulator has executed.
+
+    Args:
+        report: the emulator's report of the executed launch.
+        scale: factor of the workgroups and of the bytes, without ``fixed_bytes``.
+        fixed_bytes: bytes that do not grow with ``scale``.
+        parts: further factor of all workgroups and bytes.
+    """
     from gfx950_emulator import hardware as hw
     from gfx950_emulator import timing
 
@@ -307,14 +315,14 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: 
 
 
 def _products(reports: list[Any]) -> list[int]:
-    """The indices of the layer's two GEMM launches in order: those with the most MFMA cycles."""
+    """Returns the indices of the layer's two GEMM launches, in order. These launches have the most MFMA cycles."""
     return sorted(sorted(range(len(reports)), key=lambda i: -predicted(reports[i]).mfma)[:2])
 
 
 def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
     from gfx950_emulator import emulated_gfx950
 
-    # The baseline's routing kernel writes into padding behind the tensors that it passes.
+    # The baseline's routing kernel writes past the end of its tensors, into padding of their storage.
     with emulated_gfx950(counters=True, sanitize=False, bounds="storage") as emulator:
         call = side(layer)
         del emulator.launches[:]
@@ -323,7 +331,7 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 
 
 def layer_of(name: str, tokens: int) -> Layer:
-    """The whole layer that a side computes."""
+    """Returns the whole layer that a side computes."""
     if name == "dense":
         return Layer(tokens, 2048, 768, 128, 8, "dense")
     if name.startswith("fp8_block"):
@@ -332,7 +340,7 @@ def layer_of(name: str, tokens: int) -> Layer:
 
 
 def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
-    """The launches of a call, and their times."""
+    """Runs a side's call, and returns its launches with their predicted times."""
     if tokens <= WHOLE:
         reports, error = _run(name, side, layer_of(name, tokens))
         launches = [predicted(report) for report in reports]
@@ -362,7 +370,7 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
 
 
 def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = None) -> dict[str, Any]:
-    """The results of `measure` for each number of tokens. Results of the same commit in the folder ``kept`` are reused."""
+    """Returns the results of `measure` for each number of tokens. Results of the same commit in the folder ``kept`` are reused."""
     torch.set_num_threads(1)
     commit = metadata_of(Path(__file__), None)["git_commit"]
     rows: dict[str, Any] = {}
@@ -380,8 +388,8 @@ def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = No
 
 
 def measure_sides(counts: dict[str, list[int]], folder: Path | None, kept: Path | None, jobs: int) -> dict[str, Any]:
-    """The results of `measure_all` for each side. Each side runs in its own process, at most ``jobs`` at a time, because the
-    baseline's package has the same name as ours."""
+    """Returns the results of `measure_all` for each side. Each side runs in its own process, because the baseline's package has the
+    same name as ours. At most ``jobs`` processes run at a time."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
 
@@ -401,7 +409,7 @@ class Other:
     """A side of the second table.
 
     Attributes:
-        described: layer, kernel and activation format, for the table.
+        described: the layer, the kernel and the activation format, as the table shows them.
         tokens: the numbers of tokens to measure.
     """
 
@@ -426,7 +434,7 @@ def _mean(values: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means of the ratios to the baseline, without and with launch overhead."""
+    """Returns the geometric means of the ratios to the baseline, without and with launch overhead."""
     rated = [row for row in rows if "peer" in row]
     if not rated:
         return {}
@@ -437,7 +445,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row per number of tokens."""
+    """Formats the report as Markdown: a row per number of tokens."""
     lines = [
         "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch "
         "| ours, a scale a token | portable, the same | portable / ours |",

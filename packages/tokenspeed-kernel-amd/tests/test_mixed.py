@@ -29,7 +29,7 @@ from .paging import (
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends that the device has one CU. Small inputs then keep the device busy, so long and short sequences get separate
+    """Pretends that the device has one CU. Small inputs then keep the device busy, so that long and short sequences get separate
     launches."""
     pretend_compute_units(monkeypatch, 1)
 

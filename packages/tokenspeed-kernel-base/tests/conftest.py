@@ -1,4 +1,4 @@
-"""Shared by the tests of the base: declares every operator, and restores the process-wide state that tests change."""
+"""Fixtures of the base's tests: every operator is declared, and process-wide state that a test changes is restored."""
 
 from __future__ import annotations
 

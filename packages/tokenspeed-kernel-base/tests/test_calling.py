@@ -63,7 +63,8 @@ UNUSUAL = {
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.parametrize("argument", ["x", "weight", "residual", "out"])
 def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argument: str) -> None:
-    """This also holds after correct calls: the comparison with remembered calls cannot read the strides of a nested tensor."""
+    """The tensor is also rejected after correct calls. The comparison with remembered calls cannot read strides of a nested
+    tensor."""
     right: dict[str, Any] = {"x": X, "weight": W}
     if argument not in right:
         right[argument] = torch.randn(4, 8)
@@ -195,7 +196,7 @@ def test_memory_that_is_read_is_not_written_to(call: Callable[[Tensor], Any], me
 def test_overlaps_are_found_after_right_calls() -> None:
     buffer = _buffer()
     before = buffer.clone()
-    for _ in range(3):  # by both ways in which a call is remembered
+    for _ in range(3):  # the first call is decided; later calls hit the memo and the comparison
         rmsnorm(buffer[:4], W, out=buffer[8:12])
     buffer.copy_(before)
     for start in (1, 3):
@@ -382,7 +383,7 @@ def test_explanations_and_their_errors_can_be_pickled() -> None:
 
 @pytest.fixture
 def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package with one kernel of mm, beside its launcher."""
+    """Writes a package with one kernel of mm, and returns it with its launcher."""
     folder = tmp_path / "lonely_kernels" / "cpu"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""The compile policy: who asked for a program, what each policy does, and how long a setting lasts."""
+"""The compile policy: the kernel that needed a program, the effect of each policy, and how long a setting applies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiling_kernel() -> None:
-    """A kernel of `rmsnorm` whose every call compiles a program."""
+    """Registers a kernel of `rmsnorm`. Each call of this kernel compiles a program."""
 
     @register_kernel("norm", "rmsnorm", name="compiling_rmsnorm", solution="made_up", signatures=None, traits={"residual": any})
     def launch(x: Any, weight: Any, eps: float, residual: Any, out: Any, residual_out: Any) -> Any:

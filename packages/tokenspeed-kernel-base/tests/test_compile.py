@@ -209,7 +209,8 @@ def add_one(x: Tensor, states: Tensor | None = None, out: Tensor | None = None) 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("given", [(), ("states",), ("out",), ("states", "out")], ids=" ".join)
 def test_one_output_in_inductors_code(declare: Callable[..., Any], given: tuple[str, ...], dynamic: bool | None) -> None:
-    """Inductor rejects an overload that returns one tensor and mutates none of the tensors that its schema marks as mutable."""
+    """Inductor rejects an overload that returns one tensor and mutates none of its tensors, although its schema marks some as
+    mutable."""
     function = declare(add_one, formats=("x",), mutates=("states",))
     function.fake(lambda x: torch.empty_like(x))
     x = torch.randn(4, 3)

@@ -25,14 +25,14 @@ X, NORM, WEIGHT = torch.randn(3, 8), torch.rand(8) + 0.5, torch.randn(8, 4)
 
 
 def norm_mm(x: Tensor, weight: Tensor, b: Tensor, twice: bool = False, out: Tensor | None = None) -> Tensor:
-    """A normalisation and a GEMM, or two GEMMs."""
+    """A body that calls a normalisation and a GEMM, or two GEMMs."""
     normed = rmsnorm(x, eps=1e-6, weight=weight)
     product = mm(normed, b, out=out)
     return product + mm(normed, b) if twice else product
 
 
 def growing(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = None) -> Tensor:
-    """A part that is called for several shapes, once in a nested function. ``torch.mm`` is not the operator `mm`."""
+    """A body that calls a part for several shapes, once in a nested function. ``torch.mm`` is not the operator `mm`."""
 
     def norm(x: Tensor) -> Tensor:
         return rmsnorm(*(torch.mm(x, torch.eye(8)), weight))
@@ -44,7 +44,7 @@ def growing(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = Non
 
 
 def unknown(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls an operator with an unknown argument, and without a required one."""
+    """A body that calls an operator with an unknown argument, and without a required argument."""
     return rmsnorm(x, epsilon=1.0)  # type: ignore[call-arg]
 
 
@@ -79,7 +79,8 @@ def composed(declare: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def spied() -> list[tuple[int, ...]]:
-    """The shapes with which a kernel of `rmsnorm` was called. The kernel has the highest priority and returns zeros."""
+    """Registers a kernel of `rmsnorm` that has the highest priority and returns zeros. Returns the list of the shapes with which it
+    is called."""
     called: list[tuple[int, ...]] = []
 
     def spy(
@@ -137,7 +138,7 @@ def test_each_part_is_decided_once_a_description(composed: Any, monkeypatch: pyt
     composed(X, NORM, WEIGHT)
     with monkeypatch.context() as patch:
         patch.setitem(norm_mm.__globals__, "mm", None)
-        composed(X, NORM, WEIGHT)  # looks up no part
+        composed(X, NORM, WEIGHT)  # this call must not look up any part
     assert decided == [composed.operator.mode, "rmsnorm", "mm"]
     composed(torch.cat((X, X)), NORM, WEIGHT)
     assert decided[3:] == [composed.operator.mode, "rmsnorm", "mm"]

@@ -86,7 +86,7 @@ def weigh(declare: Callable[..., Any], log: Log) -> Any:
 
 
 def _observed(function: Any, log: Log) -> Any:
-    """Logs the slow path, and the arguments that reach a kernel."""
+    """Logs the calls that take the slow path, and the arguments that reach a kernel."""
     op = function.operator
     check = function.operator.check_call
 
@@ -287,7 +287,7 @@ seen: list[str] = []
 
 
 def test_a_tensor_that_takes_operations_over_sees_the_operator(weigh: Any, log: Log) -> None:
-    """This holds if it is not the first argument, and if plain tensors of the same description were seen before."""
+    """The tensor need not be the first argument. Earlier calls with plain tensors of the same description must not matter."""
     weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1))
     seen.clear()
     result = weigh(torch.ones(3), Weights(Distributed(torch.ones(3))), Plan(1))
@@ -381,7 +381,7 @@ def test_a_bound_kernel_still_checks_host_values(gather: Any, log: Log) -> None:
 
 
 def test_two_threads_with_their_own_lengths(gather: Any) -> None:
-    """The guard remembers the last tensors that it saw. Alternating threads must not see a mix of each other's."""
+    """The guard remembers the tensors of the last call. With alternating threads, it must not mix the tensors of two threads."""
     problems: list[str] = []
 
     def work(good: bool) -> None:
@@ -434,7 +434,7 @@ def test_tracebacks_of_a_warm_call_show_how_the_kernel_was_found(gather: Any, lo
 
 
 def test_inspect_shows_each_generated_function(gather: Any) -> None:
-    """Functions of one operator and role, generated for different patterns of calls, have sources of their own."""
+    """Each generated function has its own source, even if functions have the same operator and role."""
     made = []
     for arguments in ({}, {"lengths": torch.tensor([1, 2])}):
         gather(torch.ones(4), **arguments)

@@ -16,7 +16,7 @@ SOURCES = Path(tokenspeed_kernel_base.__file__).parents[1]
 
 
 def installed(folder: Path, *names: str) -> str:
-    """A folder in which these distributions appear to be installed."""
+    """Returns a function that makes a folder in which given distributions appear to be installed."""
     for name in names:
         (folder / f"{name}.dist-info").mkdir(parents=True)
     return str(folder)
@@ -28,7 +28,7 @@ def test_versions_carry_the_label() -> None:
 
 
 def test_our_own_are_right(tmp_path: Path) -> None:
-    """This includes other releases: the requirements ensure that releases match."""
+    """Distributions of other releases are right, too, because pip's requirements ensure that releases match."""
     ours = f"tokenspeed_kernel-0.3.0+{LABEL}", f"tokenspeed_kernel_base-0.4.1+{LABEL}", f"tokenspeed_kernel_vllm-0.3.0+{LABEL}"
     others = "torch-2.13.0+cpu", "tokenspeed-1.0", "tokenspeed_kernels-1.0", "my_kernels-1.0"
     assert wrong_distributions([installed(tmp_path, *ours, *others), str(tmp_path / "absent")]) == []

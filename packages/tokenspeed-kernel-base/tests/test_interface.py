@@ -1,4 +1,4 @@
-"""Unknown names in a kernel's declaration, which its operator does not state: `tokenspeed_kernel_base.interface`."""
+"""Names in a kernel's declaration that its operator does not declare: `tokenspeed_kernel_base.interface`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def declared(function: Any, name: str = "mine", **options: Any) -> None:
 
 
 def refused(function: Any, **options: Any) -> str:
-    """The error of registering a kernel, which must not be registered afterwards."""
+    """Returns the error of registering a kernel, and asserts that the kernel is not registered afterwards."""
     with pytest.raises(RegistrationError) as caught:
         declared(function, **options)
     assert not any(spec.name == "mine" for spec in KernelRegistry.get().list_kernels())
@@ -198,7 +198,7 @@ def test_resources_state_traits_too(declare: Declare) -> None:
 
 
 def test_a_kernel_that_was_registered_before_its_operator_is_looked_at_then(declare: Declare) -> None:
-    """This applies to a wheel that works alone, and to a plugin whose operator another plugin declares."""
+    """This happens with a wheel that works alone, and with a plugin whose operator another plugin declares."""
     probe = declare(_body)
     mode = f"_body_{int(probe.operator.mode.rpartition('_')[2]) + 1}"
     register_kernel("testing", mode, name="early", solution="testing", signatures=None, traits={"hiden": any})("nowhere:kernel")
@@ -228,7 +228,7 @@ def test_an_operator_keeps_to_its_own_declaration(declare: Declare) -> None:
 
 
 def test_a_kernel_without_an_operator_is_declared_against_nothing(registry: KernelRegistry) -> None:
-    """Another plugin may declare the operator later; `discover_plugins` warns of a kernel that remains without one."""
+    """Another plugin may declare the operator later. `discover_plugins` warns about a kernel whose operator is never declared."""
     facts: dict[str, Any] = {"solution": "testing", "signatures": None, "traits": {"anything": at_most(8)}}
     register_kernel("no", "such", name="free", **facts)("nowhere:kernel")
     assert registry.get_by_name("free").traits["anything"] == at_most(8)

@@ -24,13 +24,13 @@ def scaled(x: Tensor, scale: float = 2.0, bias: Tensor | None = None, out: Tenso
 def scaled_later(
     x: Tensor, scale: float = 2.0, limit: float | None = None, bias: Tensor | None = None, rows: int = -1, out: Tensor | None = None
 ) -> Tensor:
-    """`scaled` with two more parameters."""
+    """A later version of `scaled`, with two more parameters."""
     result = scaled(x, scale, bias)
     return result if limit is None else result.clamp(max=limit)
 
 
 def plain(out: Tensor | None, x: Tensor, scale: float) -> Tensor:
-    """Names its parameters in its own order, and no bias."""
+    """A launcher with parameters in another order, and without bias."""
     result = x * scale
     return result if out is None else out.copy_(result)
 

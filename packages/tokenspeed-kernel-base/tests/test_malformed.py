@@ -37,7 +37,7 @@ def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def like(value: Any, **changes: Any) -> Any:
-    """An object with the attributes of another, some of them changed."""
+    """Returns a copy of an object with some changed attributes."""
     return SimpleNamespace(**{**vars(value), **changes})
 
 
@@ -591,7 +591,7 @@ def test_the_table_is_large_and_covers_every_operator() -> None:
 
 
 def test_the_valid_calls_are_valid(launched: list[str]) -> None:
-    """Otherwise the table would prove nothing."""
+    """If the unchanged calls were invalid, the table would prove nothing."""
     for name, arguments in VALID.items():
         get_operator(name).function(**_copied(arguments))
         assert launched[-1:] == [name]
@@ -605,8 +605,8 @@ def test_every_malformed_call_raises_the_right_error(launched: list[str]) -> Non
     problems = []
     for mode, changes, error, message in MALFORMED:
         function = get_operator(mode).function
-        # Before and after a valid call is remembered: the fast path must not let a wrong call through.
-        # The exception is a meta tensor among CPU tensors: detecting it would slow down every call.
+        # Each wrong call is made before and after a valid call is remembered, because the fast path must not let a wrong call
+        # through. The exception is a meta tensor among CPU tensors: detecting it would slow down every call.
         on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in changes.values())
         for remembered in (False,) if on_meta else (False, True):
             if on_meta:

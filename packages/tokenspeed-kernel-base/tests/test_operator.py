@@ -30,13 +30,13 @@ X, W = torch.ones(2, 4), torch.ones(4)
 def scale(
     x: Tensor, factor: float = 2.0, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x times factor."""
+    """Returns x times factor."""
     return x * factor if residual is None else (x * factor, x + residual)
 
 
 @pytest.fixture
 def toy(declare: Callable[..., Any]) -> Any:
-    """``scale``, with all its hooks; ``toy.launched`` records the calls that reach a kernel."""
+    """Declares the operator ``scale`` with all hooks. ``toy.launched`` records the calls that reach a kernel."""
     function = declare(scale, formats=("x",), traits={"width": int, "negative": bool})
     function.launched = []
 
@@ -341,7 +341,8 @@ def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
 
 
 def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:
-    """Only sizes that the operator declares as varying are rounded: two models' state sizes must not share a measured result."""
+    """Only sizes that the operator declares as varying are rounded to buckets. The state sizes of two models must not share a
+    measured result."""
 
     def scan(x: Tensor, state: Tensor, cache: Tensor, max_rows: int | None = None) -> Tensor:
         return x

@@ -43,7 +43,7 @@ def _options(window: Any, scale: Any, plan: Plan) -> tuple[Any, ...]:
 
 @pytest.fixture
 def given() -> Given:
-    """The options that the kernel and the hooks of `op` received, in order."""
+    """Returns the options that the kernel and the hooks of `op` receive, in order of the calls."""
     return []
 
 
@@ -94,7 +94,7 @@ CALLERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("window", [-1, NO_LIMIT, INT32, INT32 + 1, INT64])
 def test_kernels_and_hooks_see_no_window_that_is_larger_than_any_sequence(op: Any, given: Given, window: int, caller: str) -> None:
     call = CALLERS[caller](op)
-    for _ in range(3):  # first decided, then remembered
+    for _ in range(3):  # the first call is decided, later ones are remembered
         assert torch.equal(call(X, window, 2.0, Plan(), None), 2 * X)
     assert set(given) == {(-1, 2.0, float, 1.0, float)}
 
@@ -120,7 +120,7 @@ def test_integers_for_floats_arrive_as_floats(op: Any, given: Given, caller: str
     for scale in (2, 2.0, 2**62, 3):
         assert torch.equal(call(X, -1, scale, Plan(factor=2), None), X * 2 * float(scale))
     assert {(options[2], options[4]) for options in given} == {(float, float)}
-    if caller != "the custom operator":  # PyTorch passes integers to it as int64
+    if caller != "the custom operator":  # PyTorch passes integers to a custom operator as int64
         assert torch.equal(call(X, -1, 2**100, Plan(2**20), None), X * 2.0**120)
 
 
@@ -174,7 +174,7 @@ FLOATS = (-1, 0, 2**64, 10**400, FLOAT32, -FLOAT32, 1e39, math.inf, math.nan)
 
 
 def _smallest(op: Operator[Any, Any]) -> Case:
-    """The smallest case with nonempty tensors."""
+    """Returns the smallest case with nonempty tensors."""
 
     def size(case: Case) -> float:
         tensors = [tensor.numel() for _, tensor in tensor_arguments(op.parameters, op.complete(case.build()))]
@@ -190,7 +190,7 @@ def _edges(option: Parameter) -> list[Any]:
 
 
 def _changed(op: Operator[Any, Any], case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Calls in which one option, or one field of a plan, is at a limit."""
+    """Yields calls in which one option, or one field of a plan, is at a limit of its range."""
     for parameter in op.parameters:
         for option in parameter.fields or (parameter,):
             for value in _edges(option) if parameter.kind is Kind.VALUE else ():

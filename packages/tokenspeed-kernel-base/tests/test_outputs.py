@@ -1,4 +1,4 @@
-"""Operators whose options leave out an output that is not the last: the ``outputs`` hook names those that a call makes."""
+"""Operators with optional outputs that are not the last ones. The ``outputs`` hook names the outputs of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts(
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """A normalised row, its sum where it is scaled, and what was added where there is something."""
+    """Returns the normalised rows; with a scale also their sums; and with a residual also the result of the addition."""
     made = [rmsnorm(x, weight)]
     if scaled:
         made.append(x.sum(-1))
@@ -40,7 +40,7 @@ def made_by(scaled: bool, residual: Any) -> list[str]:
 
 @pytest.fixture
 def several(declare: Callable[..., Any]) -> Any:
-    """``parts``, with a kernel that writes to all it is given."""
+    """Declares the operator ``parts``, with a kernel that writes to all provided outputs."""
     function = declare(parts, formats=("x",), outs=("out", "scale_out", "residual_out"), varying=("rows",), parts=(rmsnorm,))
     function.outputs(made_by)
     op = function.operator

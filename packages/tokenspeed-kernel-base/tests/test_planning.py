@@ -41,7 +41,8 @@ def call_of(weights: Any, plan: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def moe_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package with two kernels of moe_apply: one for canonical weights, and a preferred one whose layout doubles them."""
+    """Writes a package with two kernels of moe_apply: one for canonical weights, and a preferred one whose layout has doubled
+    weights."""
     folder = tmp_path / "expert_kernels"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -106,7 +107,7 @@ def test_errors_name_the_function_that_was_called() -> None:
 
 
 def test_a_gpu_plan_for_which_only_the_reference_is_eligible_warns() -> None:
-    facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # not the plan of any kernel
+    facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # no kernel supports this dtype
     gpu = named_platform("sm_90")
     with pytest.warns(
         ReferenceWarning, match=r"^moe_apply.plan: no kernel for NVIDIA H100 .* serves this; reference_moe_apply will, slowly"
@@ -126,7 +127,7 @@ def test_a_gpu_plan_for_which_only_the_reference_is_eligible_warns() -> None:
 
 @dataclasses.dataclass
 class ScaledWeights(MoEWeights, Resource):
-    """The layout "scaled": each expert of w2 has its own factor."""
+    """Weights in the layout "scaled", in which each expert of w2 has its own factor."""
 
     factors: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
 
@@ -222,7 +223,7 @@ def _declare(declare: Declare, **options: Any) -> Any:
 
 
 def test_the_life_of_an_operator_with_a_resource(declare: Declare) -> None:
-    """Without layouts: all kernels share one form, and a plan only selects the kernel."""
+    """The resource has no layouts. All kernels use the same form, and a plan only selects the kernel."""
     function = _declare(declare)
 
     @function.plan

@@ -1,4 +1,4 @@
-"""Kernels requested by name that no call can select."""
+"""Reasons why no call can select a kernel that is requested by name."""
 
 from __future__ import annotations
 

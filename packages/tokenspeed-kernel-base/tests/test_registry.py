@@ -135,7 +135,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes an importable module, and returns its name."""
+    """Writes a module that can be imported, and returns its name."""
     names: list[str] = []
 
     def write(source: str) -> str:
@@ -198,7 +198,7 @@ def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, mod
 
 
 def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: KernelRegistry, module: Any, cpu: Any) -> None:
-    """The kernel with the highest priority, whose toolchain is missing, must not break the operator."""
+    """If the toolchain of the kernel with the highest priority is missing, the operator must use another kernel."""
     registry.register(spec("portable", priority=4), kernel)
     registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
     with pytest.warns(

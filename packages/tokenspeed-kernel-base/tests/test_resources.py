@@ -25,7 +25,7 @@ Declare = Callable[..., Any]
 
 
 class Table(Resource):
-    """Values to add, with a name that hooks may read."""
+    """A resource: values to add, with a name that hooks may read."""
 
     def __init__(self, name: str, values: Tensor, device: torch.device | None = None) -> None:
         self.key, self.name, self.values, self.device = name, name, values, device
@@ -46,7 +46,7 @@ def _add_if_there(x: Tensor, table: Table | None = None, out: Tensor | None = No
 
 @pytest.fixture
 def asked() -> list[str]:
-    """The tables for which a kernel was selected."""
+    """Returns the list of the tables for which a kernel is selected."""
     return []
 
 
@@ -128,7 +128,7 @@ def test_equal_keys_share_a_decision(add: Any, asked: list[str]) -> None:
 @pytest.mark.parametrize("wrong", [3, None, "a", Other("a"), torch.zeros(3)])
 def test_a_wrong_type_is_an_error_that_names_the_argument(add: Any, wrong: Any) -> None:
     x = torch.ones(3)
-    add(x, Table("a", x))  # remembered calls must not let it pass
+    add(x, Table("a", x))  # a remembered call must not let a deleted table pass
     with pytest.raises(TypeError, match=r"_add_\d+: table must be Table, got "):
         add(x, wrong)
 
@@ -141,7 +141,7 @@ def test_a_key_that_cannot_be_hashed(add: Any) -> None:
 
 
 class Stated(Table):
-    """Values with a declared trait: some of them are rounded."""
+    """A resource with a declared trait: whether its values are rounded."""
 
     trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"rounded": bool}
 
@@ -238,7 +238,7 @@ def test_a_resource_that_is_gone(add: Any) -> None:
 
 
 def test_the_fake_hook_may_ask_for_it(declare: Declare) -> None:
-    """The output's size is that of the table."""
+    """The fake hook reads the table, because the output has the table's size."""
 
     def lookup(x: Tensor, table: Table) -> Tensor:
         return table.values[: len(table.name)] + x

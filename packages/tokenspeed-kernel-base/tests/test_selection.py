@@ -54,7 +54,8 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def add(registry: KernelRegistry) -> Callable[..., Callable[..., Any]]:
-    """Registers a kernel of ``norm.scale`` that is eligible for every CPU call, except as declared; returns its function."""
+    """Registers a kernel of ``norm.scale`` and returns its function. Without further declarations, the kernel is eligible for every
+    call on a CPU."""
 
     def register(name: str, **facts: Any) -> Callable[..., Any]:
         def impl(*args: Any) -> str:
@@ -348,8 +349,8 @@ def test_kernel_override_is_of_one_task(three: None) -> None:
 
 
 def test_a_task_that_outlives_the_block_loses_the_override(three: None) -> None:
-    """A task inherits the context it is made in. Its calls after the block's end must neither be overridden nor be remembered
-    as if that were everyone's choice."""
+    """A task inherits the context in which it is created. After the block has ended, the override must not affect the task's calls,
+    and their decisions must not be remembered for other callers."""
 
     async def late(go: asyncio.Event) -> str:
         await go.wait()

@@ -62,7 +62,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
         return holds(rest[0], value) and holds(rest[1], value)
     if kind in ("value", "set"):
         members = rest if kind == "value" else rest[0]
-        return any(isinstance(m, bool) == isinstance(value, bool) and m == value for m in members)  # a flag is not a count
+        return any(isinstance(m, bool) == isinstance(value, bool) and m == value for m in members)  # a flag is not the count 1
     if type(value) not in (int, float):
         return False
     if kind == "least":
@@ -76,7 +76,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
 
 @functools.cache
 def _can_hold(rule: tuple[Any, ...]) -> bool:
-    """Whether any value satisfies the rule. Otherwise registration rejects the kernel."""
+    """Whether any value satisfies the rule. If none does, registration rejects the kernel."""
     return any(holds(rule, value) for value in (True, False, None, "nhd", 0.5, 0.75, 1.5, *range(600)))
 
 
@@ -196,7 +196,7 @@ devices = st.builds(
 
 
 def rarely(strategy: st.SearchStrategy[Any], empty: Any, among: int = 3) -> st.SearchStrategy[Any]:
-    """``empty`` most of the time, so that many kernels reach the later gates."""
+    """A strategy that draws ``empty`` most of the time, so that many kernels reach the later gates."""
     return st.integers(0, among - 1).flatmap(lambda draw: st.just(empty) if draw else strategy)
 
 
@@ -255,7 +255,7 @@ ARCHITECTURES = {"nvidia": "this is sm_", "amd": "this is gfx", "cpu": "this is 
 
 
 def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, Any] | None:
-    """The first gate that the kernel fails, and the facts that its reason must state."""
+    """Returns the first gate that rejects the kernel, and the facts that the gate's reason must state."""
     device = wish.device
     if wish.solution is not None and kernel.solution != wish.solution:
         return "solution", (kernel.solution, wish.solution)
@@ -292,7 +292,7 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
 
 
 def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
-    """Sort key, best first: override, tuned result, objective, priority, name."""
+    """Returns the sort key of a kernel, by override, tuned result, objective, priority and name. The best kernel sorts first."""
     if wish.objective == "debug":
         preference = kernel.priority
     elif wish.objective == "portability":

@@ -69,7 +69,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_waited_for_no_longer_than_wanted(tmp_path: Path) -> None:
-    with locked(tmp_path / "x"):  # throughout: the wait ends while the lock is held
+    with locked(tmp_path / "x"):  # the lock is held throughout, so the wait must end by its time limit
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match=r"another process has held .*x\.lock for 0\.1 s"), locked(tmp_path / "x", 0.1):
             pass
@@ -213,7 +213,8 @@ def _add(folder: Path, times: int) -> None:
 
 @forks
 def test_processes_and_threads_that_are_forked_from_lose_nothing(tmp_path: Path) -> None:
-    """Forks while another thread keeps writing: a child that inherited a half-done change would hang or corrupt the file."""
+    """The process forks while another thread keeps writing. A child that inherited an unfinished change would hang or corrupt the
+    file."""
     stop, written = threading.Event(), [0]
 
     def write() -> None:

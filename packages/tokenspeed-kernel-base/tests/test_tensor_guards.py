@@ -1,4 +1,4 @@
-"""The quick lookup with PyTorch's guards: it agrees with the full description, errs on the safe side, and is optional."""
+"""The quick lookup with PyTorch's guards. It agrees with the full description. In doubt it misses. The lookup is optional."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLER = rmsnorm.caller
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of every call of rmsnorm that takes the slow path."""
+    """Returns the list of the arguments of all calls of rmsnorm that take the slow path."""
     seen: list[tuple[Any, ...]] = []
     decide = CALLER.decide
 
@@ -104,7 +104,7 @@ def test_alternating_descriptions_use_the_quick_lookup(decisions: list[tuple[Any
     assert len(calls) == fast_path.CHAIN
     for call in calls:
         call()
-    CALLER._memo.clear()  # a full description would find them, too
+    CALLER._memo.clear()  # otherwise the memo of full descriptions would find the calls
     for call in calls * 2:
         call()
     assert len(decisions) == len(calls)

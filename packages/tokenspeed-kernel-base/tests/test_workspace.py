@@ -1,4 +1,5 @@
-"""Memory that outlives launches, on the host: a stream is an integer, and each test says whether it is being captured."""
+"""Workspaces, which outlive launches, tested on the host. A stream is an integer here, and each test sets whether it is
+captured."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def test_it_grows_on_demand(pretended: Pretended) -> None:
 
 
 def test_captured_launches_share_no_counters(pretended: Pretended) -> None:
-    """This holds even on one stream, which all captures of PyTorch use; counters are always available, before and after the
-    arena's end."""
+    """All captures of PyTorch use the same stream, and even so each launch has its own counters. Counters are available before and
+    after the end of the arena."""
     get = pretended.keeper.get
     eager = [get(0, 1, 100, 30)]
     found = []
@@ -128,7 +129,7 @@ def test_standing_memory(pretended: Pretended) -> None:
 
 
 def test_threads_get_one_workspace_for_one_stream(pretended: Pretended) -> None:
-    """Two threads that launch on one stream run one after the other on the device."""
+    """Launches of two threads on one stream run one after the other on the device, so they may share a workspace."""
     found: list[Workspace] = []
     start = threading.Barrier(8)
 

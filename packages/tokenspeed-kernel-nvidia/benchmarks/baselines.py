@@ -1,8 +1,9 @@
 """The implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. It makes plans
-and views, which an engine makes once, and returns the timed call: a function without parameters that returns the output.
-Third-party packages are imported when one is requested; one that is not installed is reported as absent with the reason.
+The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. The ``setup``
+makes plans and views, which an engine also makes once. It returns the timed call, a function without parameters that returns the
+output. A third-party package is imported only when its implementation is measured. A package that is not installed is reported as
+absent with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_
 
 
 def output_of(result: Any) -> Tensor:
-    """The output ``[tokens, heads, head_dim]`` in the result of a call."""
+    """Returns the output ``[tokens, heads, head_dim]`` from the result of a call."""
     out = result[0] if isinstance(result, tuple | list) else result
     assert isinstance(out, Tensor)
     return out.flatten(0, -3)
@@ -35,10 +36,10 @@ def output_of(result: Any) -> Tensor:
 
 
 def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
-    """The plain functions of this package.
+    """Returns the setup of this package's public functions.
 
     Args:
-        functions: replacements, ``"module:function"`` by operator; they are called with all of the operator's arguments by name.
+        functions: functions to call instead, ``"module:function"`` by operator. They get all of the operator's arguments by name.
     """
 
     def setup(shape: Shape, arguments: Arguments) -> Call:
@@ -58,7 +59,7 @@ def _portable(shape: Shape, arguments: Arguments) -> Call:
 
 def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
     fa3 = importlib.import_module("flash_attn_interface")
-    # Tokens visible to the left and to the right, without the token itself.
+    # The numbers of tokens visible to the left and to the right of a token, without the token itself.
     window = (shape.window_left, 0) if shape.window_left >= 0 else (-1, -1)
     if shape.mode == PREFILL:
         q, k, v, offsets = (arguments[name] for name in ("q", "k", "v", "cu_seqlens"))
@@ -68,8 +69,8 @@ def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
         )  # fmt: skip
     plan = None
     if shape.window_left < 0:
-        # Scheduler metadata, which a serving engine computes once a step for all layers. It saves a launch: 1.3 of 12.8 us at 1K x
-        # 1. Not with a window, where it saves nothing.
+        # A serving engine computes the scheduler metadata once per step, for all layers. The metadata saves a launch: 1.3 of
+        # 12.8 us at 1K x 1. With a window it saves nothing.
         plan = fa3.get_scheduler_metadata(
             shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
             qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True,
@@ -135,7 +136,7 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
     q, k_cache, v_cache, page_table, lengths = (
         arguments[name] for name in ("q", "k_cache", "v_cache", "page_table", "cache_seqlens")
     )
-    # Calls that share it run one after another.
+    # All calls share the workspace, because calls run one after another.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_flashinfer_workspace(q.device), "NHD", use_tensor_cores=True)
     pages = -(-shape.length // PAGE_SIZE)
     starts = torch.arange(0, shape.batch * pages + 1, pages, dtype=torch.int32, device=q.device)
@@ -157,5 +158,5 @@ _OTHERS = (
 
 
 def implementations(functions: Mapping[str, str]) -> list[Implementation]:
-    """All of them, this package first. ``functions``: see `own`."""
+    """Returns all implementations, this package's first. ``functions``: see `own`."""
     return [Implementation("ours", own(functions), "tokenspeed-kernel-nvidia", ours=True), *_OTHERS]

@@ -1,4 +1,4 @@
-"""Attention in the sizes of GPT-OSS, this package against the best baselines, on one H200.
+"""Measures attention in the sizes of GPT-OSS: this package against the best baselines, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --baselines ours,fa3 --quick
@@ -6,9 +6,9 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefi
     --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window.launch:mha_prefill
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --plot --readme  # plots h200.json
 
-All implementations run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a
-float32 reference: all rows together, and the worst row. Baselines that are not installed are reported as absent.
-`tokenspeed_kernel.workbench.benchmark.runner` describes how times are taken.
+All implementations run in one process on the same random inputs. Before timing, a sample of each output's rows is compared with a
+float32 reference. The error of all these rows together and the error of the worst row are limited. Baselines that are not installed
+are reported as absent. `tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from tokenspeed_kernel.workbench.benchmark.runner import (
 )
 from tokenspeed_kernel_base.operator import get_operator
 
-# Bytes that are touched between two calls on the same inputs; the device caches 50 MB.
+# Bytes that are read between two calls on the same inputs, so that these are not in the L2 cache of 50 MB.
 _TOUCHED = 224 << 20
-# Largest number of copies of the inputs: prefill takes the same time on warm inputs.
+# Largest number of copies of the inputs. Prefill needs fewer, because it takes the same time on inputs in the L2 cache.
 _COPIES, _PREFILL_COPIES = 128, 8
-# A rate that no kernel reaches.
+# Rates that no kernel reaches. A faster result is a fault of the measurement.
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
-# Largest errors. Rounding to bfloat16 averages out less over the 64 elements of a row than over the whole output.
+# Largest errors, of all rows and of the worst row. Rounding to bfloat16 averages out less over the 64 elements of a row than over
+# the whole output.
 LIMITS = Limits(5e-3, 2e-2)
-# A baseline with a larger error, in all or in its worst row, computes something else.
+# A baseline with larger errors computes something else, and is not compared.
 _BASELINE_LIMITS = Limits(2e-2, 8e-2)
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """Long shapes come last."""
+    """Yields a task per shape; long shapes come last."""
     return (_task(shape, device) for shape in sorted(shapes, key=_work))
 
 
@@ -83,7 +84,7 @@ def _task(shape: Shape, device: torch.device) -> Task:
 
 
 def _work(shape: Shape) -> float:
-    """Sort key of shapes: by duration; those with a cache are all short."""
+    """Returns the sort key of a shape: an estimate of its duration. Shapes with a cache are all short."""
     seen = shape.window_left + 1 if shape.window_left >= 0 else shape.length
     return 0.0 if shape.paged else float(shape.batch * shape.length * seen)
 
@@ -95,7 +96,7 @@ def rate(row: JsonRow) -> str:
 
 # -- bars --------------------------------------------------------------------------------------------------------------------------
 
-# Baselines of decode are FlashInfer and FlashAttention-3; in prefill all baselines count.
+# The baselines that bars compare with, for prefill and for decode.
 PREFILL_BASELINES, DECODE_BASELINES = ("fa3", "fa4", "cudnn"), ("fa3", "flashinfer")
 
 
@@ -104,7 +105,7 @@ def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> 
 
 
 def _tflops(names: Sequence[str]) -> Measure:
-    """The lowest TFLOP/s: two MMAs, half of each masked."""
+    """Returns a measure: the lowest TFLOP/s of these shapes. Only the unmasked half of the two GEMMs, q k and p v, counts."""
     flops = {shape.name: 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim for shape in SHAPES}
     return lambda times: min(flops[name] / times[name]["ours"] / 1e6 for name in names)
 
@@ -138,7 +139,7 @@ def _bars() -> list[Bar]:
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """The bar on our errors."""
+    """Returns the outcome of the bar on our largest error."""
     errors: Times = values_of(rows, "relative_error")
     worst = max((of_one["ours"] for of_one in errors.values() if "ours" in of_one), default=None)
     return [outcome("relative error, worst shape", LIMITS.error, worst)]
@@ -147,8 +148,8 @@ def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
 # -- the figure --------------------------------------------------------------------------------------------------------------------
 
 _DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
-# A panel's title, its groups, the plotted value of a row, and the implementations to leave out: the portable kernels where they
-# would flatten the rest.
+# For each panel of the plot: its title, its groups, the plotted value of a row, and the implementations to leave out. An
+# implementation is left out if its values would make the other ones hard to read.
 _PANELS = (
     ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
     ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
@@ -162,7 +163,7 @@ _PANELS = (
 
 
 def _short(name: str, groups: Sequence[str]) -> str:
-    """A shape's name without the words that the panel's title already has."""
+    """Returns a shape's name without the words of the panel's title."""
     group = max((group for group in groups if name.startswith(group)), key=len)
     rest = name.removeprefix(group).strip()
     if group == groups[0] and "window" not in group:
@@ -171,7 +172,7 @@ def _short(name: str, groups: Sequence[str]) -> str:
 
 
 def _values(of_one: Mapping[str, JsonRow], what: str) -> dict[str, float]:
-    """The plotted values of one shape, by implementation."""
+    """Returns the plotted values of one shape, by implementation."""
     if what == "ratio":
         return {name: us(of_one["fa3"]) / us(row) for name, row in of_one.items()} if "fa3" in of_one else {}
     return {name: row[what] / (1e3 if what == "gb_per_s" else 1) for name, row in of_one.items()}

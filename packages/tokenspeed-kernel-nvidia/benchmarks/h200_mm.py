@@ -1,18 +1,18 @@
-"""Decode GEMMs, this package against PyTorch, on one H200.
+"""Measures decode GEMMs: this package against PyTorch, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "GPT-OSS-120B (qkv|output|router) x" --variants .
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --plot --readme  # plots h200_mm.json
 
-All implementations run in one process on the same random values. Each result is checked first against a float32 GEMM.
-`tokenspeed_kernel.workbench.benchmark.runner` describes how times are taken, with one difference: the kernel between calls is an
-rmsnorm of one row, as before most GEMMs of a model. It uses PDL: it lets the next kernel launch as soon as it runs itself. A GEMM
-that supports PDL overlaps its prologue with it. The rmsnorm's time in a graph of its own is subtracted. Each implementation is also
-measured with the small PyTorch kernel between calls, which does not use PDL (``ordinary_us``). The calls of a graph rotate over
-copies of the weights, together more than twice the L2 cache's size. Activations and results are the same memory in all calls: in a
-model the preceding kernel has just written the activations.
+All implementations run in one process on the same random values. Each result is first compared with a float32 GEMM.
+`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. One thing differs here: the kernel between calls is
+an rmsnorm of one row, as before most GEMMs of a model. The rmsnorm uses PDL: it lets the next kernel launch while it runs itself.
+So a GEMM that supports PDL overlaps its prologue with the rmsnorm. The time of the rmsnorm alone, in a graph without GEMMs, is
+subtracted. Each implementation is also measured with the runner's small PyTorch kernel between calls, which does not use PDL
+(``ordinary_us``). The calls of a graph rotate over copies of the weights, together more than twice the L2 cache's size. Activations
+and results are the same memory in all calls, because in a model the preceding kernel has just written the activations.
 
-``--variants`` also measures other configurations of our kernels, which no call selects: see `VARIANTS`.
+``--variants`` also measures other configurations of our kernels, which selection never uses: see `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import launch as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of, sharing_of
 
-_TOUCHED = 130e6  # bytes of weights, for an L2 cache of 50 MB
+_TOUCHED = 130e6  # bytes of all copies of the weights; the L2 cache has 50 MB
 _WIDTH = 2880  # elements in a row of the rmsnorm
 
-# Changes to the configuration of the ring buffer kernel, for any call.
+# Changes to the configuration of the ring buffer kernel, by the name of the variant.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ring": {},
     "not dependent": {"dependent": False},
@@ -115,7 +115,7 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Another configuration of the ring buffer kernel, launched like ours."""
+    """Returns a call of the ring buffer kernel in another configuration, launched as in our launcher."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
@@ -129,7 +129,7 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
 
 
 def implementations(given: argparse.Namespace) -> list[Implementation]:
-    """All implementations; those of `VARIANTS` whose name matches, if a pattern is given."""
+    """Returns all implementations. Those of `VARIANTS` are included if the option ``--variants`` matches their names."""
     wanted = [name for name in VARIANTS if given.variants and re.search(given.variants, name)]
     return [
         Implementation("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
@@ -143,12 +143,12 @@ def implementations(given: argparse.Namespace) -> list[Implementation]:
 
 
 def inputs_of(gemm: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
-    """Random operands, with the largest number of rows."""
+    """Returns random operands with the largest number of rows."""
     return get_operator("gemm.mm").complete(gemm.case(max(TOKENS)).build(device, seed))
 
 
 def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
-    """The first rows of activations, and memory for the result."""
+    """Returns the inputs with the first ``m`` rows of the activations, and with memory for the result."""
     a, a_scale = inputs["a"][:m].clone(), inputs["a_scale"]
     if a_scale is not None and a_scale.ndim == 2:
         a_scale = a_scale[:m].clone()
@@ -157,7 +157,7 @@ def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """GEMM by GEMM, each on its copies of the weights."""
+    """Yields the tasks GEMM by GEMM, with copies of each GEMM's weights."""
     for gemm, of_gemm in itertools.groupby(shapes, lambda shape: shape.gemm):
         count = max(1, math.ceil(_TOUCHED / gemm.bytes)) if effort.rounds else 1
         every = [inputs_of(gemm, device, seed) for seed in range(count)]
@@ -176,7 +176,7 @@ def _task(shape: Shape, every: Sequence[Inputs], device: torch.device, effort: E
         call = implementation.setup(first)
 
         def run() -> torch.Tensor:
-            first["out"].fill_(torch.nan)  # so that unwritten elements are noticed
+            first["out"].fill_(torch.nan)  # an element that the kernel does not write stays NaN, which the check finds
             call()
             return first["out"]
 
@@ -186,7 +186,7 @@ def _task(shape: Shape, every: Sequence[Inputs], device: torch.device, effort: E
         beside: list[float] = []
 
         def step() -> None:
-            """One round with the small kernel between calls."""
+            """Measures one round with the small PyTorch kernel between calls."""
             options: dict[str, Any] = {"budget_s": 0.0, "fewest": effort.fewest, "most": effort.fewest}
             beside.extend(measurement.timed(in_graph, device, ordinary(), **options))
 
@@ -228,7 +228,7 @@ FIGURE = Figure(
     alt=f"GEMMs of a decode step, {_WHAT}",
     baselines={"torch": ("PyTorch (cuBLAS)", "#c2410c")},
     shapes=[shape.name for shape in SHAPES],
-    # For one row and for the most rows of activations, with the GEMMs that have bars.
+    # One panel for the smallest and one for the largest number of rows, with the GEMMs that have bars.
     panels=lambda report: [_panel(report, m) for m in (min(TOKENS), max(TOKENS))],
     marks=Marks("<!-- measured mm -->", "<!-- end of measured mm -->"),
     readme=Path(__file__).parents[1] / "README.md",
@@ -250,7 +250,7 @@ BENCHMARK = Benchmark(
     shapes=SHAPES,
     implementations=implementations,
     tasks=tasks,
-    # 16 rows may take 15% more than one.
+    # The bar for 16 rows is 15% higher than the bar for one row.
     bars=[
         at_most(Shape(gemm, m).name, round(gemm.bar * more, 2))
         for gemm in GEMMS

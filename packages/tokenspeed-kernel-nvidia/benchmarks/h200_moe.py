@@ -1,4 +1,4 @@
-"""An MoE layer, this package against the best baselines, on one H200: from router logits to the combined output.
+"""Measures an MoE layer from router logits to the combined output: this package against the best baselines, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --baselines ours,triton
@@ -7,12 +7,13 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qw
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --baselines ours,48,160,few --tiles 48 160 few
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme  # plots h200_moe.json
 
-All implementations run in one process on the same random inputs. Each arranges the weights of several layers, and the time for that
-is reported. Calls rotate over the layers, each with its own tokens and router logits, so that the experts that a call reads are not
-in cache. Routing is uniform and independent. Each output is checked first against the operator's definition in float32: all rows
-together, and the worst row. Baselines that are not installed are reported as absent; those installed elsewhere are found with
-``--site``. `tokenspeed_kernel.workbench.benchmark.runner` describes how times are taken. The floor is the roofline time of the
-touched experts' weights or of the arithmetic (``moe_shapes.py``).
+All implementations run in one process on the same random inputs. Each implementation arranges the weights of several layers, and
+the time of this preparation is reported. Calls rotate over the layers, each with its own tokens and router logits, so that the
+weights that a call reads are not in the L2 cache. Routing is uniform and independent. Before timing, each output is compared with
+the operator's definition in float32. The error of all rows together and the error of the worst row are limited. Baselines that are
+not installed are reported as absent; ``--site`` names a folder with baselines that are installed elsewhere.
+`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. The floor is the roofline time: of the weights of
+the selected experts, or of the arithmetic, whichever is longer (``moe_shapes.py``).
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ from tokenspeed_kernel.workbench.benchmark.runner import (
 from tokenspeed_kernel_base.cases import Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
 
-# Between two calls on the same layer there are three on other layers. One token of GPT-OSS reads 53 MB of a layer, so those three
-# read more than three times the L2 cache's size.
+# Between two calls on the same layer, three calls run on other layers. One token of GPT-OSS reads 53 MB of a layer, so these three
+# calls read more than three times the size of the L2 cache.
 _LAYERS = 4
-# The largest number of batches to rotate over, which averages the routing, and bytes of tokens in all.
+# Calls rotate over at most this many batches, which averages over routings, and over at most this many bytes of tokens.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# Memory is freed between implementations if all together need more than this.
+# If the implementations keep more bytes than this together, the last one's weights are freed, and its rows report the reason.
 _MOST_BYTES = 100 << 30
-# Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation's result and each
-# slot's output to bfloat16 costs 3e-3. A value that was rounded differently before it became fp8 may become the neighbouring fp8
-# value.
+# Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation function's result
+# and each slot's output to bfloat16 causes an error of 3e-3. With fp8 activations, a slightly different value may round to the
+# neighbouring fp8 value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
 # A baseline with a larger error computes something else. Baselines choose the scales of fp8 activations themselves.
 _BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
@@ -69,12 +70,15 @@ _BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
 
 @dataclass
 class Loaded:
-    """An implementation's arrangement of all layers, for shapes that differ only in their tokens.
+    """The layers' weights as an implementation has arranged them, for shapes that differ only in their tokens.
 
     Attributes:
-        prepare_ms: time to arrange a layer; without the first layer if there are several.
-        extra_bytes: peak temporary device memory of arranging a layer, without what it keeps.
-        kept_bytes: memory that it keeps for a layer.
+        implementation: the implementation.
+        experts: one function per layer, see `moe_baselines`.
+        failure: why the layers could not be arranged; None if they were.
+        prepare_ms: milliseconds to arrange a layer. With several layers, the first is not counted.
+        extra_bytes: peak bytes of temporary device memory while a layer is arranged, without the kept bytes.
+        kept_bytes: bytes of device memory that the implementation keeps for a layer.
     """
 
     implementation: Implementation
@@ -86,8 +90,8 @@ class Loaded:
 
     @classmethod
     def of(cls, implementation: Implementation, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for an implementation. Raises RuntimeError if it modifies the weights, which all implementations
-        share."""
+        """Arranges the layers for an implementation. Raises RuntimeError if the implementation modifies the weights, which all
+        implementations share."""
         sums = [layer.checksum() for layer in layers]
         loaded = cls._of(implementation, shape, layers, device)
         if sums != [layer.checksum() for layer in layers]:
@@ -113,7 +117,7 @@ class Loaded:
                     most.append(torch.cuda.max_memory_allocated(device) - before)
                 took.append((time.perf_counter() - start) * 1e3)
         except Exception as error:
-            # Raised again at each shape, so that each row has the reason.
+            # The error is raised again for each shape, so that each row has the reason.
             loaded.failure, loaded.experts = error.with_traceback(None), []
             return loaded
         loaded.prepare_ms = statistics.median(took[1:] or took)
@@ -128,7 +132,7 @@ class Loaded:
 
 
 def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Layer], device: torch.device) -> dict[str, Loaded]:
-    """Every implementation's arrangement of the layers, by name; and a line that says how long it took."""
+    """Arranges the layers for every implementation, and returns the results by name. Prints a line with the durations."""
     made, said = {}, []
     for each in who:
         made[each.name] = loaded = Loaded.of(each, shape, layers, device)
@@ -144,13 +148,13 @@ def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Laye
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """Model by model."""
+    """Yields a task per shape, model by model."""
     for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
         of_group = list(group)
         layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
         loaded = _prepared(of_group[0], who, layers, device)
         yield from (_task(shape, loaded, layers, device, effort) for shape in of_group)
-        del layers, loaded  # before the next model's layers are generated
+        del layers, loaded  # frees their memory before the next model's layers are drawn
 
 
 def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort) -> Task:
@@ -158,7 +162,7 @@ def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], d
     of_shape = batches(shape, count, len(layers), device)
     op = get_operator(shape.operator)
     costs = [op.cost_of(batch.arguments(layers[batch.layer])) for batch in of_shape]
-    # Each layer was arranged separately, so the first and the last are checked.
+    # Each layer was arranged separately, so the first and the last layer are checked.
     checked = [(batch, errors_against(expected(batch, layers[batch.layer]))) for batch in (of_shape[0], of_shape[len(layers) - 1])]
     facts = {
         "tokens": shape.tokens,
@@ -180,10 +184,10 @@ def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], d
 
 
 def errors_against(right: torch.Tensor) -> Errors:
-    """The error of all tokens together and of the worst token.
+    """Returns a function that computes the relative error of all tokens together, and of the worst token.
 
-    A token whose experts are all on other ranks is zero, so its relative error is undefined: it counts in the total only. If all
-    tokens are such, 1 is added to both outputs before the comparison.
+    If all experts of a token are on other ranks, the token's output is zero and its relative error is undefined. Such a token
+    counts only in the error of all tokens. If all tokens are such, 1 is added to both outputs before the comparison.
     """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
@@ -192,7 +196,7 @@ def errors_against(right: torch.Tensor) -> Errors:
 
 
 def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
-    """The number of calls in a graph, and of batches to rotate over: whole rotations over the layers."""
+    """Returns the number of calls in a graph, and the number of batches. Both are multiples of the number of layers."""
     model, weights = shape.model, layer.weights
     tensors = (getattr(weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale"))
     pairs = shape.tokens * model.top_k * model.experts / model.routed
@@ -205,7 +209,7 @@ def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
 # -- bars --------------------------------------------------------------------------------------------------------------------------
 
 BASELINES = ("triton_kernels", "marlin", "humming")
-# Microseconds.
+# Bars in microseconds, by the end of the shape's name: tokens, and the activations' dtype.
 _US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750, "8192 fp8": 1750}
 _NAME = GPT_OSS_120B.name
 _BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
@@ -217,7 +221,7 @@ BARS = [
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """The bars on our errors, and on the time to arrange a layer's weights."""
+    """Returns the outcomes of the bars on our errors, and on the time to arrange a layer's weights."""
     took = [row["prepare_ms"] for row in rows if (row["group"], row["kernel"]) == (_NAME, "ours") and row["prepare_ms"] is not None]
     prepare = bars.outcome(f"{_NAME}: ms to arrange a layer's weights", 50.0, took[-1] if took else None)
     return [*bars.no_less_accurate(values_of(rows, "relative_error")), prepare]
@@ -237,7 +241,7 @@ def _panel(report: Report, model: Model) -> Panel:
 
 
 def panels(report: Report) -> list[Panel]:
-    """One panel for each measured model; always one for the model that has bars."""
+    """Returns a panel for each measured model, and always one for the model that has bars."""
     times = values_of(report["rows"])
     models = dict.fromkeys([GPT_OSS_120B, *(shape.model for shape in SHAPES if shape.name in times)])
     return [_panel(report, model) for model in models]
@@ -280,7 +284,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def found(given: argparse.Namespace) -> list[Implementation]:
     for site in given.site:
-        # Last in the path, so that packages beside a baseline do not replace those that this package uses.
+        # The folder is the last of the path, so that packages beside a baseline do not replace packages that this project uses.
         sys.path.append(str(site))
         if not site.is_dir():
             print(f"there is no {site}")

@@ -1,11 +1,12 @@
-"""Host time of calls: the first in a process, with and without a compiled kernel on disk, and every later one.
+"""Measures the host time of calls: of the first call in a process, with and without a compiled kernel on disk, and of later calls.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --output packages/tokenspeed-kernel-nvidia/benchmarks/host.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the programs in the cache
 
-First calls are made in new processes that have already used PyTorch and the GPU, in the order of the table: the first one imports
-what all need. Later calls are the fastest of many short runs of calls on the same arguments, none of which waits for the device,
-with ``out=`` and without. The runs of all functions alternate, because CPU clocks vary.
+First calls are made in new processes that have already used PyTorch and the GPU. They are made in the order of the table, so the
+first one also imports the modules that all functions need. Later calls run many times in short series on the same arguments, with
+``out=`` and without, and never wait for the device; the fastest series counts. The series of all functions alternate, because CPU
+clocks vary.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Few enough for the launch queue, which would otherwise block the host.
+# Calls per series: so few that the launch queue does not become full, which would block the host.
 _CALLS = 30
 _STRETCHES = 100
 
 
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """For every call, in the sizes of GPT-OSS: the launcher's module, the function's name, and arguments."""
+    """Returns, for every call in the sizes of GPT-OSS, the launcher's module, the function's name, and the arguments."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -57,7 +58,8 @@ def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
-    """The call of a function as written by hand, with keywords: ``**given`` would spend time on dictionaries."""
+    """Returns a function that makes the call with keywords, as code written by hand. A call with ``**given`` would spend time on
+    dictionaries."""
     call: Callable[[], Any] = eval(
         f"lambda: function({', '.join(f'{name}={name}' for name in given)})", {"function": function, **given}
     )
@@ -65,7 +67,7 @@ def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
 
 
 def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
-    """Host microseconds of each call."""
+    """Returns the host time of each call in microseconds."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(_STRETCHES):
         for name, call in calls.items():
@@ -79,7 +81,7 @@ def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str,
 
 
 def measure(later: bool) -> dict[str, dict[str, float]]:
-    """In this process: first calls in milliseconds, and later ones in microseconds if requested."""
+    """Measures in this process: first calls in milliseconds and, with ``later``, later calls in microseconds."""
     calls = arguments()
     torch.cuda.synchronize()
     found: dict[str, dict[str, float]] = {}
@@ -102,7 +104,7 @@ def measure(later: bool) -> dict[str, dict[str, float]]:
 
 
 def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """The calls that are repeated, by the column of their time."""
+    """Returns the later calls to measure, by the table's column."""
     import tokenspeed_kernel
     import tokenspeed_kernel_nvidia
 
@@ -116,7 +118,7 @@ def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, Call
 
 
 def in_process(cache: str, later: bool) -> dict[str, dict[str, float]]:
-    """The result of `measure` in a new process with its own cache."""
+    """Runs `measure` in a new process that uses the cache directory ``cache``, and returns the result."""
     command = [sys.executable, __file__, "--measure", *(["--later"] if later else [])]
     environment = {**os.environ, "TOKENSPEED_KERNEL_PROGRAMS": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

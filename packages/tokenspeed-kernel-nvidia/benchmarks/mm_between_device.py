@@ -1,4 +1,4 @@
-"""The kernel between GEMMs: an rmsnorm of one row, in Triton."""
+"""The kernel that the benchmark launches between GEMMs: an rmsnorm of one row, in Triton."""
 
 # mypy: ignore-errors
 

@@ -14,12 +14,13 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
 TOKENS = (1, 2, 4, 8, 16)
-# Largest error against float32; rounding to bfloat16 alone costs 1.7e-3, and slightly more in the worst row.
+# Largest errors against float32, of all rows and of the worst row. Rounding to bfloat16 alone causes an error of 1.7e-3, and
+# slightly more in the worst row.
 LIMITS = Limits(4e-3, 8e-3)
 _BYTES_PER_US = 4.35e6  # measured read bandwidth of this device
 
 _BF16 = torch.bfloat16
-# Random operands, and bytes of a weight including its part of the scales.
+# For each weight format, the function that makes random operands. `_BYTES` has the bytes per weight, scales included.
 _MADE: Mapping[str, Callable[[int, int, int], Any]] = {
     "": functools.partial(dense, bias=_BF16),
     "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_BF16, bias=_BF16),
@@ -37,9 +38,9 @@ class Gemm:
     """A layer's GEMM ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
 
     Attributes:
-        model, layer: where it occurs.
-        bar: microseconds allowed for one row; 16 rows may take 15% more.
-        weights: see `_MADE`; empty for bfloat16.
+        model, layer: the model, and the layer of it, that has this GEMM.
+        bar: the bar in microseconds for one row; the bar for 16 rows is 15% higher.
+        weights: the weight format, see `_MADE`; empty for bfloat16.
     """
 
     model: str
@@ -60,7 +61,7 @@ class Gemm:
 
     @property
     def floor_us(self) -> float:
-        """The time to read the weights."""
+        """The time to read the weights, in microseconds."""
         return self.bytes / _BYTES_PER_US
 
     def case(self, m: int) -> Case:
@@ -69,7 +70,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Shape:
-    """A GEMM with some rows."""
+    """A GEMM with a number of rows."""
 
     gemm: Gemm
     m: int

@@ -1,9 +1,9 @@
 """The MoE implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
-function returns the timed call: a function without parameters, from router logits to the combined output ``[tokens, hidden]``.
-Third-party kernels are called as vLLM 0.26 calls them, including its routing, activation and sum. Packages are imported when one is
-requested; one that is not installed is reported as absent with the reason.
+An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. This
+function returns the timed call, which has no parameters and computes the combined output ``[tokens, hidden]`` from router logits.
+Third-party kernels are called as vLLM 0.26 calls them, with vLLM's routing, activation and sum. A third-party package is imported
+only when its implementation is measured. A package that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Experts = Callable[[Batch], Call]
 
 
 def local(ids: Tensor, model: Model) -> Tensor:
-    """Ids as this rank sees them: negative for experts of other ranks."""
+    """Returns the ids of this rank's experts; -1 replaces the ids of other ranks' experts."""
     return ids.masked_fill(ids >= model.experts, -1) if model.of else ids
 
 
@@ -41,10 +41,11 @@ def local(ids: Tensor, model: Model) -> Tensor:
 
 
 def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, Layer], Experts]:
-    """Kernels of ``moe_apply`` of backend ``solution``, after the best kernel of ``moe_topk``, or ``routing``'s."""
+    """Returns the setup of ``moe_apply`` with kernels of the backend ``solution``, after ``moe_topk`` with a kernel of the backend
+    ``routing``, or with its best kernel."""
 
     def setup(shape: Shape, layer: Layer) -> Experts:
-        # Importing plugins registers their kernels.
+        # Importing the core registers the kernels of its plugins.
         importlib.import_module("tokenspeed_kernel")
         facts = {field.name: getattr(layer.plan, field.name) for field in dataclasses.fields(layer.plan)}
         for chosen in ("kernel", "weight_layout"):
@@ -60,7 +61,7 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
             logits = topk.complete({"logits": batch.logits, "top_k": shape.model.top_k})
             route = functools.partial(topk.function.bind(**logits, solution=routing), *logits.values())
             given = (batch.x, weights, batch.topk_weights, batch.topk_ids, plan)
-            # The plan's layout is the same for all numbers of tokens; its kernel for this number is selected here.
+            # The plan's layout fits every number of tokens. The kernel for this number of tokens is selected here.
             run = apply.function.bind(*given, solution=solution)
 
             def call() -> Tensor:
@@ -77,12 +78,13 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
 
 
 def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
-    """`moe_apply` on mxfp4 weights with one tile width, without the router.
+    """Sets up `moe_apply` on mxfp4 weights with one tile width, without the router.
 
     Args:
-        name: the most columns of a tile. Suffix ``s``: elements are split into two fp8 values. Suffix ``v`` or ``c``: activations
-            are fp8, and the MMAs are 16-bit on the quantised values, or fp8. ``few`` is the streaming kernel.
-        shape, layer: see the module.
+        name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
+            ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. The name
+            ``few`` is the streaming kernel.
+        shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
         raise Unsupported("for mxfp4 weights, and activations of one dtype")
@@ -101,7 +103,7 @@ _LAYERS = "vllm.model_executor.layers"
 
 @functools.cache
 def _vllm() -> None:
-    """Loads vLLM's operators. Raises ImportError."""
+    """Loads vLLM's operators. Raises ImportError if vLLM is not installed."""
     for name, value in {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     importlib.import_module("vllm")
@@ -124,7 +126,7 @@ def _only_16_bit_activations(shape: Shape) -> None:
 
 
 def _expert_map(model: Model, device: torch.device) -> Tensor | None:
-    """int32 ``[all experts]``: the local index of each expert, or -1."""
+    """Returns the local index of each expert, int32 ``[all experts]``; -1 for experts of other ranks. None if there is one rank."""
     if not model.of:
         return None
     numbers = torch.arange(model.routed, dtype=torch.int32, device=device)
@@ -139,7 +141,7 @@ def _scales(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def _triton_kernels(shape: Shape, layer: Layer) -> Experts:
-    """OpenAI's kernels, which vLLM chooses for GPT-OSS on Hopper."""
+    """Sets up OpenAI's kernels, which vLLM selects for GPT-OSS on Hopper."""
     _only_gpt_oss(shape)
     _only_16_bit_activations(shape)
     forward = _from_vllm("fused_moe.experts.gpt_oss_triton_kernels_moe", "triton_kernel_moe_forward")
@@ -173,7 +175,7 @@ def _padded(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def _marlin(shape: Shape, layer: Layer) -> Experts:
-    """vLLM's Marlin, with sizes rounded up as vLLM does. Tokens are padded before they are timed, in its favour."""
+    """Sets up vLLM's Marlin kernel, with sizes rounded up as in vLLM. In its favour, the time to pad the tokens does not count."""
     _only_gpt_oss(shape)
     _only_16_bit_activations(shape)
     backend = _from_vllm("fused_moe.oracle.mxfp4", "Mxfp4MoeBackend")
@@ -223,7 +225,7 @@ def _marlin(shape: Shape, layer: Layer) -> Experts:
 
 
 def _vllm_triton(shape: Shape, layer: Layer) -> Experts:
-    """vLLM's own Triton kernel, for bfloat16 weights and fp8 blocks."""
+    """Sets up vLLM's own Triton kernel, for bfloat16 weights and for fp8 weights with block scales."""
     if shape.model.weight_format == "mxfp4":
         raise Unsupported("measured on bfloat16 and fp8 weights")
     if (shape.model.weight_format == "fp8_block") != (shape.activation_dtype == "fp8"):
@@ -262,7 +264,7 @@ _HUMMING_FORMATS: dict[str, dict[str, Any]] = {
 
 
 def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
-    """Both projections in Humming's layout, with the padding that vLLM uses."""
+    """Returns both projections in Humming's layout, with the padding that vLLM uses."""
     schemas, method = importlib.import_module("humming.schema"), importlib.import_module("humming.layer").HummingMethod
     dtypes = importlib.import_module("humming.dtypes")
     model, weights = shape.model, layer.weights
@@ -272,7 +274,7 @@ def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
     inputs = schemas.HummingInputSchema(a_dtype=dtypes.float8e4m3) if shape.activation_dtype == "fp8" else None
     sizes = {"w13": (2 * model.intermediate, model.hidden), "w2": (model.hidden, model.intermediate)}
     for name, (rows, columns) in sizes.items():
-        # A copy, because with fp8 activations scales are folded into weights in place.
+        # The weights are copied, because Humming multiplies scales into weights in place if activations are fp8.
         tensors = {part: getattr(weights, f"{name}_{part}").clone() for part in ("weight", "weight_scale")}
         if model.weight_format == "fp8_block":
             tensors["weight_scale_inv"] = tensors.pop("weight_scale")
@@ -342,7 +344,7 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
 
 
 def implementations(ours: str = "cutedsl") -> list[Implementation]:
-    """All of them, this package first. ``ours``: the backend of this package's entry."""
+    """Returns all implementations, this package's first. ``ours``: the backend of this package's entry."""
     return [
         Implementation("ours", of_solution(ours), "tokenspeed-kernel-nvidia", ours=True),
         Implementation("triton", of_solution("triton", "triton"), "tokenspeed-kernel", ours=True, portable=True),
@@ -350,6 +352,6 @@ def implementations(ours: str = "cutedsl") -> list[Implementation]:
         Implementation("marlin", _marlin, "vllm"),
         Implementation("humming", _humming, "humming-kernels"),
         Implementation("vllm_triton", _vllm_triton, "vllm"),
-        # It compiles for half an hour unless its kernels are compiled already.
+        # FlashInfer compiles for half an hour unless its kernels are compiled already.
         Implementation("flashinfer", of_solution("flashinfer", "triton"), "flashinfer-python", on_demand=True),
     ]

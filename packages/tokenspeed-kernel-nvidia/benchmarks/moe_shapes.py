@@ -14,11 +14,11 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
-# Best memory bandwidth and tensor-core rate of an H200, per microsecond: bytes, and floating-point operations by the dtype of
-# activations. They give a floor (roofline) for the experts that a batch touches.
+# Rates from which the roofline time of a call is computed: the best memory bandwidth of an H200, in bytes per microsecond; and the
+# best tensor-core rates by the dtype of activations, in floating-point operations per microsecond.
 BYTES_PER_US = 4.35e6
 FLOPS_PER_US = {"none": 800e6, "fp8": 1500e6}
-# The operator's cases are recipes; this one, with other values, makes any layer.
+# The operator's cases are recipes. All layers are made from the recipe of this case, with other values.
 _CASE = "gpt-oss-120b decode 1"
 _GPT_OSS_OPTIONS = ("w13_interleaved", "bias", "alpha", "limit", "beta")
 
@@ -30,8 +30,8 @@ class Model:
     Attributes:
         experts: the number of experts on this rank.
         weight_format: as in `MoEPlan`.
-        of: experts of all ranks together, if not all are on this rank.
-        gpt_oss: interleaved gates and ups, biases and the clamped activation of GPT-OSS; else none of them.
+        of: the number of experts of all ranks together; 0 if all experts are on this rank.
+        gpt_oss: whether the layer has GPT-OSS's interleaved gates and ups, its biases and its clamped activation.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Model:
 
     @property
     def routed(self) -> int:
-        """The number of experts that the router chooses from."""
+        """The number of experts from which the router selects."""
         return self.of or self.experts
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call: router logits and tokens to the combined output.
+    """One call, which computes the combined output from router logits and tokens.
 
     Attributes:
         activation_dtype: as in `MoEPlan`.
-        more: whether it has no bar, and is measured on request only.
+        more: whether the shape is measured only with the option ``--more``, and has no bar.
     """
 
     model: Model
@@ -71,11 +71,11 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """``"gpt-oss-120b 8192 fp8"``: the model, the tokens, and the activations' quantised dtype; unique."""
+        """The unique name, from the model, the tokens, and the activations' quantised dtype: ``"gpt-oss-120b 8192 fp8"``."""
         return " ".join([self.model.name, str(self.tokens), *([self.activation_dtype] if self.activation_dtype != "none" else [])])
 
     def recipe(self) -> Recipe:
-        """A call of ``moe_apply`` as the operator's cases make it: its weights and its canonical plan."""
+        """Returns the recipe of a ``moe_apply`` call with this layer's weights and a canonical plan."""
         (case,) = (case for case in get_operator(self.operator).all_cases() if case.name == _CASE)
         assert isinstance(case.make, Recipe)
         model = self.model
@@ -131,10 +131,13 @@ class Layer:
 
 @dataclass
 class Batch:
-    """Tokens and router logits, and the index of the layer that they go to.
+    """Tokens and router logits, and the layer that gets them.
 
     Attributes:
-        topk_ids: the routing, by the operator's definition; negative for experts of other ranks.
+        x: the tokens.
+        logits: the router logits.
+        layer: the index of the layer.
+        topk_ids: the selected experts, by the operator's definition; negative for experts of other ranks.
     """
 
     x: Tensor
@@ -144,7 +147,7 @@ class Batch:
     topk_ids: Tensor = field(init=False)
 
     def routed(self, model: Model) -> Batch:
-        """The batch with its routing."""
+        """Computes the routing of the batch, stores it, and returns the batch."""
         topk = get_operator("moe.moe_topk")
         self.topk_weights, ids = topk.reference(*topk.complete({"logits": self.logits, "top_k": model.top_k}).values())
         self.topk_ids = torch.where(ids < model.experts, ids, -1)
@@ -152,17 +155,17 @@ class Batch:
 
     @property
     def experts(self) -> int:
-        """How many different experts it touches."""
+        """The number of different experts that the tokens select on this rank."""
         return len({*self.topk_ids.flatten().tolist()} - {-1})
 
     def arguments(self, layer: Layer) -> dict[str, Any]:
-        """The arguments of ``moe_apply``, canonical."""
+        """Returns the arguments of ``moe_apply``, with weights in the canonical layout."""
         routing = {"topk_weights": self.topk_weights, "topk_ids": self.topk_ids}
         return get_operator(Shape.operator).complete({"x": self.x, "weights": layer.weights, **routing, "plan": layer.plan})
 
 
 def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: int = 0) -> list[Batch]:
-    """Batches of tokens with independent uniform routing, assigned to the layers in rotation."""
+    """Draws batches of tokens with independent uniform routing. The batches are assigned to the layers in rotation."""
     draw, model = Draw(device, seed + shape.tokens), shape.model
     made = []
     for index in range(count):
@@ -172,8 +175,8 @@ def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: i
 
 
 def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
-    """bfloat16 ``[tokens, experts]``. The last chosen expert never ties with the next: implementations differ in ties, which are
-    common in bfloat16.
+    """Draws router logits, bfloat16 ``[tokens, experts]``. The logit of the last selected expert never equals that of the next one,
+    because implementations resolve ties differently, and ties are common in bfloat16.
     """
     logits = draw.normal(tokens, model.routed, dtype=torch.bfloat16)
     if model.routed == model.top_k:
@@ -187,14 +190,14 @@ def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
 
 
 def expected(batch: Batch, layer: Layer) -> Tensor:
-    """The expected output, by the operator's definition, before rounding to bfloat16: float32 ``[tokens, hidden]``."""
+    """Computes the expected output by the operator's definition, before rounding to bfloat16: float32 ``[tokens, hidden]``."""
     arguments = batch.arguments(layer)
-    # The definition rounds to the dtype of x; float32 represents x exactly.
+    # The definition rounds to the dtype of x, so x is converted to float32, which represents it exactly.
     result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
     assert isinstance(result, Tensor)
     return result
 
 
 def floor_us(cost: Cost, activation_dtype: str) -> float:
-    """The roofline time of a call: of its bytes or its arithmetic, whichever is longer."""
+    """Returns the roofline time of a call in microseconds: of its bytes or of its arithmetic, whichever is longer."""
     return max(cost.bytes / BYTES_PER_US, cost.flops / FLOPS_PER_US[activation_dtype])

@@ -14,24 +14,23 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 
 PAGE_SIZE = 64
-# window_left of a model's window of 128: the token and 127 before it.
+# window_left of a model with a window of 128 tokens: the token itself and the 127 tokens before it.
 WINDOW_LEFT = 127
-# The number of sequences of a call that are checked, and of queries of each: the first, the last and some between.
+# The number of sequences per call, and of queries per sequence, that are checked: the first, the last and some between.
 _SEQUENCES, _QUERIES = 4, 16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call.
+    """One call of an attention operator.
 
     Attributes:
-        group: where it belongs in tables, bars and plots.
-        mode: the operator, of the family attention.
-        length: tokens of a sequence; for paged operators those in the cache.
-        batch: the number of sequences, all of the same length.
-        new: new tokens of each sequence, for paged operators.
-        heads, kv_heads, head_dim: as the operator defines them.
-        window_left: as the operator defines it.
+        group: the call's group in tables, bars and plots.
+        mode: the name of the operator.
+        length: number of tokens per sequence; for paged operators the tokens in the cache.
+        batch: number of sequences, all of the same length.
+        new: number of new tokens per sequence, for paged operators.
+        heads, kv_heads, head_dim, window_left: as in the operator.
     """
 
     group: str
@@ -46,7 +45,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """``"prefill 1K x 16"``: the group, the length and the batch; unique."""
+        """The unique name, from group, length and batch: ``"prefill 1K x 16"``."""
         length = f"{self.length // 1024}K" if self.length % 1024 == 0 else str(self.length)
         return f"{self.group} {length} x {self.batch}"
 
@@ -59,13 +58,13 @@ class Shape:
         return self.mode != "mha_prefill"
 
     def case(self) -> Case:
-        """The call as a case of its operator: bfloat16, with sinks, pages in random order."""
+        """Returns the call as a case of the operator: bfloat16, with sinks, and with pages in random order."""
         heads: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "sinks": True}
         options: dict[str, Any] = {"window_left": self.window_left} if self.window_left >= 0 else {}
         lengths = [self.length] * self.batch
         if not self.paged:
             return Case(self.name, ragged(lengths, **heads, max_seqlen=self.length, **options), large=True)
-        # The page table has no unused entries, because baselines may read all of them.
+        # The page table has no unused entries, because baselines may read every entry.
         pages: dict[str, Any] = {"page_size": PAGE_SIZE, "width": -(-self.length // PAGE_SIZE)}
         if self.mode == "mha_decode_with_kvcache":
             return Case(self.name, paged(lengths, None, **heads, **pages, **options, max_seqlen_q=self.new), large=True)
@@ -95,7 +94,7 @@ SHAPES = tuple(_shapes())
 
 
 def sampled_rows(shape: Shape) -> list[int]:
-    """The tokens of the output that are checked: of some sequences, always the first and the last, and some queries, likewise."""
+    """Returns the tokens of the output that are checked: some queries of some sequences, always with the first and the last."""
     new = shape.new if shape.paged else shape.length
     rows = []
     for sequence in _spread(shape.batch, _SEQUENCES):
@@ -104,7 +103,7 @@ def sampled_rows(shape: Shape) -> list[int]:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """At most ``wanted`` of the indices below ``count``: the first, the last, and others at irregular distances."""
+    """Returns at most ``wanted`` of the indices below ``count``: the first, the last, and others at irregular distances."""
     if count <= wanted:
         return list(range(count))
     inner = {1 + (index * 7919) % (count - 2) for index in range(wanted - 2)}
@@ -112,9 +111,9 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def reference_rows(shape: Shape, arguments: Mapping[str, Any], rows: list[int], *, sinks: bool) -> Tensor:
-    """The expected output at some tokens, float32 ``[len(rows), heads, head_dim]``.
+    """Computes the expected output of some tokens, float32 ``[len(rows), heads, head_dim]``.
 
-    It is the operators' definition in float32, for those rows only: the softmax of the scores and the sink, times the values.
+    This is the operators' definition in float32: softmax over the scores and the sink, then the weighted sum of the values.
     """
     q, group = arguments["q"], shape.heads // shape.kv_heads
     new = shape.new if shape.paged else shape.length
@@ -142,7 +141,7 @@ def reference_rows(shape: Shape, arguments: Mapping[str, Any], rows: list[int], 
 
 
 def _keys_and_values(shape: Shape, arguments: Mapping[str, Any], sequence: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of one sequence, ``[length, kv_heads, head_dim]``."""
+    """Returns the keys and values of one sequence, ``[length, kv_heads, head_dim]``."""
     if not shape.paged:
         tokens = slice(sequence * shape.length, (sequence + 1) * shape.length)
         return arguments["k"][tokens], arguments["v"][tokens]

@@ -1,4 +1,4 @@
-"""Third-party kernels, declared in a file, that are measured beside ours."""
+"""Baselines: third-party kernels that a file declares, and that are measured beside ours."""
 
 from __future__ import annotations
 

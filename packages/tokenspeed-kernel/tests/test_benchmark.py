@@ -133,7 +133,7 @@ class FakeEvent:
 
 @pytest.fixture
 def device_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """The operations that would be queued on a GPU, in order."""
+    """Returns the log of the operations that would be queued on a GPU, in order."""
     log: list[tuple[str, float]] = []
     monkeypatch.setattr(FakeEvent, "log", log, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -223,7 +223,7 @@ def right(x: Tensor, out: Tensor | None) -> Tensor:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Fakes sampling: every sample takes 40, 50 and 60 us. Records the sampled calls and their options."""
+    """Replaces the measurement of samples: every sample takes 40, 50 and 60 us. Records the sampled calls and their options."""
     seen: list[Any] = []
 
     def fake(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -315,7 +315,7 @@ def test_a_method_suits_the_device() -> None:
 def test_in_a_graph_copies_rotate_and_launch_time_is_separate(
     double: Any, monkeypatch: pytest.MonkeyPatch, alone_us: float, count: int
 ) -> None:
-    """On the CPU, with a fake graph and fake clocks. A graph that is already long gets no more calls."""
+    """Runs on the CPU, with a fake graph and fake clocks. A graph that is already long gets no more calls."""
     graphs: list[Any] = []
 
     def in_graph(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -401,7 +401,7 @@ def test_a_kernel_that_does_not_take_a_case_is_skipped(double: Any) -> None:
 
 @pytest.mark.usefixtures("clocked")
 def test_rows_report_throttling_and_slow_machines(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that throttles, and a machine that is slow while one of the rows is measured."""
+    """The GPU throttles, and the machine is slow while one of the rows is measured. The rows must say so."""
     hot = GpuState(1200, 1980, 85, 700.0, ("power cap",))
     monkeypatch.setattr(run, "gpu_monitor", lambda device: lambda: hot)
     speeds = iter([100.0, 100.0, 110.0] * 2)
@@ -428,7 +428,7 @@ def test_metadata_says_what_was_measured_on_and_with() -> None:
 
 
 def test_the_commit_of_another_checkout_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment inside another project's checkout: the file is there, and git does not track it."""
+    """The environment is inside another project's checkout. Our files are there, but git does not track them."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "metadata.py").write_text("")
     monkeypatch.setattr(metadata, "__file__", str(tmp_path / "metadata.py"))
@@ -487,7 +487,7 @@ def test_a_program_writes_its_values(tmp_path: Path) -> None:
 
 
 def test_committed_reports_hold_medians_and_spread() -> None:
-    """Samples stay out of version control."""
+    """The samples themselves must not be in version control."""
     files = [file for part in ("packages", "tools") for file in COMMITTED.parents[3].glob(f"{part}/*/benchmarks/*.json")]
     assert COMMITTED in files
     for file in files:
@@ -561,8 +561,8 @@ def test_files_that_are_not_reports_are_rejected(tmp_path: Path, text: str, said
 
 
 def test_a_graph_keeps_the_tensors_that_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that a baseline's setup makes have no other owner. Without the graph, they were freed, and replays read freed
-    memory."""
+    """Only the call owns the tensors that a baseline's setup makes. If the graph did not keep the call, the tensors would be freed,
+    and replays would read freed memory."""
 
     class Graph:
         replays = 0

@@ -258,7 +258,7 @@ CPU = torch.device("cpu")
 
 
 class Counter:
-    """Measures nothing, and counts its calls."""
+    """A stand-in for the measurement: measures nothing, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -329,7 +329,7 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regular file is at the folder's path, which is an error for root as well."""
+    """A regular file is at the path of the folder. Even root cannot write there."""
     (tmp_path / "file").write_text("")
     counter = Counter()
     for _ in range(2):

@@ -29,7 +29,8 @@ def capture(op: Any, arguments: dict[str, Any]) -> Record:
 
 @pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
 def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> None:
-    """The same request, the same description of every argument that is not written to, and the same amount of work."""
+    """The recreated call must have the same request, the same description of every argument that is only read, and the same amount
+    of work."""
     arguments = op.complete(case.build())
     record = capture(op, arguments)
     again = op.complete(replay(record).build())
@@ -39,7 +40,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     pages = {"k_cache", "v_cache", "kv_cache", "states"}
     for name in set(op.names) - {*op.outs} - hints:
         told, wanted = described(again[name]), described(arguments[name])
-        if name in pages and wanted is not None:  # as many as the call uses
+        if name in pages and wanted is not None:  # the recreated cache has as many pages as the call uses
             told["shape"], wanted["shape"] = told["shape"][1:], wanted["shape"][1:]
         assert told == wanted, name
     assert op.run_hook("work", again) == op.run_hook("work", arguments)
@@ -82,7 +83,7 @@ def test_padding_is_kept(mode: str) -> None:
 
 
 def test_every_tensor_keeps_its_dtype() -> None:
-    """This holds even if the operator's own cases use another dtype."""
+    """A tensor keeps its captured dtype even if the operator's own cases use another dtype."""
     op = tk.get_operator("mha_prefill")
     arguments = op.complete(ragged([5, 3], 4, 2)(Draw()))
     again = replay(capture(op, {**arguments, "sinks": torch.ones(4)})).build()
@@ -100,7 +101,7 @@ def test_the_sample_with_most_work_is_made_again() -> None:
 
 
 def test_a_call_in_a_graph_is_made_at_full_length() -> None:
-    """Values are not read during graph capture."""
+    """Values are not read during graph capture, so lengths are unknown, and the recreated call has full lengths."""
     op = tk.get_operator("mha_decode_with_kvcache")
     record = capture(op, op.complete(paged([3, 4], max_seqlen_k=32, width=3)(Draw())))
     record["work"] = {"seen": 0, "samples": [], "histograms": {}}

@@ -23,7 +23,7 @@ from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, Unreada
 from tokenspeed_kernel.workbench.watching.records import add_to
 from tokenspeed_kernel_base import storage
 
-# Counts calls of n rows until it is told to stop, and prints now and then how many it has made.
+# A program that counts calls of n rows until it is told to stop, and sometimes prints the number of calls so far.
 WRITER = """
 import sys, torch, tokenspeed_kernel as tk
 tensors = [torch.ones(n, 8) for n in (1, 2, 3)]
@@ -78,7 +78,7 @@ def test_several_add_to_one_file(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_a_capture(tmp_path: Path) -> None:
-    """Even a copy of a file that another process is writing to."""
+    """A copy can be read even if another process was writing to the file while it was copied."""
     kept = ShapeCapture(tmp_path / "shapes")
     kept.record("f.m", "k", 1, {}, {})
     kept.write()
@@ -145,7 +145,7 @@ def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_a_capture_of_nothing(tmp_path: Path) -> None:
-    """A process that is killed while it creates the file leaves an empty one."""
+    """A process that is killed while it creates the file leaves an empty file."""
     (tmp_path / "shapes").write_bytes(b"")
     assert load(tmp_path / "shapes") == Contents()
     add_to(tmp_path / "shapes", Contents([record(0)]))
@@ -233,7 +233,7 @@ def test_captured_calls_reach_the_file_soon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_processes_leave_readable_files(tmp_path: Path, times: int) -> None:
-    """The next process that ends merges the files that killed ones left."""
+    """The next process that ends merges the files that killed processes left."""
     path = tmp_path / "shapes"
     before = 0
     for turn in range(times):

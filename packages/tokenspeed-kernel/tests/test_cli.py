@@ -44,12 +44,12 @@ runner = CliRunner()
 
 
 def brief(output: str) -> str:
-    """The beginning and the end of what was printed: a report as JSON has tens of thousands of characters."""
+    """Returns the beginning and the end of an output, because a report as JSON has tens of thousands of characters."""
     return output if len(output) < 3000 else f"{output[:1500]}\n...\n{output[-1500:]}"
 
 
 def call(*words: str, code: int = 0) -> str:
-    """The output of a command, which must end with this exit code."""
+    """Runs a command, asserts its exit code, and returns its output."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == code, f"{brief(result.output)}\n{result.exception!r}"
     assert "\x1b" not in result.output, "no colours in a pipe"
@@ -57,7 +57,7 @@ def call(*words: str, code: int = 0) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without the characters that only separate words."""
+    """Returns a text without characters that only separate words, such as line breaks and frames."""
     return " ".join(text.replace("`", "").split())
 
 
@@ -66,7 +66,7 @@ def call_json(*words: str, code: int = 0) -> Any:
 
 
 def refused(*words: str) -> str:
-    """The stderr of a command that is rejected."""
+    """Runs a command that must be rejected, and returns its stderr."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -80,7 +80,7 @@ def process(*command: str, cwd: Path | None = None, **environment: str) -> subpr
 
 @pytest.fixture
 def wrong() -> str:
-    """A kernel with one wrong element."""
+    """Registers a kernel with one wrong element."""
 
     @register_kernel("norm", "rmsnorm", name="wrong_rmsnorm", solution="wrong", signatures=None, traits={"hidden": 8}, priority=1)
     def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
@@ -912,7 +912,8 @@ def test_the_exit_code_reaches_the_shell() -> None:
 
 
 def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path) -> None:
-    """Run with ``-m``, the module exists twice, and the copy that runs has loaded no plugins."""
+    """A module that is run with ``-m`` exists twice, and the copy that runs has loaded no plugins. The command must use the other
+    copy."""
     (tmp_path / "tiny_plugin.py").write_text("def register(): pass\n")
     info = tmp_path / "tiny_kernels-0.5.dist-info"
     info.mkdir()

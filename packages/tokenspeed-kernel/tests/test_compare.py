@@ -45,7 +45,7 @@ HERE = Metadata("a device", "sm_90", "1.0", "3.12", "2.11", "3.6", "0.2", "abc",
 
 
 def row(rounds: Sequence[float] | None, name: str = "kernel", **values: Any) -> Row:
-    """A row with these medians of rounds; None for a failed row."""
+    """Makes a row with these medians of rounds. None makes a failed row."""
     known: dict[str, Any] = {"kernel": name, "operator": "f.m", "case": "c", "status": "measured" if rounds else "failed"}
     return Row(**{**known, "timing": Timing.of([[time] for time in rounds]) if rounds else None, **values})
 
@@ -71,7 +71,7 @@ def test_u_agrees_with_enumerating_all_orders(n: int, m: int) -> None:
     [(3, 0.95, None), (4, 0.95, 0), (5, 0.95, 2), (6, 0.95, 5), (7, 0.95, 8), (7, 0.99, 4), (10, 0.95, 23)],
 )
 def test_the_critical_value_is_that_of_published_tables(n: int, confidence: float, cut: int | None) -> None:
-    """Critical values of Mann and Whitney's U, two-sided."""
+    """Compares with published critical values of Mann and Whitney's U, two-sided."""
     assert _cut(n, n, confidence) == cut
 
 
@@ -159,7 +159,7 @@ def measured(
     spikes: float = 0.03,
     spoilt: float = 0.0,
 ) -> Row:
-    """A row of 100 us with 60 calls a round, and noise. All parameters are relative to the time.
+    """Makes a row of 100 us with 60 calls per round, and noise. All parameters are relative to the time.
 
     Args:
         draw: the source of randomness.
@@ -197,7 +197,8 @@ NOISES: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_equal_kernels_are_equal_and_a_planted_slow_down_is_seen(noise: str) -> None:
-    """At least 95 and 90 of 100 repeats, which correspond to the 19 and 18 of 20 in `test_a_real_kernel_here`."""
+    """Requires at least 95 and 90 correct verdicts in 100 repeats. These fractions correspond to 19 and 18 of 20 in
+    `test_a_real_kernel_here`."""
     draw = random.Random(noise)
     equal = slower = 0
     for _ in range(100):
@@ -245,7 +246,7 @@ def test_t_is_that_of_published_tables(t: float, freedom: int, p: float) -> None
 
 
 def test_p_values_agree_with_enumerating_all_orders() -> None:
-    """For overlapping samples the p-value is exact: the part of all orders that are at least as extreme."""
+    """For overlapping samples the p-value is exact: the fraction of all orders that are at least as extreme."""
     places = [*range(1, 8)]
     for mine in itertools.combinations(places, 3):
         others = [place for place in places if place not in mine]
@@ -268,8 +269,8 @@ def test_holm_by_hand() -> None:
 
 
 def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, slower: dict[int, float] | None = None) -> Report:
-    """Rows of seven rounds. ``noise``: standard deviation of a round; ``spoilt``: the part of rounds that take 1.1 to 1.5 times
-    as long."""
+    """Makes rows of seven rounds. ``noise``: standard deviation of a round. ``spoilt``: the fraction of rounds that take 1.1 to 1.5
+    times as long."""
 
     def rounds(factor: float) -> list[float]:
         levels = [draw.gauss(0, noise) + (draw.uniform(0.1, 0.4) if draw.random() < spoilt else 0) for _ in range(7)]
@@ -282,7 +283,7 @@ def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, 
     ("rows", "noise", "spoilt"), [(58, 0.04, 0.0), (58, 0.1, 0.0), (58, 0.02, 0.1), (200, 0.04, 0.05), (4, 0.04, 0.0)]
 )
 def test_the_same_program_twice_is_almost_never_slower(rows: int, noise: float, spoilt: float) -> None:
-    """On a noisy machine, where single intervals often exclude 1. At least 97.5% of comparisons must call nothing slower."""
+    """On a noisy machine, single intervals often exclude 1. Even so, at least 97.5% of comparisons must call no row slower."""
     draw = random.Random(f"{rows} {noise} {spoilt}")
     worse = alone = 0
     for _ in range(100):
@@ -387,14 +388,14 @@ def test_a_difference_of_the_machine_is_left_open() -> None:
     assert found.differences[0].note == "slower by 10.0%, but so was the machine, by 9.0%"
     assert found.notes == ("the machine itself was 9.0% slower in B",)
     assert not found.worse
-    # It explains neither a larger change nor one in the other direction.
+    # The drift explains neither a larger change nor a change in the other direction.
     assert compare(a, report(row([1.2 * time for time in STEADY], reference_us=slower_machine))).worse
     assert compare(report(row(STEADY, reference_us=slower_machine)), report(row(SLOW, reference_us=reference))).worse
     assert compare(a, report(row(SLOW, reference_us=reference))).worse
 
 
 def test_a_mean_accounts_for_drift_common_to_all_rows() -> None:
-    """Ten rows that drift together are not ten independent measurements."""
+    """Ten rows that drift together are not ten independent measurements, so the interval of the mean must be wider."""
     shared = [1.0, 1.04, 0.97, 1.02, 0.99, 1.05, 0.96]
     a = report(*(row([100 * level for level in shared], f"k{i}") for i in range(10)))
     b = report(*(row([101 * level for level in shared[::-1]], f"k{i}") for i in range(10)))
@@ -450,7 +451,8 @@ def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
     KernelRegistry.get().register(spec, kernel)
 
     def in_turn(*planted: int) -> list[Report]:
-        """One report for each, from three alternating runs: load from other processes changes within seconds."""
+        """Makes one report per program. Three runs of the programs alternate, because the load of other processes changes within
+        seconds."""
         nonlocal gemms
         turns = []
         for _ in range(3):

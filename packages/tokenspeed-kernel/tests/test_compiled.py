@@ -1,5 +1,5 @@
-"""Every operator under torch.compile with its default backend, Inductor: with and without provided outputs, fixed and dynamic
-shapes. On a GPU the operators run there, in CUDA graphs as well.
+"""Every operator under torch.compile with the default backend, Inductor: with and without provided outputs, with fixed and dynamic
+shapes. If there is a GPU, the operators run on the GPU, in CUDA graphs as well.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def _small_cases(op: Operator[Any, Any]) -> list[Case]:
 
 
 def _first_case(op: Operator[Any, Any]) -> Case:
-    """The first small case with nonempty outputs."""
+    """Returns the first small case with nonempty outputs."""
     small = _small_cases(op)
     return next((c for c in small if all(t.numel() for _, t in tensor_arguments(op.parameters, op.complete(c.build())))), small[0])
 
 
 def _copied(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with tensors that the call writes to cloned."""
+    """Returns the arguments with clones of the tensors to which the call writes."""
     return {n: v.clone() if n in (*op.outs, *op.mutates) and v is not None else v for n, v in arguments.items()}
 
 
 def _same(op: Operator[Any, Any], arguments: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A comparison of two runs' results: bit by bit if the kernel is deterministic."""
+    """Compares the results of two runs, bit by bit if the kernel is deterministic."""
     chosen = op.function.explain(**arguments).chosen
     if "determinism" not in chosen.tags and ON_GPU:
         return lambda one, other: torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)

@@ -44,14 +44,14 @@ from tokenspeed_kernel_command.commands import app
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")
 
-# Small cases; the kit derives the rest from them.
+# Small cases, from which the kit derives all other cases.
 CASES = (
     "one key head, lengths 0 to 33, float32, lse", "window of the token alone", "window, cap, sinks and lse together",
     "lengths about a page's end, float32, lse", "float64, pages of 1", "four new tokens in a window of three",
     "one row of 8, float32", "odd hidden 1001, float16", "gpt-oss-120b decode 64 with residual",
 )  # fmt: skip
 
-# By kernel: the check that must find the fault, the expected message, and further checks that may find it, too.
+# For each kernel: the check that must find the fault, the expected message, and further checks that may find the fault, too.
 WRONG: dict[str, tuple[str, str, set[str]]] = {
     "wrong_mask_edge": (
         "values",
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def _load(name: str, register: str) -> PluginInfo:
-    """Loads the kernels as plugin discovery would."""
+    """Loads the kernels as plugin discovery does."""
     from wrong_kernels import plugin
 
     before = {spec.name for spec in KernelRegistry.get().list_kernels()}

@@ -172,7 +172,8 @@ def test_every_operator_accepts_empty_tensors(op: Operator[Any, Any]) -> None:
 
 
 def test_device_values_decide_whether_a_case_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls do not read offsets from a device. With wrong ones there, a reference could crash the whole process."""
+    """Calls do not check offsets on a device, because reading them synchronises. With wrong offsets a reference could crash the
+    whole process, so the kit checks the values itself."""
     op = get_operator("kvcache.positions_to_slots")
     spec = KernelRegistry.get().get_by_name("reference_positions_to_slots")
     space = CaseSpace(op, spec, torch.device("cpu"))
@@ -191,7 +192,7 @@ def test_device_values_decide_whether_a_case_is_valid(monkeypatch: pytest.Monkey
 
 def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
     def multiplies(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
-        made = x * 2 * (~padding).unsqueeze(1)  # 0 times NaN
+        made = x * 2 * (~padding).unsqueeze(1)  # 0 times NaN is NaN
         made = made if shift is None else made + shift
         made = -made if negate else made
         return made if out is None else out.copy_(made)
@@ -475,7 +476,7 @@ def test_a_sample_has_each_combination_of_flags(op: Operator[Any, Any]) -> None:
 
 
 def test_sequences_are_items_too() -> None:
-    """A kernel of a ragged operator that reads other sequences' tokens."""
+    """The check also finds a kernel of a ragged operator that reads other sequences' tokens."""
     op = get_operator("mha_prefill")
 
     def leaks(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every operator declares everything, its parts agree, and so do the kernels with their operator.
+"""Every operator's declaration is complete and consistent, and every kernel's declaration fits its operator.
 
 All faults of one operator or kernel are reported in one message, each with its remedy.
 """
@@ -89,12 +89,12 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Equal bits, so that NaN equals itself and 8-bit floats compare."""
+    """Returns the bits of a tensor as integers, so that NaN equals itself and 8-bit floats can be compared."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _declared_in_the_tree() -> set[tuple[str, str, str]]:
-    """The folder, family and mode of every operator, from the source files."""
+    """Returns the folder, family and mode of every operator, found in the source files."""
     found = set()
     folder = Path(str(ops.__file__)).parent
     for path in folder.rglob("*.py"):
@@ -107,7 +107,7 @@ def _declared_in_the_tree() -> set[tuple[str, str, str]]:
 
 
 def test_every_operator_of_the_tree_is_declared() -> None:
-    """If an operator's import failed silently, all tests below would skip it."""
+    """If the import of an operator failed silently, the tests below would not test this operator."""
     found = _declared_in_the_tree()
     assert found
     assert {(family, mode) for _, family, mode in found} == {(op.family, op.mode) for op in OPERATORS}
@@ -120,7 +120,7 @@ _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Warns|Note|Notes)
 
 
 def sections(docstring: str) -> dict[str, list[str]]:
-    """Lines of each section of a docstring; those before the first are under ``""``."""
+    """Returns the lines of each section of a docstring. Lines before the first section have the key ``""``."""
     found: dict[str, list[str]] = {"": []}
     current = ""
     for line in inspect.cleandoc(docstring).splitlines():
@@ -137,7 +137,7 @@ def sections(docstring: str) -> dict[str, list[str]]:
 
 
 def documented(docstring: str) -> dict[str, str]:
-    """The Args section: the description of each parameter."""
+    """Returns the description of each parameter from the Args section."""
     entries: dict[str, str] = {}
     names: list[str] = []
     for line in sections(docstring).get("Args", []):
@@ -246,7 +246,7 @@ def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
         odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.traits[name])]
         faults.unless(not odd, f"{case.name}: {', '.join(odd)} are not what traits= states", "state what values they have")
         flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
-    # A request with an undeclared trait raises. So the remaining traits are those that no small case sets.
+    # A request with an undeclared trait raises an error. So a declared trait can only be idle because no small case sets it.
     idle = sorted(op.traits.keys() - given)
     faults.unless(not idle, f"no small case gives the traits {', '.join(idle)}", "add a case, or leave them out of traits=")
     first = next(iter(flags.values()), set())
@@ -333,7 +333,8 @@ def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_a_kernel_goes_with_its_operator(spec: KernelSpec) -> None:
-    """A kernel whose operands no request names together would reject all requests. Unknown names were rejected at registration."""
+    """If no request names all of a kernel's operands together, the kernel rejects every request. Unknown names cannot occur,
+    because registration rejects them."""
     op = get_operator(spec.operator)
     requests = [op.request(complete(op, case)) for case in small_cases(op)]
     roles = [{name for name, _ in request.signature.roles} for request in requests]

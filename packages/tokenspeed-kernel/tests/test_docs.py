@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documentation is 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. ``needs`` is the comment above it, or empty."""
+    """A fenced block of a page. ``needs`` is the comment above the block; empty without a comment."""
 
     language: str
     text: str
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The path in the block's first line, for blocks that are files."""
+        """Returns the path in the first line of a block that is a file."""
         named = re.match(r"# (\S+\.(?:py|toml))\n", self.text)
         return named[1] if named and self.language in ("py", "toml") else ""
 
@@ -65,7 +65,7 @@ def write_files(blocks: list[Block], folder: Path) -> None:
 
 
 def left_out(block: Block) -> bool:
-    """Whether the machine lacks a requirement of the block."""
+    """Whether the block cannot run because this machine lacks a requirement of the block."""
     lacks = {
         "": False,
         "slow": False,
@@ -170,7 +170,7 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
 
 
 def marks(kind: str) -> list[str]:
-    """The generated parts of this kind on all pages: ``<!-- kind: NAME -->``."""
+    """Yields the generated parts of this kind on all pages. Such a part begins with ``<!-- kind: NAME -->``."""
     return sorted(name for page in PAGES for name in re.findall(rf"<!-- {kind}: (.*?) -->", page.read_text()))
 
 
@@ -292,7 +292,7 @@ def test_commands_and_options_exist() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """Returns the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     return {re.sub(r"[\s]+", "-", heading.strip()) for heading in plain}
@@ -318,7 +318,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=named)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Paths from the root of the repository, such as `packages/tokenspeed-kernel/README.md`."""
+    """Pages name files by their path from the root of the repository, such as `packages/tokenspeed-kernel/README.md`."""
     paths = re.findall(r"\b((?:packages|tools|ci|docs)/[\w./-]*\w/?)", page.read_text())
     missing = sorted({path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()})
     assert missing == []

@@ -1,4 +1,4 @@
-"""The engine of docs/examples equals a plain PyTorch model, whatever runs beside a request."""
+"""The engine of docs/examples gives the results of a plain PyTorch model, whatever other requests run at the same time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """RoPE of ``[tokens, heads, HEAD_DIM]`` by complex numbers."""
+    """Computes RoPE of ``[tokens, heads, HEAD_DIM]`` with complex numbers."""
     first, second = x.chunk(2, dim=-1)
     angles = torch.arange(len(x)).unsqueeze(1) / THETA ** (torch.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
@@ -62,7 +62,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def reference(weights: Weights, tokens: list[int]) -> Tensor:
-    """The logits after each of one sequence's tokens, without a cache."""
+    """Computes the logits after each token of a sequence, without a cache."""
     x = weights["model.embed_tokens.weight"][tokens]
     for prefix in (f"model.layers.{layer}." for layer in range(LAYERS)):
         normed = norm(x, weights[prefix + "input_layernorm.weight"])
@@ -102,7 +102,7 @@ def test_tokens_are_the_references(example: ModuleType, weights: Weights) -> Non
     wanted = [greedy(weights, prompt, count) for prompt, count in zip(PROMPTS, MAX_TOKENS, strict=True)]
     assert len({token for tokens in wanted for token in tokens}) > 10, "a model that repeats itself shows little"
     assert make(example, weights).generate(requests(example)) == wanted
-    # Prompts in chunks of three tokens, two sequences at a time, and pages for two of them.
+    # Prompts run in chunks of three tokens. Two sequences run at a time, and the cache has pages for two.
     few = make(example, weights, prefill_tokens=3, max_batch=2, pages=11)
     assert few.generate(requests(example)) == wanted
     assert few.generate(requests(example)[::-1]) == wanted[::-1], "seats and pages are used again"

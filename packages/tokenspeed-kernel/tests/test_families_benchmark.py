@@ -32,7 +32,7 @@ OF_TORCH = [
 ]
 
 
-# Longer than any test takes.
+# A time limit in seconds that no test reaches.
 AGES_S = 1e5
 AGES = ["--seconds", "100000", "--baseline-seconds", "100000"]
 
@@ -102,7 +102,7 @@ def test_the_error_of_a_result(program: ModuleType, got: list[float], expected: 
 
 
 def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with fake graphs and clocks: each call takes 100 us, and touches little memory."""
+    """Runs on the CPU, with fake graphs and clocks. Each call takes 100 us, and touches little memory."""
     graphs: list[Any] = []
     monkeypatch.setattr(program, "captured", lambda calls, device: graphs.append(calls))
     monkeypatch.setattr(program, "sample", lambda calls, device, **options: [100.0])
@@ -161,7 +161,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_rows_of_old_names_are_shown_under_those_of_today(program: ModuleType) -> None:
-    """Their figures stay, and their cases are those of the operator that took the old one's place."""
+    """The figures of a renamed operator stay, and its rows have the cases of the new operator."""
     table = importlib.import_module("table")
     for report in ("h100_families.json", "h200_families.json"):
         for row in json.loads((FOLDER / report).read_text())["rows"]:

@@ -36,8 +36,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of ``[heads, width]`` queries to ``[keys, heads or 1, width]`` keys and values: outputs, and LSEs without
-    sinks."""
+    """Computes attention of queries ``[heads, width]`` to keys and values ``[keys, heads or 1, width]``. Returns the outputs, and
+    the LSEs without sinks."""
     scores = torch.einsum("hd,khd->hk", q.float(), k.float().expand(-1, len(q), -1)) * scale
     lse = scores.logsumexp(1)
     total = lse if sink is None else torch.logaddexp(lse, sink.float())
@@ -222,7 +222,7 @@ def top_k_per_row_prefill(
     assert (logits.stride(), len(logits), indices.shape) == ((stride0, stride1), numRows, (numRows, topK))
     indices.fill_(-1)
     for row, begin, end, out in zip(logits, rowStarts.tolist(), rowEnds.tolist(), indices, strict=True):
-        # Among equal scores it chooses the last ones, and in another order than the operator.
+        # Among equal scores this stand-in selects the last ones. It returns the positions in another order than the operator.
         best = row[begin:end].flip(0).sort(descending=True, stable=True).indices[:topK]
         out[: len(best)] = (end - begin - 1 - best).int()
 
@@ -289,7 +289,7 @@ MODULES = {
 NAMESPACES = {"_C": OPERATORS, "_flashmla_extension_C": FLASH_MLA_FP8}
 
 
-# Longer than any test takes.
+# A time limit in seconds that no test reaches.
 AGES_S = 1e5
 
 
@@ -364,7 +364,8 @@ def test_an_adapter_matches_the_operator(program: ModuleType, name: str, operato
 
 
 def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) -> None:
-    """Otherwise the plan would be part of the graph, for all copies of the arguments but the first."""
+    """The setup must make the plans of all copies of the arguments. Otherwise the graph would contain the planning for all copies
+    but the first."""
     op = get_operator("mla_decode_with_kvcache")
     arguments = op.complete(Case("bfloat16", paged([70, 1], heads=16, **LATENT)).build(CPU))
     call = program.family_baselines_vllm.flash_mla.bound(arguments)
@@ -374,7 +375,8 @@ def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) ->
 def test_modules_of_vllm_are_imported_without_vllm_itself(
     programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From a folder that ``--site`` names: a failing module states the reason each time, and other modules still work."""
+    """The modules come from a folder that ``--site`` names. A failing module states the reason at each import, and other modules
+    still work."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this takes twenty seconds')")

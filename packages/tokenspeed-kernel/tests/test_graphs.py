@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
 
 
 def _runs() -> Iterator[Any]:
-    """Kernels with the small cases that they support."""
+    """Returns kernels with the small cases that they support."""
     for op in operators() if ON_GPU else []:
         drawn = [(case, op.complete(case.build(default_device()))) for case in op.all_cases() if not case.large]
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):

@@ -31,7 +31,7 @@ Arguments = dict[str, Any]
 
 
 def _negative(_: Arguments) -> int | None:
-    """Only negative ids are invalid. An id that is too large is a caller's error."""
+    """Marks arguments of which only negative ids are invalid. An id that is too large is a caller's error."""
     return None
 
 
@@ -92,7 +92,7 @@ def test_every_integer_argument_is_listed() -> None:
 
 
 def _outside(dtype: torch.dtype, bound: int | None) -> list[int]:
-    """Invalid ids other than -1. Ids that do not fit into 32 bits come first."""
+    """Returns invalid ids other than -1. Ids that do not fit into 32 bits come first."""
     wide = dtype == torch.int64
     largest = torch.iinfo(dtype).max
     values = [*([-(2**32) + 1, -(2**63), -(2**31) - 1] if wide else []), -(2**31)]
@@ -100,7 +100,7 @@ def _outside(dtype: torch.dtype, bound: int | None) -> list[int]:
 
 
 def _wide(op: Operator[Any, Any], arguments: Arguments, name: str) -> Arguments:
-    """The arguments with int64 ids, if the operator accepts these."""
+    """Returns the arguments with int64 ids, if the operator accepts int64."""
     own = arguments[name].dtype
     wide = {n: x.long() if n in (name, "target_tokens") and x.dtype == own else x for n, x in arguments.items()}
     try:
@@ -116,7 +116,7 @@ def _build(op: Operator[Any, Any], case: Case, name: str) -> Arguments:
 
 
 def _absent(given: Tensor) -> Tensor:
-    """A mask of every second id."""
+    """Returns a mask of every second id."""
     return torch.arange(given.numel(), device=given.device).view(given.shape) % 2 == 1
 
 
@@ -126,7 +126,7 @@ def _results(op: Operator[Any, Any], arguments: Arguments) -> list[Tensor]:
 
 
 def _call(op: Operator[Any, Any], specs: list[KernelSpec], name: str) -> tuple[KernelSpec, Case] | None:
-    """A kernel and a small case that it supports, with many ids, whose result depends on which ids are invalid."""
+    """Returns a call of the kernel on a small case with many ids. The result of the call must depend on which ids are invalid."""
     costs = {}
     for case in op.all_cases():
         if case.large or case.world_size > 1:
@@ -166,7 +166,7 @@ def _faults(op: Operator[Any, Any], spec: KernelSpec, case: Case, name: str) -> 
 
 
 def _kernels() -> Iterator[Any]:
-    """Kernels that can run here, grouped by module, with the arguments of their operator."""
+    """Returns the kernels that can run here, grouped by module, with the id arguments of their operators."""
     marks = [getattr(pytest.mark, PLATFORM.vendor)] if ON_GPU else []
     registry = KernelRegistry.get()
     for mode, names in IDS.items():

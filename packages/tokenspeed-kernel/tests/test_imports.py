@@ -33,7 +33,7 @@ HEAVY = sorted(
 
 @cache
 def modules(folder: Path = PACKAGES) -> dict[str, Path]:
-    """Every module of every package in a folder, by name."""
+    """Returns every module of every package in a folder, by name."""
     named = {}
     for root in sorted(init.parent for init in folder.glob("*/src/*/__init__.py")):
         for path in sorted(root.rglob("*.py")):
@@ -44,13 +44,13 @@ def modules(folder: Path = PACKAGES) -> dict[str, Path]:
 
 @cache
 def with_tools() -> dict[str, Path]:
-    """Every module of the repository, including tools."""
+    """Returns every module of the repository, tools included."""
     return {**modules(), **modules(TOOLS)}
 
 
 @cache
 def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
-    """The modules that a module imports: all, including inside functions, or only those imported with it."""
+    """Returns the modules that a module imports: all of them, inside functions too, or only those imported at import time."""
     path = with_tools()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
@@ -60,7 +60,7 @@ def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
             if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 continue
             if isinstance(child, ast.If) and re.search("TYPE_CHECKING|__name__", ast.unparse(child.test)):
-                continue  # for type checkers, or when the module runs as a program
+                continue  # imports for type checkers, or for a module that runs as a program
             if isinstance(child, ast.Import):
                 found.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
@@ -125,7 +125,7 @@ def test_imports_follow_the_layers() -> None:
 
 
 def _cycles() -> Iterator[str]:
-    """One cycle for each module that is part of any."""
+    """Yields one import cycle for each module that is part of a cycle."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> Iterator[str]:
@@ -161,13 +161,14 @@ def test_only_device_code_imports_a_compiler() -> None:
 
 
 def _required(distribution: str, *, extras: bool) -> set[str]:
-    """The distributions that a distribution requires."""
+    """Returns the distributions that a distribution requires."""
     listed = metadata.requires(distribution) or []
     return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in listed if extras or "extra ==" not in line}
 
 
 def test_torch_is_the_only_dependency_at_run_time() -> None:
-    """Only workbench and command import packages of an extra (but TOML before Python 3.11), and only device code a compiler."""
+    """Only the workbench and the command import packages of an extra, and only device code imports a compiler. The exception is
+    TOML before Python 3.11."""
     assert _required("tokenspeed-kernel-base", extras=False) == {"torch"}
     assert _required("tokenspeed-kernel", extras=False) == {"torch", BASE}
     tools = _required("tokenspeed-kernel", extras=True)

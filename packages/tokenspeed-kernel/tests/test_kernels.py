@@ -37,7 +37,7 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
 
 
 def _runs() -> Iterator[Any]:
-    """Kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
+    """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
         # Large cases are drawn when their test runs.
@@ -46,7 +46,7 @@ def _runs() -> Iterator[Any]:
             runs_here = spec.capability.gap(PLATFORM) is None
             for case in cases if runs_here else cases[:1]:
                 arguments = drawn[case.name]
-                # For a case of several processes, only these can tell whether a kernel rejects it.
+                # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
                 unknown = arguments is None or case.world_size > 1
                 if not runs_here or unknown or refusal(op, spec, arguments) is None:
                     yield pytest.param(spec, case, marks=_marks(spec), id=f"{spec.name}-{case.name}")
@@ -74,7 +74,7 @@ def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
     for case in sorted(op.all_cases(), key=lambda c: c.large):
         # Eligibility depends on no value, so large cases are not drawn.
         device = torch.device("meta") if case.large else default_device()
-        with as_rank_of(case.world_size), use_platform(PLATFORM):  # which meta tensors cannot tell
+        with as_rank_of(case.world_size), use_platform(PLATFORM):  # meta tensors do not show the platform
             refused = refusal(op, spec, op.complete(case.build(device)))
         if refused is None:
             return

@@ -395,7 +395,8 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
 
 
 def test_quantised_results_are_compared_after_dequantisation() -> None:
-    """A last-bit difference before quantisation may change quantised values and scales, and passes. Those of other values fail."""
+    """A last-bit difference before quantisation may change quantised values and scales, and must pass. Quantised values and scales
+    of different values must fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
@@ -412,7 +413,7 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
         assert not compared((codes.roll(1, 1), scale))[0].passed
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
-    # The block's amax saturates in one of the two, and has the next larger scale in the other.
+    # In one of the two results the block's amax saturates. In the other one the block has the next larger scale.
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
     arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32), "quantization": Quantization.mxfp8()})
@@ -467,7 +468,7 @@ def scale(declare: Declare) -> Any:
 
 
 def verify(function: Any, impl: Impl | str, *, name: str = "tried", **declaration: Any) -> list[CaseResult]:
-    """Registers a kernel and verifies it."""
+    """Registers a kernel, verifies it, and returns the result."""
     op = function.operator
     spec = KernelSpec(name, op.family, op.mode, solution="tried", format_signatures=None, **declaration)
     KernelRegistry.get().register(spec, impl)

@@ -48,7 +48,7 @@ BROKEN = {
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both sample packages, each built and installed into its own folder, without network access."""
+    """Builds both sample packages, and installs each into its own folder, without network access."""
     targets = {}
     for package in ("good", "broken"):
         targets[package] = tmp_path_factory.mktemp(package)
@@ -100,7 +100,7 @@ def run(installed: dict[str, Path]) -> Run:
 
 @pytest.fixture(scope="session")
 def all_together(run: Run) -> tuple[dict[str, Any], str]:
-    """One process with the good plugin and all broken ones."""
+    """Runs one process with the good plugin and all broken plugins."""
     return run(
         """
         result = {
@@ -259,7 +259,7 @@ def test_disabling_one_while_running(run: Run) -> None:
 
 
 def test_force_looks_again(run: Run, installed: dict[str, Path]) -> None:
-    """A package that is installed or repaired while the process runs."""
+    """With ``force``, discovery finds a package that was installed or repaired while the process runs."""
     result, _ = run(
         f"""
         result = [ours(p.name for p in plugins.discover_plugins())]
@@ -389,7 +389,8 @@ def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
 
 
 def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
-    """A plugin function that runs once, like a module that declares kernels when it is imported."""
+    """The plugin's function declares kernels only once, like a module that declares kernels at import. The kernels must come
+    back."""
     ran = []
 
     def register() -> None:
@@ -427,7 +428,7 @@ _packages = itertools.count()
 @pytest.fixture
 def two_plugins(entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A package that works alone and provides two plugins, one for each of its two kernels."""
-    package = f"twofold_kernels_{next(_packages)}"  # a module's declarations are kept for the life of the process
+    package = f"twofold_kernels_{next(_packages)}"  # a new name each time: a process keeps a module's declarations
     folder = tmp_path / package
     (folder / "cpu").mkdir(parents=True)
     (folder / "cpu" / "__init__.py").touch()

@@ -218,7 +218,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallTimes]:
-    """A recording that is written when the test requests it."""
+    """Makes a recording that is written only when the test requests it."""
     monkeypatch.setattr(times, "_SECONDS_BETWEEN_WRITES", threading.TIMEOUT_MAX)
     found = CallTimes(tmp_path)
     yield found
@@ -341,7 +341,7 @@ def on_device(kept: CallTimes, call: Callable[[], Any], times: int = 1, kind: Ca
 def test_device_time_of_a_call(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SPIN_US", "_LONGEST_SPIN_US"):
         monkeypatch.setattr(times, name, 1e5)
-    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # like the first call of a compiled function
+    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # a long host time, as of the first call of a compiled function
     on_device(kept, gpu.kernel(40.0, host_s=0.02), times=9)
     kept.finish()
     (found,) = read_times(tmp_path)[1]

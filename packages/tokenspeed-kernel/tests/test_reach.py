@@ -1,4 +1,4 @@
-"""Lookups that no sequence length bounds, run in a process of its own:
+"""The check for kernels that use indices beyond the given lengths. It runs kernels in a separate process:
 `tokenspeed_kernel.workbench.numerics.conformance.reach`."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECODE = "attention.mha_decode_with_kvcache"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sample plugin, installed where another process finds it."""
+    """Installs the sample plugin where another process finds it."""
     about = tmp_path / "wrong_kernels-0.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-kernels\nVersion: 0.1\n")

@@ -1,4 +1,4 @@
-"""The READMEs' Python blocks run, in order, in one namespace each."""
+"""The Python blocks of each README run in order, in one namespace per README."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def row(operator: str, case: str, solution: str, time_us: float, **more: Any) ->
 def report(
     commit: str = "aaaaaaa", date: str = "2026-11-01T10:00:00", faster: float = 1.0, device: str = "NVIDIA H200", **more: Any
 ) -> Report:
-    """Three solutions on two cases of two operators. Triton's are faster by ``faster``, and one of CuteDSL's fails."""
+    """Makes a report of three solutions on two cases of two operators. Triton's kernels are faster by ``faster``, and one CuteDSL
+    kernel fails."""
     rows = []
     for operator, cases in OPERATORS.items():
         for place, case in enumerate(cases):
@@ -64,7 +65,7 @@ def report(
 
 
 def history() -> list[tuple[str, Report]]:
-    """Reports out of order, as on a command line."""
+    """Makes reports that are not in order of time, as files on a command line may be."""
     return [
         ("b.json", report("bbbbbbbbb", "2026-11-08T10:00:00", 1.25)),
         ("c.json", report("ccccccccc+", "2026-11-15T10:00:00", 1.5)),
@@ -374,7 +375,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory, page_text: str) -> Path:
 class TestInABrowser:
     @pytest.fixture
     def page(self, browser: Any, page_file: Path, width: int, scheme: str) -> Iterator[Any]:
-        """The page, which must load without console messages and without requests to other addresses."""
+        """Loads the page in a browser. The page must log no console messages and request no other addresses."""
         said: list[str] = []
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda message: said.append(message.text))

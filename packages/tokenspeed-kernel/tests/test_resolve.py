@@ -1,4 +1,4 @@
-"""``ci/resolve.py`` reads pip's answers."""
+"""``ci/resolve.py`` interprets pip's output."""
 
 from __future__ import annotations
 

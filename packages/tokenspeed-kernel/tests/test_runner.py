@@ -171,7 +171,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def with_theirs(tmp_path: Path) -> dict[str, Any]:
-    """A report with a baseline of 35 microseconds."""
+    """Makes a report with a baseline that takes 35 microseconds."""
     theirs = runner.Measurement(Implementation("theirs", lambda: None, ""), SHAPES[0], error=0.0, row_error=4e-3, between_us=1.5)
     theirs.rounds.append([35.0] * 3)
     ours = dataclasses.replace(theirs, implementation=WHO[0], rounds=[[28.0]])

@@ -1,4 +1,4 @@
-"""Fresh processes select the same kernels: a few processes and one operator of what ``ci/same_selection.py`` checks."""
+"""Runs ``ci/same_selection.py`` with few processes and one operator: fresh processes must select the same kernels."""
 
 from __future__ import annotations
 

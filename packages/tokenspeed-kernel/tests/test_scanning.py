@@ -24,7 +24,7 @@ ROOT = Path(tokenspeed_kernel.__file__).parent / "triton"
 
 
 def modules() -> dict[str, Path]:
-    """The source files of the portable kernels, by module name."""
+    """Returns the source files of the portable kernels, by module name."""
     named = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent.parent).with_suffix("").parts
@@ -57,7 +57,7 @@ def test_scanning_imports_no_triton() -> None:
 
 
 def _wanted(path: Path, name: str) -> Iterator[str]:
-    """The module names in ``DeviceModule(__name__ + "_device")`` and ``DeviceModule("package.module_device")``."""
+    """Returns the module names in ``DeviceModule(__name__ + "_device")`` and ``DeviceModule("package.module_device")``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "DeviceModule":
             yield str(eval(ast.unparse(node.args[0]), {"__name__": name}))
@@ -66,7 +66,7 @@ def _wanted(path: Path, name: str) -> Iterator[str]:
 def test_launchers_name_device_code_that_exists_and_all_device_code_is_wanted() -> None:
     wanted = {device for name, path in modules().items() for device in _wanted(path, name)} - {"triton.tools.tensor_descriptor"}
     assert wanted <= modules().keys()
-    for name in [*wanted]:  # device code that other device code imports
+    for name in [*wanted]:  # adds device code that this device code imports
         waiting = [name]
         while waiting:
             for node in ast.walk(ast.parse(modules()[waiting.pop()].read_text())):
@@ -109,7 +109,7 @@ def normalise(x, weight, eps):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Writes a package of these modules, and returns its name."""
+    """Writes a package with these modules, and returns the package's name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made: list[str] = []
 

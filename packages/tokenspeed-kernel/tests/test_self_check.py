@@ -22,7 +22,7 @@ Body = Callable[..., Any]
 
 @pytest.fixture
 def plant() -> Iterator[Callable[..., None]]:
-    """Registers a kernel of rmsnorm for one test."""
+    """Returns a function that registers a kernel of rmsnorm for one test."""
     names: list[str] = []
 
     def register(name: str, body: Body, **declared: Any) -> None:
@@ -41,12 +41,12 @@ def _right(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out:
 
 def _wrong(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
     made = _right(x, weight, eps, residual, out, residual_out)
-    (made if residual is None else made[0])[..., -1:] += 1  # one column, as of a compiler that forgets a mask
+    (made if residual is None else made[0])[..., -1:] += 1  # one wrong column, as if a compiler forgot a mask
     return made
 
 
 def _receipt() -> Receipt:
-    """The receipt of one call of rmsnorm."""
+    """Makes the receipt of one call of rmsnorm."""
     found = receipt("llama-3-8b", decode_sizes=(2,), prefill_sizes=(), context=16)
     return replace(found, rows=tuple(row for row in found.rows if row.role == "final norm"))
 

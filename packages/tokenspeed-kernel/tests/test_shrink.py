@@ -110,7 +110,7 @@ def test_a_size_is_narrowed_wherever_it_stands() -> None:
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache",
                                   "mla_prefill", "mm", "rmsnorm", "moe_topk", "apply_rope", "sample_top_k_top_p"])  # fmt: skip
 def test_the_first_items_of_a_batch_give_the_first_rows(mode: str) -> None:
-    """The results of these items do not depend on the others."""
+    """The results of the first items do not depend on the other items."""
     op = get_operator(mode)
     checked = 0
     for case in op.all_cases():
@@ -137,7 +137,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _register(mode: str, bad: Impl, name: str = "tried", **declared: Any) -> KernelSpec:
-    """Registers a kernel: the reference with a modified result."""
+    """Registers a kernel that runs the reference and modifies its result."""
     op = get_operator(mode)
 
     def impl(*args: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_case_that_is_a_plain_function_is_narrowed() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_another_fault_is_not_mistaken_for_the_same() -> None:
-    """Smaller calls raise, but the fault to keep is a wrong value."""
+    """Smaller calls raise an error. The original fault is a wrong value, so shrinking must not end at these calls."""
 
     def bad(op: Operator[Any, Any], arguments: dict[str, Any]) -> Any:
         if arguments["x"].shape[0] < 5:
@@ -282,7 +282,7 @@ def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkey
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_captured_call_is_narrowed() -> None:
-    """The recipe of a captured call holds descriptions, not sizes to vary."""
+    """The recipe of a captured call has no sizes to vary, only descriptions of arguments. So shrinking narrows the arguments."""
     op, spec = get_operator("silu_and_mul"), _register("silu_and_mul", _doubled)
     with tk.shape_capture() as found:
         op.function(torch.ones(9, 8))

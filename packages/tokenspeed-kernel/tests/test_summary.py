@@ -1,4 +1,4 @@
-"""What a failing test says of many results: a few lines, however many there are and however long they are."""
+"""The summary of a failing test: a few lines, however many results there are and however long their texts are."""
 
 from __future__ import annotations
 

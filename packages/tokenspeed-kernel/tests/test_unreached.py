@@ -1,4 +1,4 @@
-"""Kernels that no case reaches must not pass: `tokenspeed_kernel.workbench.numerics.unreached`."""
+"""A kernel that is eligible for no case must not pass: `tokenspeed_kernel.workbench.numerics.unreached`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Compares an engine's logits with those of ``float32.py``, row by row, with and without the engine's own choice of experts.
+"""Compares an engine's logits with those of ``float32.py``, row by row: once with the experts that the engine selected, once
+without.
 
-All prompts are prefilled in one step, so that row r of each step's logits is request r's.
+All prompts are prefilled in one step, so that row r of each step's logits belongs to request r.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from torch import Tensor
 # Prompt lengths in tokens; together they fit into one step of 8,192 tokens.
 LENGTHS = (5, 9, 17, 33, 48, 64, 100, 127, 128, 129, 200, 256, 257, 300, 450, 512, 700, 1000, 3000)
 GENERATED = 8
-# A row counts as far if the root mean square of its differences exceeds this many of its standard deviations.
+# A row counts as far if the root mean square of its differences exceeds this many standard deviations of the row.
 FAR = 0.05
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
 def rows_of(logits: Sequence[Tensor], ids: Sequence[Sequence[int]]) -> Tensor:
-    """The logits of all requests, ``[requests, generated, vocabulary]``.
+    """Returns the logits of all requests, ``[requests, generated, vocabulary]``.
 
     Args:
         logits: the logits of each step, ``[requests, vocabulary]``.
         ids: the tokens that each request generated.
 
     Raises:
-        RuntimeError: a row's most likely token is not its request's token, or the number of steps differs.
+        RuntimeError: a row's most likely token differs from the token that the request generated, or the number of steps is wrong.
     """
     if len(logits) != len(ids[0]) or any(len(step) != len(ids) for step in logits):
         raise RuntimeError(f"expected {len(ids[0])} steps of {len(ids)} rows, got {[len(step) for step in logits]}")
@@ -40,10 +41,10 @@ def rows_of(logits: Sequence[Tensor], ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def chosen_experts(steps: Sequence[Tensor], lengths: Sequence[int], top_k: int) -> Tensor:
-    """The experts that an engine selected in a layer for each sequence's tokens: ``[tokens, top_k]``, sequence by sequence.
+    """Returns the experts that an engine selected in a layer, ``[tokens, top_k]``, sequence by sequence.
 
     Args:
-        steps: the router's logits of each step: first for all prompts' tokens, then for one token per sequence.
+        steps: the router's logits of each step. The first step has all prompts' tokens, each later step one token per sequence.
         lengths: prompt lengths in tokens.
         top_k: experts per token.
     """
@@ -63,11 +64,11 @@ def compare(
         routing: for each layer, the engine's router logits by step; empty if unknown.
 
     Returns:
-        A summary, and data by request and step to classify other engines' rows.
+        A summary; and tensors by request and step, with which rows of several engines can be compared.
     """
     device, top_k = model.rotary.device, model.config["num_experts_per_tok"]
     lengths = [len(prompt) for prompt in prompts]
-    # No step has the last token as input.
+    # The last generated token is left out, because no step has it as input.
     sequences = [torch.tensor([*p, *g[:-1]], device=device) for p, g in zip(prompts, ids, strict=True)]
     ends = torch.tensor([len(sequence) for sequence in sequences], device=device).cumsum(0)
     asked = (ends[:, None] + torch.arange(-len(ids[0]), 0, device=device)).flatten()
@@ -91,7 +92,7 @@ def compare(
 
 
 def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Differences of logits, in standard deviations of a row."""
+    """Returns statistics of the differences of logits, in standard deviations of a row."""
     flat = rows.flatten(0, 1)
     rms, largest, agreed = [], [], 0
     for part, mine in zip(asked.split(16), flat.split(16), strict=True):
@@ -111,13 +112,13 @@ def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Which tokens have different experts, regardless of order."""
+    """Returns a mask of the tokens that have different experts, regardless of order."""
     return (a.sort(-1).values != b.sort(-1).values).any(-1)
 
 
 def _moved(exact: Tensor, chosen: Tensor) -> dict[str, Any]:
-    """Tokens of a layer with other experts than exact logits select, and the margin between the last selected and the next
-    expert."""
+    """Counts the tokens of a layer that have other experts than exact logits select. Also returns the margin between the logits of
+    the last selected expert and the next one."""
     top_k = chosen.shape[1]
     values = exact.sort(-1, descending=True).values
     gap = (values[:, top_k - 1] - values[:, top_k]) / exact.std(-1)

@@ -1,4 +1,6 @@
-"""Compares two engines' results: logits while both have generated the same tokens, and greedy tokens. See ``vllm_engine.py``.
+"""Compares the results of two engines: greedy tokens, and logits as long as both engines have generated the same tokens.
+
+``vllm_engine.py`` writes the results.
 
 python compare.py results/vllm.pt results/plugin.pt
 """
@@ -13,15 +15,16 @@ import torch
 
 # Quantiles of the differences.
 _SHARES = (0.5, 0.99, 1.0)
-# A row counts as far if the root mean square of its differences exceeds this many of its standard deviations.
+# A row counts as far if the root mean square of its differences exceeds this many standard deviations of the row.
 _FAR = 0.05
 
 
 def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Differences of logits, in standard deviations of a row, for steps before which all tokens agree.
+    """Returns statistics of the differences of logits, in standard deviations of a row. Only steps count before which all tokens
+    are equal.
 
-    ``lead`` is the distance between the most likely token and the second, in the same unit. ``of_rows`` has the root mean square of
-    each row, largest first; ``far`` is the number of rows above the limit.
+    ``lead`` is the difference between the logits of the two most likely tokens, in the same unit. ``of_rows`` has the root mean
+    square of each row's differences, largest first. ``far`` is the number of rows above the limit.
     """
     differences, leads, of_rows, agreed, rows, steps = [], [], [], 0, 0, 0
     for x, y in zip(a["logits"], b["logits"], strict=False):
@@ -54,9 +57,10 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_rows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Differences of logits in the task ``float32``, in standard deviations of a row, for rows before which all tokens agree.
+    """Returns statistics of the differences of logits in the task ``float32``, in standard deviations of a row. Only rows count
+    before which all tokens are equal.
 
-    If both engines' choices of experts are known, rows with equal and with different experts are reported separately.
+    If the experts that both engines selected are known, rows with equal experts and with different experts are reported separately.
     """
     same_past = torch.tensor([
         [x[:step] == y[:step] for step in range(len(x))] for x, y in zip(a["ids"], b["ids"], strict=True)
@@ -81,7 +85,7 @@ def _of_rows(rms: torch.Tensor, largest: torch.Tensor) -> dict[str, Any]:
 
 
 def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
-    """How many tokens are equal position by position, and how many are equal after an equal prefix."""
+    """Counts the tokens that are equal position by position, and the tokens that are equal after an equal prefix."""
     total = same = until_first = whole = 0
     for x, y in zip(a, b, strict=True):
         total += len(x)
@@ -99,7 +103,7 @@ def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
 
 
 def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The comparisons of all results that both engines have."""
+    """Compares all results that both engines have."""
     found = {}
     if "logits" in a and "logits" in b:
         found["logits"] = compare_logits(a, b)
@@ -115,7 +119,7 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def report(first: str, second: str, found: dict[str, dict[str, Any]]) -> str:
-    """The result of `compared` as text, one line per comparison."""
+    """Formats the result of `compared` as text, one line per comparison."""
     return "\n".join([f"{first} : {second}", *(f"  {name} {values}" for name, values in found.items())])
 
 

@@ -1,8 +1,8 @@
-"""GPT-OSS with the weights of ``random_gpt_oss.py`` in float32 and plain PyTorch: the reference for an engine's logits.
+"""GPT-OSS in float32 and plain PyTorch, with the weights of ``random_gpt_oss.py``: the reference for an engine's logits.
 
-A router selects the experts with the highest logits. If the last selected expert and the next one are as close as bf16 rounding,
-two implementations of the same layer may select different experts. The token's logits then differ by far more than rounding.
-Therefore the model can use an engine's choice of experts, and the remaining difference is rounding.
+A router selects the experts with the highest logits. If the last selected expert and the next one differ by no more than bf16
+rounding, two implementations of the same layer may select different experts. The token's logits then differ by far more than
+rounding. So the reference can use the experts that an engine has selected. The remaining difference is then rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-# ``(up + 1) * gate * sigmoid(ALPHA * gate)``.
+# The activation is ``(up + 1) * gate * sigmoid(ALPHA * gate)``.
 ALPHA = 1.702
 # The values of the lower three bits of an e2m1 element; the fourth bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,11 +25,12 @@ _EXPONENT_BIAS = 127
 
 @dataclass(frozen=True)
 class Model:
-    """A model whose weights are looked up as they are needed.
+    """A model whose weights are read when they are needed.
 
     Attributes:
         config: the contents of ``config.json``.
-        weight: returns a parameter by its name in vLLM, of any dtype. Called once per run for each layer's expert weights.
+        weight: function that returns a parameter by its name in vLLM, in any dtype. It is called once per run for each layer's
+            expert weights.
         rotary: float32 ``[positions, head_dim]``: cosines, then sines, with YaRN's scaling.
     """
 
@@ -38,7 +39,7 @@ class Model:
     rotary: Tensor
 
     def float32(self, name: str) -> Tensor:
-        """A parameter in float32."""
+        """Returns a parameter in float32."""
         return self.weight(name).float()
 
 
@@ -47,7 +48,7 @@ class Run:
     """The results of a run of the model.
 
     Attributes:
-        hidden: ``[tokens, hidden]``, after the last norm; the sequences' tokens are concatenated.
+        hidden: ``[tokens, hidden]``, the result of the last norm, for the concatenated tokens of all sequences.
         routing: for each layer, the router's logits, ``[tokens, experts]``.
     """
 
@@ -56,7 +57,8 @@ class Run:
 
 
 def best(logits: Tensor, top_k: int) -> Tensor:
-    """The experts with the highest logits, ``[tokens, top_k]``, highest first; ties go to the lower index, as in all kernels."""
+    """Returns the experts with the highest logits, ``[tokens, top_k]``, highest first. Ties go to the lower index, as in
+    kernels."""
     return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
@@ -67,8 +69,8 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
     Args:
         model: the model.
         sequences: tokens of each sequence, int64.
-        experts: for each layer, the top-k ids, ``[tokens, top_k]``; by default the experts with the highest logits. Their weights
-            are computed from the logits of this run.
+        experts: for each layer, the top-k ids to use, ``[tokens, top_k]``; by default the experts with the highest logits. The
+            weights of the experts are computed from the logits of this run in any case.
     """
     config = model.config
     lengths = [len(sequence) for sequence in sequences]
@@ -90,8 +92,8 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
 
 
 def head(model: Model, hidden: Tensor) -> Tensor:
-    """Logits of rows, ``[rows, vocabulary]``."""
-    # The head in float32 is large, and engines run on the same device.
+    """Returns the logits of rows, ``[rows, vocabulary]``."""
+    # The head is converted in chunks, because a whole head in float32 is large, and engines run on the same device.
     return torch.cat([linear(hidden, part.float()) for part in model.weight("lm_head.weight").split(1 << 15)], dim=-1)
 
 
@@ -101,7 +103,8 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _attention(model: Model, qkv: Tensor, sinks: Tensor, window: int | None) -> Tensor:
-    """Attention of one sequence: ``[tokens, (heads + 2 * kv_heads) * head_dim]`` to ``[tokens, heads * head_dim]``."""
+    """Computes attention of one sequence, from ``[tokens, (heads + 2 * kv_heads) * head_dim]`` to ``[tokens, heads *
+    head_dim]``."""
     config = model.config
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     tokens = len(qkv)

@@ -1,4 +1,4 @@
-"""vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: ms per token, prefill, start-up.
+"""Measures vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: ms per token, prefill, start-up.
 
     python tools/vllm_plugin/benchmarks/h200_vllm.py --output tools/vllm_plugin/benchmarks/h200_vllm.json
     python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm plugin
@@ -6,11 +6,11 @@
     python tools/vllm_plugin/benchmarks/h200_vllm.py --profile --layers 2 --variants vllm marlin plugin plugin-linear
     python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
 
-Each variant is an engine in its own process (``vllm_engine.py``). Engines run one after another, and start twice to measure
-start-up with cold and warm caches. ``--correctness`` instead compares the engines' results (``compare.py``): greedy tokens, logits,
-1,000 random requests, and the kernels of a step. ``--float32`` compares logits with the same model in float32
-(``against_float32.py``). With these two options engines run side by side, so their times are meaningless. ``--profile`` measures
-the kernels of a step and of a prefill.
+Each variant is an engine in its own process (``vllm_engine.py``). Engines run one after another. With ``--starts 2`` each engine
+starts twice, to measure start-up with cold and with warm caches. ``--correctness`` instead compares the engines' results
+(``compare.py``): greedy tokens, logits, 1,000 random requests, and the kernels of a step. ``--float32`` compares logits with the
+same model in float32 (``against_float32.py``). With these two options, engines run side by side, so their times are meaningless.
+``--profile`` measures the kernels of a step and of a prefill.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# Upper limits of milliseconds per token, by batch, and the lower limit of prefill tokens per second.
+# Bars: upper limits of the milliseconds per token, by batch size; and the lower limit of prefill tokens per second.
 DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
 PREFILL_BAR = 50_000
 _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
@@ -41,7 +41,7 @@ _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
 
 @dataclass(frozen=True)
 class Variant:
-    """How an engine is started: arguments of ``vllm_engine.py``, and environment variables."""
+    """The command-line arguments of ``vllm_engine.py`` and the environment variables with which an engine is started."""
 
     words: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ _CORRECTNESS = [
     *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
 ]
-# All prompts in one step, and eager mode, so that hooks on routers are called.
+# All prompts run in one step. Eager mode is needed so that hooks on routers are called.
 _FLOAT32 = [
     *("--tasks", "describe,float32", "--inproc", "--eager", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "8192", "--max-num-seqs", "32"),
@@ -73,7 +73,7 @@ _SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--layers", type=int, default=36)
@@ -90,7 +90,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def entry_point(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which vLLM finds the loader of random weights, as if it had been installed."""
+    """Makes a folder for PYTHONPATH in which vLLM finds the loader of random weights like an installed plugin."""
     made = folder / "random_gpt_oss-0.dist-info"
     made.mkdir(parents=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: random-gpt-oss\nVersion: 0\n")
@@ -114,7 +114,7 @@ def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: in
         except subprocess.TimeoutExpired:
             code = "it took too long"
         finally:
-            # The engine's own processes hold the device's memory.
+            # The processes that the engine has started hold device memory, so they are ended, too.
             _end(process)
     if code:
         print(f"{name}: {code}; {log}:", *log.read_text(errors="replace").splitlines()[-12:], sep="\n  ")
@@ -133,7 +133,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Figures of the last start, one column per variant."""
+    """Returns a table of the figures of the last start, with one column per variant."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["figure"] == "decode":

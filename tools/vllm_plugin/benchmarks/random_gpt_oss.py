@@ -74,7 +74,7 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def write_model(directory: Path, layers: int) -> Path:
-    """Writes the model directory that vLLM is given, and returns it."""
+    """Writes the model directory that vLLM loads, and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_of(layers), indent=2))
     return directory
@@ -123,7 +123,7 @@ def draw(name: str, parameter: Any) -> str:
 
 
 def draw_experts(name: str, experts: int, device: Any) -> Any:
-    """A tensor of experts as `draw` fills it without padding: uint8 or, for a bias, bf16, ``[experts, ...]``."""
+    """Draws a tensor of experts with the values of `draw`, but without padding: uint8 or, for a bias, bf16, ``[experts, ...]``."""
     import torch
 
     rows, columns = EXPERT_SIZES[name.rpartition(".")[2]]

@@ -1,10 +1,12 @@
-"""Measures the effect of one swapped expert on a token's logits: GPT-OSS with random weights in float32, on a CPU. Takes ten
-minutes.
+"""Measures the effect of one swapped expert on a token's logits, for GPT-OSS with random weights in float32, on a CPU.
+
+The script takes ten minutes.
 
     python tools/vllm_plugin/benchmarks/swapped_experts.py
 
-In each of two layers, the tokens with the smallest margin between fourth and fifth expert are routed to the fifth instead of the
-fourth. The script prints the margins, how often bf16 makes both equal, and how far the tokens' logits move, in standard deviations.
+In each of two layers, the tokens with the smallest margin between the fourth and the fifth expert are routed to the fifth expert
+instead of the fourth. The script prints the margins, the fraction of tokens for which bf16 makes both experts' logits equal, and
+the changes of the tokens' logits in standard deviations.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ def weight(name: str) -> Tensor:
 
 
 def moved(model: float32.Model, before: Tensor, after: Tensor) -> Tensor:
-    """How far logits of rows moved, in their standard deviations."""
+    """Returns the changes of the logits of rows, in standard deviations of each row."""
     logits = float32.head(model, before)
     return (logits - float32.head(model, after)).abs() / logits.std(-1, keepdim=True)
 
 
 def main() -> None:
-    """Runs the model three times, and prints."""
+    """Runs the model three times, and prints the results."""
     draws = random.Random(0)
     sequences = [torch.tensor([draws.randrange(100, 199000) for _ in range(length)]) for length in LENGTHS]
     angles = torch.outer(torch.arange(256.0), 150000 ** -(torch.arange(0, 64, 2) / 64))

@@ -40,7 +40,7 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # `apply_model` with a function needs this.
+    # `apply_model` needs this variable to accept a function.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
@@ -119,7 +119,7 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The methods and backends of the first two layers. Runs in the model's process."""
+    """Returns the methods and backends of the first two layers. Runs in the model's process."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         backend, impl = getattr(module, "attn_backend", None), getattr(module, "impl", None)
@@ -138,7 +138,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def weights_and_rotary(model: Any) -> tuple[dict[str, Any], Any]:
-    """All current parameters, and the table of the rotary embedding in float32. Runs in the model's process."""
+    """Returns all current parameters, and the table of the rotary embedding in float32. Runs in the model's process."""
     tables = (module.cos_sin_cache for module in model.modules() if hasattr(module, "cos_sin_cache"))
     return {name: parameter.data for name, parameter in model.named_parameters()}, next(tables).float()
 
@@ -181,7 +181,7 @@ class Watched:
 
 
 class Engine:
-    """An engine, the line of results that it writes, and tasks by name."""
+    """An engine and its tasks. Each task is a method, and writes lines of results."""
 
     def __init__(self, a: argparse.Namespace) -> None:
         self.a = a
@@ -256,7 +256,7 @@ class Engine:
         self.report("serving", **found)
 
     def logits(self) -> None:
-        """All logits of 8 prompts' next 8 tokens; prompts of 5 to 3,000 tokens."""
+        """Stores all logits of the next 8 tokens of 8 prompts. The prompts have 5 to 3,000 tokens."""
         prompts = [self.prompts(1, length)[0] for length in (5, 64, 127, 128, 129, 700, 2048, 3000)]
         self.watched.keep = True
         _, ids = self.generate(prompts, 8)
@@ -297,7 +297,7 @@ class Engine:
         self.report("float32", layers=self.a.layers, eager=self.a.eager, **found)
 
     def tokens(self) -> None:
-        """Greedy tokens: 128 prompts of 16 to 1,200 tokens, 32 each."""
+        """Generates 32 greedy tokens for each of 128 prompts. The prompts have 16 to 1,200 tokens."""
         prompts = [self.prompts(1, self.random.randrange(16, 1200))[0] for _ in range(128)]
         seconds, self.saved["tokens"] = self.generate(prompts, 32)
         distinct = len({token for row in self.saved["tokens"] for token in row})
@@ -305,7 +305,8 @@ class Engine:
         self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=bad)
 
     def requests(self) -> None:
-        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. All others must complete."""
+        """Runs random requests that arrive over time, with shared prefixes and mixed lengths. Some requests are aborted; all others
+        must complete."""
         from vllm import SamplingParams
 
         engine, rng = self.llm.llm_engine, random.Random(1)
@@ -358,11 +359,11 @@ class Engine:
         )
 
     def decode(self) -> None:
-        """Milliseconds per token: the difference of the medians of two run lengths of the same prompts, divided by the extra
-        tokens."""
+        """Measures milliseconds per token. The same prompts run with few and with many generated tokens; the difference of the
+        median times is divided by the number of additional tokens."""
         for batch in self.a.batches:
             prompts = self.prompts(batch, self.a.prompt)
-            # Compiles the kernels that this batch needs first, before the timing.
+            # These runs compile the kernels for this batch size before the timed runs.
             for tokens in (self.a.short, self.a.decode, self.a.short):
                 self.generate(prompts, tokens)
             short, long = [], []
@@ -375,7 +376,7 @@ class Engine:
             self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
 
     def prefill(self) -> None:
-        """Prefill tokens per second, with one generated token per prompt."""
+        """Measures prefill tokens per second, with one generated token per prompt."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
         prompts = self.prompts(count, length)
         first = self.generate(prompts, 1)[0]
@@ -392,7 +393,7 @@ class Engine:
         )
 
     def kernels(self) -> None:
-        """The kernels of a decode step of one request, with their times: 16 steps, without the first 4."""
+        """Reports the kernels of a decode step of one request, with their times. 16 steps count; the first 4 steps do not."""
         prompts = self.prompts(1, 64)
         self.generate(prompts, 20)
         found = self.profiled(prompts, 20)
@@ -412,7 +413,7 @@ class Engine:
         )
 
     def prefill_kernels(self) -> None:
-        """The kernels of a prefill, by family, and the device's idle time."""
+        """Reports the kernels of a prefill by family, and the device's idle time."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
         prompts = self.prompts(count, length)
         self.generate(prompts, 1)
@@ -438,7 +439,8 @@ class Engine:
         )
 
     def profiled(self, prompts: Any, tokens: int) -> list[tuple[str, float, float]]:
-        """The device's kernels and copies while generating tokens, in order of their start: name, start and time in us."""
+        """Returns name, start and time in us of the kernels and copies that run while tokens are generated, in order of their
+        start."""
         import torch
         from torch.profiler import ProfilerActivity
 
@@ -459,13 +461,13 @@ class Engine:
 
 
 def family_of(kernel: str) -> str:
-    """The family of a kernel, by words in its name."""
+    """Returns the family of a kernel, which words in its name determine."""
     lower = kernel.lower()
     return next((family for family, words in _FAMILIES.items() if any(word in lower for word in words)), "other")
 
 
 def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Kernels in order of their start, split after each step's last kernel, the argmax of the logits."""
+    """Splits kernels into steps. ``found`` is in order of start. The last kernel of a step is the argmax of the logits."""
     steps: list[list[tuple[str, float]]] = [[]]
     for name, micros in found:
         steps[-1].append((name, micros))
@@ -475,7 +477,8 @@ def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str,
 
 
 def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, str], tuple[int, float]]]:
-    """Idle gaps of the device: the kernels before and after, the count, and the total microseconds; the longest first.
+    """Returns the idle gaps of the device: the kernels before and after a gap, the number of such gaps, and their total
+    microseconds. The pair of kernels with the longest total comes first.
 
     Args:
         found: kernels in order of their start: name, start and time in microseconds.
@@ -544,7 +547,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Exits without waiting for the engine's other processes, because all results are on disk.
+    # The process exits without waiting for the engine's other processes, because all results are on disk.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,8 @@
-"""How an operator is called: check, select a kernel, memoise, launch.
+"""Calls of operators: check the call, select a kernel, memoise the decision, launch.
 
 An operator may be called through several functions, each made by a `Caller`. The core's function selects among all kernels. The
-function of a wheel that works alone selects among that wheel's kernels. All have the operator's signature, docstring and checks.
+function of a wheel that works alone selects among that wheel's kernels. All these functions have the operator's signature,
+docstring and checks.
 
 A call whose kernel is decided takes the fast path, `tokenspeed_kernel_base.fast_path`. Any other call takes the slow path,
 `Caller.decide`.
@@ -33,9 +34,9 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-_MAKERS = "makers"  # key of the last comparisons' makers, newest first; `fast_path.FIRST` holds the chain that they made
+_MAKERS = "makers"  # key of the functions that make the last comparisons, newest first; `fast_path.FIRST` is the key of their chain
 
-# Sets of addresses that an overlap guard remembers. A new set costs a microsecond.
+# An overlap guard remembers at most this many sets of addresses. Checking a new set takes a microsecond.
 _MOST_ADDRESSES = 512
 
 
@@ -45,13 +46,14 @@ class Caller:
     Attributes:
         op: the operator.
         package: the package whose kernels are candidates; None for all kernels.
-        function: what users call: the operator's signature and docstring, and the keywords ``override`` and ``solution``.
-        lowering: converts its calls to calls of a custom operator of PyTorch.
+        function: the function for users, with the operator's signature and docstring, and the keywords ``override`` and
+            ``solution``.
+        lowering: converts calls of the function to calls of a custom operator of PyTorch.
     """
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
         self.op, self.package = op, package
-        self._memo = memo.new_memo()  # the limits and the function of each decision, by description
+        self._memo = memo.new_memo()  # for each description: the limits of the decision, and the function that runs the call
         self._comparisons = memo.new_memo() if fast_path.tensor_guards() is not None else None
         self._written = (*op.outs, *op.mutates)
         self._value_guard = functools.cache(functools.partial(fast_path.build_value_guard, op.mode, op.parameters))
@@ -78,7 +80,7 @@ class Caller:
         )
         function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
         function.__qualname__ = op.body.__qualname__
-        # Resolved, because the generated function's globals are not the module's.
+        # The annotations are resolved here, because the generated function has other globals than the body's module.
         function.__annotations__ = {**resolved_annotations(op.body), "override": str | None, "solution": str | None}
         function.bind, function.explain, function.operator, function.caller = self.bind, self.explain, op, self
         for step in STEPS:
@@ -89,7 +91,7 @@ class Caller:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    # Compiled on first use: compiling them at import would make the import a tenth slower.
+    # These functions are compiled on first use. Compiling them at import would make the import 10% slower.
 
     @functools.cached_property
     def _describing(self) -> Callable[..., Any]:
@@ -112,14 +114,15 @@ class Caller:
     # -- deciding --------------------------------------------------------------------------------------------------------------
 
     def _look_up(self, *call: Any) -> Any:
-        """Runs a call that no comparison knows. ``call``: all arguments in order, override and solution."""
+        """Runs a call that equals none of the last decided calls. ``call``: all arguments in order, then override and solution."""
         return self._find(*call)
 
     def _run(self, key: Any, args: tuple[Any, ...], override: str | None, solution: str | None) -> Any:
-        """Runs the memoised decision for a call, or decides the call. ``key``: the call's description; None if it is invalid."""
+        """Runs the memoised decision for a call, or decides the call. ``key``: the call's description; None if the call is
+        invalid."""
         try:
             limits, run = self._memo[key]
-        except (KeyError, TypeError):  # no decision; or an option is not hashable, so `decide` raises an error
+        except (KeyError, TypeError):  # there is no decision, or an option is not hashable and `decide` raises an error
             run = None
         else:
             for position, least, most in limits:
@@ -131,17 +134,18 @@ class Caller:
         return run(*args)
 
     def decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
-        """Checks a call, selects its kernel, and memoises the decision for calls of the same description."""
+        """Checks a call, selects its kernel, and memoises the decision for calls of the same description. Returns the function that
+        runs the call."""
         return self._decide(args, override, solution)[0]
 
     def _decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> tuple[Callable[..., Any], bool]:
-        """The function that `decide` returns, and whether it holds for further calls of the same description."""
+        """Returns the function that `decide` returns, and whether further calls of the same description may use it."""
         started = memo.epoch()
         op = self.op
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
             return (lambda *values: self.lowering.call(*values, override, solution)), False
-        check = op.check_call(arguments, values=False)  # the guard checks values, now and whenever they change
+        check = op.check_call(arguments, values=False)  # the value guard checks values in this call, and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         guarded = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
         limits = tuple(_limit(name, op, arguments[name], check, request) for name in op.bounds if arguments[name] is not None)
@@ -164,7 +168,7 @@ class Caller:
     def _remember_comparison(
         self, args: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision, started: int
     ) -> None:
-        """Puts a comparison with this call in front of those with the last decisions."""
+        """Puts a comparison with this call in front of the comparisons with the last decided calls."""
         if self._comparisons is None:
             return
         makers = (self._comparison(args, override, solution, decision), *self._comparisons.get(_MAKERS, ()))[: fast_path.CHAIN]
@@ -193,18 +197,19 @@ class Caller:
         wanted = override_of_call(self.op.family, self.op.mode, override)
         if wanted is None or self.package is None or override:
             return wanted
-        # An override from the environment or a block must not make a wheel's own function fail: ignore other wheels' kernels.
+        # An override from the environment or a block may name another wheel's kernel. A wheel's own function ignores such an
+        # override instead of failing.
         own = {spec.name for spec in KernelRegistry.get().get_for_operator(self.op.family, self.op.mode, self.package)}
         if wanted.kernel in own:
             return wanted
-        if problem := misnamed(wanted.kernel, str(self.op)):  # Python shows the same text once
+        if problem := misnamed(wanted.kernel, str(self.op)):  # Python shows the same warning once
             warnings.warn(f"{wanted.source} is ignored by {self.package}.{self.op.mode}: {problem}", stacklevel=5)
         return None
 
     # -- what precedes the kernel ----------------------------------------------------------------------------------------------
 
     def _launcher(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
-        """The function that runs calls of this description, without checks."""
+        """Returns the function that runs calls of this description, without checks."""
         empty = self._skip_if_empty(arguments)
         if empty is not None:
             return empty
@@ -215,7 +220,7 @@ class Caller:
         return self._replacing(tuple(normal))(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
-        """A callable that launches nothing, for a call whose every output is empty; None for any other."""
+        """Returns a function that launches nothing if all outputs of the call are empty; None for other calls."""
         op = self.op
         if any(arguments[name] is not None for name in op.mutates):
             return None
@@ -236,8 +241,8 @@ class Caller:
         return empty
 
     def _with_overlap_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-        """``call``, preceded by an overlap check: memory that the call writes to must not overlap another argument. ``call`` itself
-        if it writes to none.
+        """Returns ``call`` with an overlap check before it: memory that the call writes to must not overlap another argument.
+        Returns ``call`` itself if the call writes to no argument.
 
         Each call compares its tensors' distances in memory with distances that passed the check before. A distance between two
         addresses that passed the check once always passes, because shapes and strides are part of the description.
@@ -251,7 +256,7 @@ class Caller:
         spans = {name: span(tensor) for name, tensor in tensors.items()}
 
         def near(at: Mapping[str, int]) -> set[tuple[str, str, int]]:
-            """The pairs of tensors that may overlap, with the distances between their addresses."""
+            """Returns the pairs of tensors that may overlap, with the distances between their addresses."""
             distances = ((written, other, at[other] - at[written]) for written, other, _ in pairs)
             return {each for each in distances if -spans[each[1]] < each[2] < spans[each[0]]}
 
@@ -270,7 +275,7 @@ class Caller:
         return self._overlap_guard(names)(call, known, check) if pairs else call
 
     def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Decision:
-        """``call``, with the check of values in host memory, if there are any."""
+        """Returns ``call`` with the check of values in host memory, if the call has such values."""
         op = self.op
         hints = [p.name for p in op.parameters if p.kind is Kind.HINT]
         watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
@@ -280,7 +285,7 @@ class Caller:
         return Decision(call, (), watched, self._checked_by(op.check_values), seen)
 
     def _with_value_guard(self, decision: Decision) -> Callable[..., Any]:
-        """The decision as one function: the check of values in host memory, then the kernel."""
+        """Returns a function that first checks values in host memory, then runs the decision's kernel."""
         if decision.check is None:
             return decision.call
         return self._value_guard(decision.watched)(decision.check, decision.call, decision.seen)  # type: ignore[no-any-return]
@@ -301,22 +306,22 @@ class Caller:
         called: str | None = None,
         **facts: Any,
     ) -> Any:
-        """Selects a kernel for calls before any tensor exists, and the layout that `prepare` converts objects to.
+        """Selects a kernel for calls before any tensor exists, and the layout to which `prepare` converts objects.
 
         Args:
             args, facts: the arguments of the operator's ``plan`` hook.
-            device: where the tensors will be; by default the device of `current_platform`.
+            device: the device of the tensors; by default the device of `current_platform`.
             platform: the platform to run on, instead of ``device``.
-            override: only this kernel; the platform and format gates still apply.
-            solution: only kernels of this solution.
-            called: the function in whose name errors are raised; ``"<mode>.plan"`` if not given.
+            override: select this kernel; the platform and format gates still apply.
+            solution: select only kernels of this solution.
+            called: the name of the called function, for error messages; ``"<mode>.plan"`` if not given.
 
         Returns:
             The plan, for `prepare` and for calls. Planning needs no device and launches nothing.
 
         Raises:
-            TypeError, ValueError: an argument is wrong; the message names it.
-            NoKernelFoundError: no kernel is eligible; the message gives the reason for each kernel.
+            TypeError, ValueError: an argument is wrong. The message names the argument.
+            NoKernelFoundError: no kernel is eligible. The message gives the reason for each kernel.
         Warns:
             ReferenceWarning: only the reference is eligible on a GPU.
         """
@@ -335,27 +340,30 @@ class Caller:
         return self.op.make_plan(args, facts, called, decide)
 
     def prepare(self, given: Any, plan: Any, *, called: str | None = None) -> Any:
-        """Converts an object that outlives calls to the form that the plan's kernel reads. Call it once, when a model is loaded.
+        """Converts an object that outlives calls, such as weights, to the layout of the plan's kernel.
+
+        Call this method once, when a model is loaded.
 
         Args:
-            given: the object. It is not changed.
+            given: the object. The method does not change this object.
             plan: a plan made by `plan`.
-            called: the function in whose name errors are raised; ``"<mode>.prepare"`` if not given.
+            called: the name of the called function, for error messages; ``"<mode>.prepare"`` if not given.
 
         Returns:
-            The object to pass to calls; ``given`` itself if it already has that form.
+            The object to pass to calls; ``given`` itself if it already has the layout.
 
         Raises:
-            TypeError, ValueError: the object does not fit the plan, or the plan's kernel is not registered; the message says which.
+            TypeError, ValueError: the object does not fit the plan, or the plan's kernel is not registered. The message has the
+                reason.
         """
         return self.op.prepare(given, plan, called or f"{self.op.mode}.prepare", self.package)
 
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
-        """The kernel that a call with these arguments would run, for direct calls.
+        """Checks the arguments of a call, selects a kernel, and returns a function for direct calls of this kernel.
 
-        Checks the arguments of a call, and returns the kernel's implementation: a function of all parameters in order, for calls of
-        the same description. The returned function adds no cost to the kernel, and checks nothing but values in host memory. Those
-        are checked when they change, because a wrong length there can end the process instead of raising an error.
+        The function has all parameters in order, and is for calls of the same description. It adds no cost to the kernel, and
+        checks only values in host memory. These are checked when they change, because a wrong length can end the process instead of
+        raising an error.
         """
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
@@ -363,7 +371,7 @@ class Caller:
         return self._with_value_guard(self._with_check(self._launcher(selected, arguments), arguments))
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
-        """Which kernel a call with these arguments would run, and why every other kernel is rejected. Launches nothing."""
+        """Explains which kernel a call with these arguments would run, and why every other kernel is rejected. Launches nothing."""
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
@@ -376,14 +384,14 @@ class Caller:
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    """The function that a composed kernel calls for one of its parts, and whether further calls may reuse the function."""
+    """Returns the function that a composed kernel calls for one of its parts, and whether further calls may reuse the function."""
     caller: Caller = function.caller
     return caller._decide(args, None, None)
 
 
 def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
-    """The range of a bound's values for which a decision holds. If the decision depends on sizes, the range is one bucket;
-    otherwise all values that the check allows."""
+    """Returns the range of values of a bound for which a decision holds. If the decision depends on sizes, the range is one bucket;
+    otherwise it has all values that the check allows."""
     position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))
     if not sizes_matter(request):

@@ -1,11 +1,11 @@
-"""Compilations of kernels' programs: counted, and allowed, logged or forbidden by a policy.
+"""Counts the compilations of kernels' programs. A policy allows, logs or forbids them.
 
-A program that is neither in a pack nor in a cache is compiled by the call that needs it, which then takes seconds. The compile
-policy decides about such a call: ``"allow"`` compiles, ``"warn"`` compiles and logs one line, ``"forbid"`` raises
+If a program is neither in a pack nor in a cache, the call that needs the program compiles it, and takes seconds. The compile policy
+decides about such a call: ``"allow"`` compiles, ``"warn"`` compiles and logs one line, ``"forbid"`` raises
 `CompilationForbiddenError` before the compiler starts.
 
-Programs of Triton, Gluon and vendors' wheels are covered. Kernels in PyTorch compile nothing. Libraries that compile their own
-kernels by other means, such as nvcc, are not covered.
+The policy applies to programs of Triton, Gluon and vendors' wheels. Kernels in PyTorch compile nothing. The policy does not see
+libraries that compile their own kernels by other means, such as nvcc.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class Compilation:
     """One program that this process compiled.
 
     Attributes:
-        program: the program, with its configuration where the compiler has one.
+        program: the program's name, with its configuration if the compiler has configurations.
         compiler: ``"Triton"`` or another compiler's name.
-        operator: the operator whose kernel needed it, ``"family.mode"``; empty outside of a kernel's call.
-        kernel: that kernel; of several kernels with one launcher, the first and the number of others; empty likewise.
-        call: shapes, dtypes and options of the call; empty likewise.
-        seconds: duration of the compilation.
+        operator: the operator whose kernel needed the program, ``"family.mode"``; empty outside a kernel's call.
+        kernel: the kernel that needed the program. If several kernels have the same launcher, the first kernel's name and the
+            number of the others. Empty outside a kernel's call.
+        call: shapes, dtypes and options of the kernel's call; empty outside a kernel's call.
+        seconds: duration of the compilation in seconds.
     """
 
     program: str
@@ -66,10 +67,10 @@ class Compilation:
 
 
 def compilations(since: int = 0) -> list[Compilation]:
-    """The programs that this process has compiled, in any thread, oldest first. Loading a compiled program is no compilation.
+    """Returns the programs that this process has compiled, in any thread, oldest first. Loading a compiled program does not count.
 
     Args:
-        since: leave out this many. ``len(compilations())`` is the value for "from now on".
+        since: number of the oldest compilations to leave out. To get later compilations only, pass ``len(compilations())`` of now.
     """
     with _lock:
         return _events[since:]
@@ -77,7 +78,8 @@ def compilations(since: int = 0) -> list[Compilation]:
 
 @contextlib.contextmanager
 def compile_policy(policy: str) -> Iterator[None]:
-    """Sets the compile policy inside the block: in this thread or task only, and in tasks created there until the block ends.
+    """Sets the compile policy inside the block, for this thread or task, and for tasks that the block creates. Other threads keep
+    their policy.
 
     Args:
         policy: ``"allow"``, ``"warn"`` or ``"forbid"``.
@@ -96,7 +98,7 @@ def set_compile_policy(policy: str | None) -> None:
     """Sets the compile policy of this process, for all threads. A `compile_policy` block takes precedence.
 
     Args:
-        policy: ``"allow"``, ``"warn"`` or ``"forbid"``; None for the setting ``TOKENSPEED_KERNEL_COMPILE_POLICY``.
+        policy: ``"allow"``, ``"warn"`` or ``"forbid"``; None to use the setting ``TOKENSPEED_KERNEL_COMPILE_POLICY``.
 
     Raises:
         ValueError: there is no such policy.
@@ -112,19 +114,19 @@ def _checked(policy: str) -> str:
 
 
 def current_compile_policy() -> str:
-    """The compile policy for this thread or task."""
+    """Returns the compile policy of this thread or task."""
     return _block_policy.get() or _process_policy or config.settings().compile_policy
 
 
 class Started:
-    """A compilation in progress, made by `start`."""
+    """A compilation in progress, returned by `start`."""
 
     def __init__(self, program: str, compiler: str, caller: Caller) -> None:
         self._program, self._compiler, self._caller = program, compiler, caller
         self._begun = time.perf_counter()
 
     def finish(self) -> None:
-        """Counts the compilation, and logs it if the policy is ``"warn"``. A compilation that fails is not finished."""
+        """Counts the compilation, and logs it if the policy is ``"warn"``. Not called if the compilation fails."""
         event = Compilation(self._program, self._compiler, *self._caller, time.perf_counter() - self._begun)
         with _lock:
             _events.append(event)
@@ -133,10 +135,10 @@ class Started:
 
 
 def start(program: str, compiler: str) -> Started:
-    """Announces a compilation. A compiler's front end calls this before it compiles, and `Started.finish` after.
+    """Announces a compilation. A compiler's front end calls this function before it compiles, and `Started.finish` afterwards.
 
     Args:
-        program: the program, for messages.
+        program: the program's name in messages.
         compiler: the compiler's name.
 
     Raises:
@@ -146,7 +148,9 @@ def start(program: str, compiler: str) -> Started:
 
 
 def refuse_if_forbidden(program: str) -> Caller:
-    """The kernel's call that needs a program which is not compiled yet. `start` includes this.
+    """Raises an error if the policy forbids to compile a program. Returns the kernel's call that needs the program.
+
+    `start` calls this function.
 
     Raises:
         CompilationForbiddenError: the policy is ``"forbid"``.
@@ -168,7 +172,7 @@ def _during(operator: str, kernel: str, call: str) -> str:
 
 
 class Caller(NamedTuple):
-    """The call of a kernel that is running: operator, kernel and a description of the arguments."""
+    """A running call of a kernel: the operator, the kernel and a description of the arguments."""
 
     operator: str
     kernel: str
@@ -176,10 +180,10 @@ class Caller(NamedTuple):
 
 
 def calling_kernel() -> Caller | None:
-    """The innermost kernel call of this thread; None outside of any.
+    """Returns the innermost kernel call of this thread; None if no kernel's call is running.
 
-    Launchers do not announce themselves, so that launches cost nothing. Compiling takes seconds, so this searches the stack for a
-    registered launcher instead.
+    The function searches the stack for the frame of a registered launcher. This is slow, but compiling takes seconds. Launchers
+    record nothing, so launches cost nothing.
     """
     launchers = _launchers()
     frame: FrameType | None = sys._getframe(1)
@@ -196,7 +200,7 @@ def called_by_kernels(inside: str) -> bool:
     """Whether the code that called into a library belongs to a package with kernels, or runs inside a kernel's call.
 
     Args:
-        inside: the library, whose own frames are skipped.
+        inside: the library. Its own frames are skipped.
     """
     packages = {spec.package for spec, _ in KernelRegistry.get().launchers()}
     frame: FrameType | None = sys._getframe(1)
@@ -210,7 +214,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _launchers() -> dict[CodeType, list[KernelSpec]]:
-    """Every imported launcher's code, and its kernels: a launcher may be that of several."""
+    """Returns the code object of every imported launcher, with the launcher's kernels. Several kernels may share a launcher."""
     found: dict[CodeType, list[KernelSpec]] = {}
     for spec, impl in KernelRegistry.get().launchers():
         code = getattr(inspect.unwrap(getattr(impl, "func", impl)), "__code__", None)
@@ -220,7 +224,7 @@ def _launchers() -> dict[CodeType, list[KernelSpec]]:
 
 
 def _described(frame: FrameType) -> str:
-    """The arguments of a launcher's frame that have a short description: ``"x bf16[4, 2880], eps 1e-05"``."""
+    """Describes the arguments in a launcher's frame: ``"x bf16[4, 2880], eps 1e-05"``. Leaves out arguments with a long text."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     told = ((name, _short(frame.f_locals.get(name))) for name in names)

@@ -16,8 +16,7 @@ except the reference. Both run the body's own code, but bind other functions to 
 
 A call of a composed kernel costs no more than calling its parts one by one. The description of the operator's call determines
 shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and called directly
-afterwards. A part is looked up at every call if it has bounds, or if the body calls it more than once. A part that the body calls
-more than once in a run is looked up at every call, as are parts with bounds.
+afterwards. A part is looked up at every call if it has bounds, or if the body calls it more than once.
 
 The description must determine the shapes, dtypes and options of all arguments that a body passes to its parts. So no branch of a
 body may depend on values. The body's results are newly allocated contiguous tensors, or the outputs that its caller provided.
@@ -42,7 +41,8 @@ Decide = Callable[[Any, tuple[Any, ...]], tuple[Callable[..., Any], bool]]
 
 @functools.cache
 def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
-    """The operators that a body calls, by their names in the body. Includes nested functions, and no helpers."""
+    """Returns the operators that a body calls, by their names in the body. Calls in nested functions count, calls in helpers do
+    not."""
 
     def names(code: types.CodeType) -> Iterator[str]:
         yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
@@ -55,14 +55,14 @@ def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The body, with these functions bound to the names of its parts."""
+    """Returns a copy of the body in which the names of the parts are bound to these functions."""
     namespace = {**body.__globals__, **parts}
     return types.FunctionType(body.__code__, namespace, body.__name__, body.__defaults__, body.__closure__)
 
 
 @functools.cache
 def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Converts a function of all parameters in order to one with the operator's signature: keywords and defaults."""
+    """Returns a decorator. It gives a function of all parameters in order the operator's signature, with keywords and defaults."""
     given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
     source = f"""\
 def {op.mode}_part(_call):
@@ -75,12 +75,13 @@ def {op.mode}_part(_call):
 
 
 def by_reference(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body with the reference of each part."""
+    """Returns a copy of the body that calls the reference of each part."""
     return with_parts(body, {name: in_order(f.operator)(f.operator.reference) for name, f in called_operators(body).items()})
 
 
 def decided(body: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
-    """A function for calls of one description. Its first run decides the body's parts; further runs call them directly."""
+    """Returns a function for calls of one description. Its first run selects a kernel for each part of the body. Further runs call
+    these kernels directly."""
     run: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
@@ -96,7 +97,7 @@ def decided(body: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
 
 
 class _Deciding:
-    """A part during the first run: decides each call, and keeps the decisions."""
+    """A part during the first run. Each call selects a kernel, and keeps the decision."""
 
     def __init__(self, function: Any, decide: Decide) -> None:
         self.op, self._function, self._decide = function.operator, function, decide
@@ -111,7 +112,7 @@ class _Deciding:
 
     @property
     def lasting(self) -> bool:
-        """Whether further runs may call the decided functions directly."""
+        """Whether further runs may call the selected kernel directly: the body called the part once, and may reuse the decision."""
         return self._all_last and len(self.calls) == 1
 
 
@@ -126,7 +127,7 @@ class Composed:
         return self._into_outputs(self._op.body, args)(*args)
 
     def decided(self, decide: Decide, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """A function that runs calls of the description of these arguments."""
+        """Returns a function for all calls whose description equals that of ``args``. See the module's `decided`."""
         return self._into_outputs(decided(self._op.body, decide), args)
 
     def _into_outputs(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:

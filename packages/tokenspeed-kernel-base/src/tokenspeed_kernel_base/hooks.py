@@ -35,7 +35,7 @@ class Declaration(Options):
         parameters: parsed from the body's signature.
         names: names of the parameters.
         host_values: tensors whose values the ``check_values`` hook reads.
-        function: what users call.
+        function: the function that users call.
     """
 
     function: Any

@@ -24,8 +24,8 @@ class WrongDistribution:
     """An installed distribution that has one of this project's names but belongs to another project.
 
     Attributes:
-        name, version: from the name of its ``.dist-info`` folder.
-        folder: where it is installed.
+        name, version: name and version of the distribution, from the name of its ``.dist-info`` folder.
+        folder: the folder in which the distribution is installed.
     """
 
     name: str

@@ -27,8 +27,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:
-    """``"; did you mean hidden?"``, the end of a sentence about an unknown name; empty where no known name is near. ``spelled``
-    formats the suggested name: in quotes, say."""
+    """Returns the end of a sentence about an unknown name, ``"; did you mean hidden?"``. The text is empty if no known name is
+    near. ``spelled`` formats the suggested name, for example with quotes."""
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {spelled(near)}?"
 

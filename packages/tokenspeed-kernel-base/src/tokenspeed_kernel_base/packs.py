@@ -1,11 +1,12 @@
-"""Kernel packs: folders of compiled programs, made ahead of time for one architecture, that processes read and never write.
+"""Kernel packs: read-only folders of programs that were compiled ahead of time for one architecture.
 
-A pack is looked at before the caches and the compiler. Its manifest, ``pack.json``, has the versions that it was made with, and the
-SHA-256 of every file. A pack of other versions is not used, and a warning says why. A file that its digest does not fit counts as
-absent, and a warning names it. Nothing in a pack is unpickled.
+A process looks for a program in the packs first, then in the caches, and compiles only then. A pack's manifest, ``pack.json``, has
+the versions of the software that made the pack, and the SHA-256 of every file. If the versions differ from the installed ones, the
+pack is not used, and a warning gives the reason. If a file's digest differs, the file counts as absent, and a warning names the
+file. Nothing in a pack is unpickled.
 
-Packs come from the setting ``TOKENSPEED_KERNEL_PACKS``, and from installed packages: entry points of the group
-``tokenspeed_kernel.packs``, each of which is a module in the pack's folder.
+Packs come from the setting ``TOKENSPEED_KERNEL_PACKS`` and from installed packages. An installed package with a pack has an entry
+point of the group ``tokenspeed_kernel.packs``, which names a module in the pack's folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMAT = 1
 
 
 class PackError(ValueError):
-    """A folder is not a pack that this installation can use; the message says why."""
+    """This installation cannot use a folder as a pack. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Pack:
     """A pack.
 
     Attributes:
-        folder: where it is.
-        manifest: the content of its manifest.
+        folder: the pack's folder.
+        manifest: the content of the manifest, ``pack.json``.
     """
 
     folder: Path
@@ -45,22 +46,22 @@ class Pack:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The SHA-256 of every file, by the path within the pack."""
+        """The SHA-256 of every file, by the file's path within the pack."""
         files: Mapping[str, str] = self.manifest["files"]
         return files
 
     def is_intact(self, name: str) -> bool:
-        """Whether a file can be read and its digest fits."""
+        """Whether a file can be read, and has the SHA-256 of the manifest."""
         try:
             return hashlib.sha256((self.folder / name).read_bytes()).hexdigest() == self.files[name]
         except OSError:
             return False
 
     def file(self, name: str) -> Path | None:
-        """A file of the pack; None if the pack does not list it.
+        """Returns the path of an intact file; None if the pack does not list the file, or the file is damaged.
 
         Warns:
-            StorageWarning: the file is damaged, and counts as absent.
+            StorageWarning: the file is damaged.
         """
         if name not in self.files:
             return None
@@ -71,10 +72,10 @@ class Pack:
 
 
 def read_pack(folder: Path) -> Pack:
-    """Reads a pack's manifest. Compares the versions of this project's packages, of which every kernel's source is part.
+    """Reads a pack's manifest, and compares its versions with the installed packages that have the kernels' sources.
 
     Raises:
-        PackError: there is no manifest, it is damaged, or it names other versions.
+        PackError: the manifest is missing or damaged, or has other versions than the installed ones.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -93,7 +94,7 @@ def read_pack(folder: Path) -> Pack:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
+    """Returns the version of an installed distribution; None if the distribution is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -101,7 +102,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def packs() -> tuple[Pack, ...]:
-    """The packs of this process, in order of precedence: those of the setting, then those of installed packages.
+    """Returns the packs that this process uses, in order of precedence: packs of the setting, then packs of installed packages.
 
     Warns:
         StorageWarning: a pack cannot be used.
@@ -116,7 +117,7 @@ def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
 
 
 def _installed() -> Iterator[tuple[Path, str]]:
-    """Folders of packs that installed packages bring, and names for messages."""
+    """Yields the folders of the packs in installed packages, each with a name for messages."""
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             yield Path(entry.load().__file__).parent, f"{entry.name} ({entry.value})"
@@ -133,15 +134,15 @@ def _read(folders: Sequence[tuple[Path, str]]) -> Iterator[Pack]:
 
 
 def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path | None:
-    """A compiled program from the packs.
+    """Finds a compiled program in the packs.
 
     Args:
-        compiler: the name of a compiler, which is that of its folder in a pack.
-        names: file names in this folder, the preferred first.
-        toolchain: versions of everything that this process would compile the program with.
+        compiler: the name of a compiler. The compiler's folder in a pack has the same name.
+        names: names of acceptable files in this folder, in order of preference.
+        toolchain: versions of the software with which this process would compile the program.
 
     Returns:
-        The path of the first intact file; None if no pack has one.
+        The path of the first intact file; None if no pack has such a file.
 
     Warns:
         StorageWarning: a file is damaged, or a pack was made with another toolchain.
@@ -155,9 +156,11 @@ def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path 
 
 
 def find_folder(compiler: str, folder: str, toolchain: Sequence[str]) -> dict[str, str]:
-    """All files of a folder in a compiler's folder, by name; empty unless a pack has the folder, and all of it is intact.
+    """Finds a folder inside a compiler's folder of a pack, and returns the paths of all its files by name.
 
-    Args and warnings are those of `find`.
+    The result is empty unless a pack has the folder and all its files are intact.
+
+    The other arguments and the warnings are those of `find`.
     """
     for pack in _made_with(compiler, toolchain):
         prefix = f"{compiler}/{folder}/"
@@ -177,13 +180,13 @@ def _made_with(compiler: str, toolchain: Sequence[str]) -> Iterator[Pack]:
 
 
 def toolchain_gap(made: Sequence[str], toolchain: Sequence[str]) -> str:
-    """What differs between the toolchain of a pack and this process's."""
+    """Describes the differences between the toolchain of a pack and that of this process."""
     theirs, ours = (", ".join(each for each in some if each not in other) for some, other in ((made, toolchain), (toolchain, made)))
     return f"they were made with {theirs or 'less'}, this is {ours or 'less'}"
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest of a pack whose files are in place, with their digests, as the last step of making it."""
+    """Writes the manifest, with the digests of the pack's files. This is the last step of making a pack."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     replace_file(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1) + "\n")

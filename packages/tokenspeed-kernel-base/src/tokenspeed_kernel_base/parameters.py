@@ -45,8 +45,8 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        name: as in the signature; ``object.attribute`` for an attribute of an OBJECT or of a frozen dataclass.
-        kind: how its arguments are treated.
+        name: the name in the signature; ``object.attribute`` for an attribute of an OBJECT or of a frozen dataclass.
+        kind: the kind of the parameter, which determines how its arguments are treated.
         types: the classes that a value may have.
         optional: whether None is allowed.
         default: the default of the signature or of the dataclass's field; `inspect.Parameter.empty` if there is none.

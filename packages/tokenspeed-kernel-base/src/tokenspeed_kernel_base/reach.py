@@ -1,4 +1,4 @@
-"""Kernels requested by name that no call can select."""
+"""Finds out why no call can select a kernel that is requested by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry, nearest_kernel
 
 
 def misnamed(kernel: str, operator: str) -> str | None:
-    """Why a name is not that of a kernel of ``operator``, ``"family.mode"``; None if it is."""
+    """Returns the reason if ``operator``, ``"family.mode"``, has no kernel named ``kernel``; None if it has this kernel."""
     registry = KernelRegistry.get()
     try:
         spec = registry.get_by_name(kernel, operator)
@@ -21,13 +21,13 @@ def misnamed(kernel: str, operator: str) -> str | None:
 
 
 def why_unreachable(kernel: str, operator: str, platform: PlatformInfo | None = None, *, by_name: bool = True) -> str | None:
-    """Why no call of the core's operator can select a kernel, whatever the arguments; None if some call may.
+    """Returns the reason why no call of the core's operator can select a kernel, whatever the arguments; None if some call may.
 
     Args:
         kernel: the kernel's name.
-        operator: the operator that the kernel is requested for, ``"family.mode"``.
-        platform: the platform of the calls; None if it is not known yet, so that requirements of the platform are not tested.
-        by_name: whether the request names the kernel, as an override does. A preference does not.
+        operator: the operator for which the kernel is requested, ``"family.mode"``.
+        platform: the platform of the calls. None if it is not known yet: the kernel's platform requirements are then ignored.
+        by_name: whether the request names the kernel, as an override does. A preference does not name it.
     """
     problem = misnamed(kernel, operator)
     if problem is not None:

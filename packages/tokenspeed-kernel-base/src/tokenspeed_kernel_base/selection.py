@@ -82,8 +82,8 @@ class SelectionPolicy:
     """Defaults for selections that do not say otherwise.
 
     Attributes:
-        default_strategy: for operators that ``op_strategies`` does not name.
-        op_strategies: by ``("family", "mode")``.
+        default_strategy: the strategy of operators that ``op_strategies`` does not name.
+        op_strategies: strategies of operators, by ``("family", "mode")``.
         objective: the ranking objective of requests that give none.
         autotune_budget_s: time limit of AUTOTUNE's measurements for one decision, in seconds, compilation included. Each kernel's
             default configuration is measured in any case.

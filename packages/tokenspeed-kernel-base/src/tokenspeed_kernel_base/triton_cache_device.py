@@ -1,8 +1,8 @@
-"""Triton's cache of compiled kernels, with packs in front of it, and the compile policy in front of the compiler.
+"""A cache manager for Triton that looks for compiled kernels in packs, and applies the compile policy.
 
-Triton asks its cache manager for a kernel's files, and compiles if there are none. The class of the manager is a public setting of
-Triton. The one here looks into the packs, then delegates to the manager that was set before. It announces each compilation of a
-kernel of ours.
+Triton asks its cache manager for a kernel's files, and compiles the kernel if there are none. The class of the manager is a public
+setting of Triton. The class of this module looks into the packs first, then delegates to the manager that was set before. It
+announces each compilation of this project's kernels to `compilation`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _delegate: Any = FileCacheManager
 
 
 def toolchain() -> list[str]:
-    """Triton's version, and the environment variables that its compilations depend on."""
+    """Returns Triton's version, and the environment variables that affect its compilations."""
     return [f"triton {__version__}", *(f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items()))]
 
 
 class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
-    """A cache manager for one compiled kernel. Triton makes one per compilation or look-up.
+    """A cache manager for one compiled kernel. Triton makes a manager per compilation or look-up.
 
     Args:
-        key: hash of everything that the kernel was made from.
-        override, dump: a folder for debugging instead of the cache.
+        key: hash of all inputs of the compilation.
+        override, dump: use Triton's folder for overriding or for dumping kernels instead of the cache.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -40,7 +40,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
 
     @functools.cached_property
     def _cache(self) -> Any:
-        """The delegate, made on demand: it creates a folder, which a read-only file system refuses."""
+        """The previous manager, made on demand: it creates a folder, which fails on a read-only file system."""
         return _delegate(self._key, **self._debugging)
 
     def get_file(self, filename: str) -> str | None:
@@ -50,10 +50,10 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
         return self._cache.put(data, filename, binary=binary)  # type: ignore[no-any-return]
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The kernel's files, by name; None if it must be compiled.
+        """Returns the kernel's files by name; None if the kernel must be compiled.
 
         Raises:
-            CompilationForbiddenError: it must be compiled, and the policy forbids that.
+            CompilationForbiddenError: the kernel must be compiled, and the policy forbids this.
         """
         found = self._packed(filename) or self._cache.get_group(filename)
         missing = found is None or knobs.compilation.always_compile
@@ -62,7 +62,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
         return found
 
     def _packed(self, filename: str) -> dict[str, str] | None:
-        """The kernel's files in a pack; None if no pack has it."""
+        """Returns the kernel's files in a pack; None if no pack has the kernel."""
         found = {} if any(self._debugging.values()) else packs.find_folder(COMPILER, self._key, toolchain())
         return found if filename in found else None
 
@@ -74,7 +74,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
 
 
 def install() -> None:
-    """Makes Triton use `PolicyCache`, unless it does already."""
+    """Makes Triton use `PolicyCache`, unless Triton uses it already."""
     global _delegate
     current = knobs.cache.manager_class
     if current is not PolicyCache:

@@ -1,4 +1,4 @@
-"""Shared by the tests of the operators."""
+"""Helpers that the tests of the operators share."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def formula(
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within half a unit in the last place of the exact result, plus a margin for the float32 computation before the rounding."""
+    """Asserts that the error is at most half a unit in the last place, plus a margin for the float32 computation before
+    rounding."""
     unit = torch.finfo(got.dtype).eps
     slack = 0.501 * unit if got.dtype in (torch.float16, torch.bfloat16) else 16 * unit
     torch.testing.assert_close(got.double(), exact, rtol=slack, atol=1e-7 if got.dtype == torch.float16 else 1e-30)
@@ -63,7 +64,7 @@ def test_gelu_and_mul_is_the_formula_rounded_once(shape: tuple[int, ...], approx
     got = gelu_and_mul(x, approximate)
     assert got.dtype == dtype
     unit = torch.finfo(dtype).eps
-    # 1 + inner cancels where the gate is far below 0: the error is relative to gate times up.
+    # If the gate is far below 0, 1 + inner cancels, so the error is relative to gate times up.
     arithmetic = 4 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * (gate * up).abs()
     assert ((got.double() - exact).abs() <= 0.501 * unit * exact.abs() + arithmetic + torch.finfo(dtype).tiny * unit).all()
 

@@ -23,7 +23,7 @@ def int32(*rows: list[int]) -> torch.Tensor:
 
 
 def adjusted(x: float, count: int, bias: float, repetition: float, frequency: float, presence: float) -> float:
-    """The definition for one logit; Python floats are float64."""
+    """Computes one adjusted logit by the definition, in Python floats, which are float64."""
     x += bias
     if count >= 0:
         x = x / repetition if x > 0 else x * repetition
@@ -142,7 +142,8 @@ def test_min_p_keeps_the_softmax_of_those_above_its_share() -> None:
         assert counts.nonzero().flatten().tolist() == kept
         expected = probabilities[kept] / probabilities[kept].sum() * draws
         assert float(((counts[kept] - expected) ** 2 / expected).sum()) < 23.6  # at most 4 degrees, p = 1e-4
-    # top_p applies to the probability that min_p keeps: of 0.4, 0.25 and 0.2, the second one reaches half.
+    # top_p applies to the tokens that min_p keeps. They have the probabilities 0.4, 0.25 and 0.2; the first two reach half of their
+    # sum.
     got = sample_top_k_top_p(logits, **{**request, "top_p": torch.full((draws,), 0.5)}, min_p=torch.full((draws,), 0.3))
     assert set(got.tolist()) == {0, 4}
 

@@ -67,9 +67,7 @@ def assert_close(got: Tensor, wanted: Tensor, **tolerance: float) -> None:
 
 
 def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Stores ragged tokens in a cache with pages in arbitrary order. All other slots hold NaN, and all other page-table entries are
-    -7.
-    """
+    """Stores ragged tokens in a cache whose pages are in arbitrary order. Unused slots hold NaN, unused table entries -7."""
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     cache = torch.full((len(order), page_size, *tokens.shape[1:]), torch.nan).to(tokens.dtype)
@@ -96,7 +94,8 @@ def by_hand(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence in Python floats: ``[q_len, heads, dim]`` against ``[kv_len, kv_heads, dim]``, aligned at their ends."""
+    """Computes attention of one sequence in Python floats: q ``[q_len, heads, dim]``, k and v ``[kv_len, kv_heads, dim]``. The last
+    query is at the position of the last key."""
     (q_len, heads, _), (kv_len, kv_heads, v_dim) = q.shape, v.shape
     out = torch.zeros(q_len, heads, v_dim, dtype=torch.float64)
     lse = torch.full((q_len, heads), -math.inf, dtype=torch.float64)
@@ -119,7 +118,7 @@ def by_hand(
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """A few short sequences with cached and new tokens, and all options."""
+    """Draws a few short sequences with cached and new tokens, and all options."""
     kv_heads = draw(st.integers(1, 2))
     kv_lens = draw(st.lists(st.integers(0, 6), max_size=3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -146,7 +145,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def expected(problem: dict[str, Any], q_lens: list[int], causal: bool) -> tuple[Tensor, Tensor]:
-    """The newest ``q_lens`` tokens of each sequence by scalar loops, concatenated."""
+    """Computes the results of the newest ``q_lens`` tokens of each sequence by scalar loops, and concatenates them."""
     q, k, v = problem["q"], problem["k"], problem["v"]
     scale = problem["softmax_scale"] or 1 / math.sqrt(q.shape[-1])
     parts, end = [(q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1]))], 0
@@ -157,7 +156,7 @@ def expected(problem: dict[str, Any], q_lens: list[int], causal: bool) -> tuple[
 
 
 def newest(problem: dict[str, Any], q_lens: list[int]) -> Tensor:
-    """The queries of the newest tokens."""
+    """Returns the queries of the newest tokens."""
     sequences = problem["q"].split(problem["kv_lens"]) if problem["kv_lens"] else []
     chosen = [s[len(s) - n :] for s, n in zip(sequences, q_lens, strict=True)]
     return torch.cat([problem["q"][:0], *chosen])
@@ -242,7 +241,7 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
 
 
 def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
-    """Replaces the rows of the ``[queries, keys]`` mask of hidden keys that belong to nodes of draft trees."""
+    """Changes the mask of hidden keys, ``[queries, keys]``, in the rows that belong to nodes of draft trees."""
     first = hidden.shape[1] - len(masks)
     for row, mask in zip(hidden, masks, strict=True):
         seen = [bool(mask >> i & 1) for i in range(len(masks))]
@@ -254,8 +253,8 @@ def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
 def dense(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any], tree_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence in float64: KV heads are repeated for their group, all scores are computed at once, and the sink is one more
-    column."""
+    """Computes one sequence in float64. KV heads are repeated for their GQA group, all scores are computed at once, and the sink is
+    an additional column of scores."""
     (q_len, heads, dim), kv_len = q.shape, len(k)
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -285,7 +284,7 @@ def scaled(x: Tensor, scale: Tensor | None, per_head: int = 1) -> Tensor:
 
 
 def latents_of(a: dict[str, Any]) -> Tensor:
-    """The cache as one tensor of latents and rotary parts, dequantised if it has scales."""
+    """Returns the cache as one tensor of latents and rotary parts. A cache with scales is dequantised."""
     scales = a.get("kv_scale_cache")
     if scales is None:
         return a["kv_cache"]
@@ -293,7 +292,7 @@ def latents_of(a: dict[str, Any]) -> Tensor:
 
 
 def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The expected result of a call, for any operator with sequences."""
+    """Computes the expected result of a call, for any operator with sequences."""
     a = function.operator.complete(arguments)
     q_all = a["q"]
     if "k" in a:
@@ -313,13 +312,13 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         for row, length in zip(a["page_table"].tolist(), a["cache_seqlens"].tolist(), strict=True):
             slots = [(row[j // k_cache.shape[1]], j % k_cache.shape[1]) for j in range(length)]
             pages, inside = (torch.tensor([s[axis] for s in slots], dtype=torch.int64) for axis in (0, 1))
-            # The window hides freed pages; NaN there would still spread through a weight of zero.
+            # The window hides freed pages, but a NaN in such a page would spread even with a weight of zero.
             freed = (pages < 0).view(-1, 1, 1)
             keys.append(scaled(k_cache[pages, inside], k_scale).masked_fill(freed, 0.0))
             values.append(scaled(v_cache[pages, inside], v_scale).masked_fill(freed, 0.0))
         new = a["cu_seqlens_q"].diff().tolist() if "cu_seqlens_q" in a else [a["max_seqlen_q"]] * len(keys)
         causal = a.get("is_causal", True)
-    queries = q_all[: sum(new)].split(new)  # later rows are padding
+    queries = q_all[: sum(new)].split(new)  # the rows after these are padding
     masks = [None] * len(new) if a.get("tree_mask") is None else a["tree_mask"][: sum(new)].split(new)
     heads, width = q_all.shape[1], (values[0] if len(values) else a.get("v", q_all)).shape[-1]
     parts = [(torch.zeros(0, heads, width), torch.zeros(0, heads))]
@@ -429,7 +428,7 @@ def test_fp8_prefill_agrees_with_dequantised_operands(shape: tuple[int, ...]) ->
     out, lse = pair(mha_prefill(q, k, v, offsets(4, 5), **options, **named))
     assert torch.equal(out, wanted.bfloat16())
     assert torch.equal(lse, wanted_lse)
-    # The operators with a cache give the same result for the same values in pages.
+    # The operators with a cache must give the same result if the pages hold the same values.
     (k_cache, table), (v_cache, _) = into_pages(k, [4, 5], 4), into_pages(v, [4, 5], 4)
     paged_call = (k_cache, v_cache, table, ints(4, 5), 5, 8)
     extended, _ = pair(mha_extend_with_kvcache(q, offsets(4, 5), None, *paged_call, is_causal=True, **options, **named))
@@ -525,7 +524,7 @@ def test_queries_that_see_nothing() -> None:
 
 
 def test_sinks_take_weight_and_add_no_value() -> None:
-    """A sink of s acts like a key with score s and value 0."""
+    """A sink s acts like a key with score s and value 0."""
     torch.manual_seed(0)
     q, k, v, sinks = torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(2)
     plain, plain_lse = pair(mha_prefill(q, k, v, offsets(5), return_lse=True))
@@ -595,7 +594,7 @@ def test_fp8_is_dequantised_by_its_scales(dtype: torch.dtype, shape: tuple[int, 
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output and LSE of q's attention to all of these keys."""
+    """Computes output and LSE of q's attention to all of these keys."""
     room = max(len(k), 1)
     k_cache, v_cache = k.new_zeros(1, room, *k.shape[1:]), v.new_zeros(1, room, *v.shape[1:])
     k_cache[0, : len(k)], v_cache[0, : len(v)] = k, v
@@ -630,7 +629,7 @@ def test_merged_parts_are_the_whole_in_any_order(lengths: list[int], sinks_in: i
 )
 def test_merging_is_associative_at_every_magnitude(lses: list[float], seed: int) -> None:
     torch.manual_seed(seed)
-    # At 300, adjacent float32 LSEs are 3e-5 apart, and so are the merge weights that they give.
+    # Near 300, adjacent float32 values differ by 3e-5. So LSEs, and the merge weights computed from them, have this error.
     parts = [(torch.randn(1, 1, 4), torch.tensor([[lse]])) for lse in lses]
     a, b, c = parts
     left = attn_merge_state(*attn_merge_state(*a, *b), *c)

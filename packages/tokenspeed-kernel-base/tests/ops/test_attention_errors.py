@@ -373,7 +373,7 @@ def test_pages_that_the_window_hides_may_be_freed(function: Any) -> None:
 
 def test_a_page_is_hidden_only_from_all_new_tokens() -> None:
     arguments = decode() | {"q": torch.zeros(4, 4, 8), "max_seqlen_q": 2, "page_table": ints(-1, 1, 2, -1).view(2, 2)}
-    mha_decode_with_kvcache(**arguments, window_left=1)  # the older token, at position 5, sees 4 and 5
+    mha_decode_with_kvcache(**arguments, window_left=1)  # the older token is at position 5, and sees positions 4 and 5
     with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of"):
         mha_decode_with_kvcache(**arguments, window_left=2)
 

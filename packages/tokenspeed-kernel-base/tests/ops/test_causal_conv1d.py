@@ -32,8 +32,8 @@ def sums(lengths: Sequence[int]) -> torch.Tensor:
 def written_out(
     x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[list[float], torch.Tensor]:
-    """One sequence, with scalar loops over tokens, channels and taps. Returns the results, and the inputs that precede the next
-    token."""
+    """Computes one sequence with scalar loops over tokens, channels and taps. Returns the results, and the inputs that precede the
+    next token."""
     width = weight.shape[1]
     inputs = torch.cat((before, x))
     results = []
@@ -92,7 +92,8 @@ def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, st
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_rejected_drafts_leave_nothing(accepted: int) -> None:
-    """The states after four drafts of two requests are kept. The next step starts from the slot of the last accepted one."""
+    """The states after each of four drafts are kept, for two requests. The next step starts from the state of the last accepted
+    draft."""
     width, x, after = 4, normal(2, 4, CHANNELS), normal(2, 1, CHANNELS, seed=5)
     weight, start = normal(CHANNELS, width), normal(2, width - 1, CHANNELS)
     kept = torch.cat((start, torch.full((8, width - 1, CHANNELS), torch.nan, dtype=torch.float64)))

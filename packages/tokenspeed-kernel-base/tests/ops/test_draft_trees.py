@@ -28,7 +28,7 @@ def ints(*values: int) -> Tensor:
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
-    """The nodes on the path from the root to a node; the path ends at an absent node."""
+    """Returns the nodes on the path from the root to a node. The path ends at an absent node."""
     path = [node]
     while node > 0 and 0 <= parents[node] < node:
         node = parents[node]
@@ -65,7 +65,7 @@ def test_the_most_probable_candidates_stay(data: st.DataObject, candidates: int,
 
 
 class Tree:
-    """One sequence of some tokens followed by a tree, each of whose nodes has its own keys and values."""
+    """A sequence of some tokens, followed by a draft tree. Each node of the tree has its own key and value."""
 
     def __init__(self, before: int, parents: list[int], seed: int = 0, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ class Tree:
         self.mask = tree_masks(ints(*parents).view(1, -1))[0]
 
     def wanted(self, node: int, **options: Any) -> Tensor:
-        """The expected attention of a node's query: to the tokens before the tree and to the node's path."""
+        """Computes the expected result of a node's query, which attends to the tokens before the tree and to the node's path."""
         seen = [*range(self.before), *(self.before + step for step in path_to(self.parents, node))]
         q = torch.zeros(len(seen), *self.q.shape[1:])
         q[-1] = self.q[node]
@@ -129,7 +129,7 @@ def test_from_candidates_to_a_cache_without_gaps() -> None:
     tree = Tree(5, parents[0].tolist())
     assert torch.equal(tree.mask, masks[0])
     k_cache, v_cache, table = tree.cached(4)
-    target = torch.tensor([[2, 0, 5, 0, 9, 0]])  # 2 after the root, 5 after that, then 9, which no draft has
+    target = torch.tensor([[2, 0, 5, 0, 9, 0]])  # the target's tokens: 2 after the root, then 5, then 9, which no draft has
     emitted, path, counts = verify_draft_tokens(target, drafts, parents)
     assert emitted.tolist() == [[2, 5, 9, -1, -1, -1]]
     compact_kv_cache(k_cache, v_cache, table, ints(11), path, counts)

@@ -193,11 +193,11 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     table = table_of(angles_of(100, 128))
     got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers' angles are float32
+        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers computes angles in float32
     # Three equal positions act like one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
-    # Any number of sections, through one table row for each token, as the page "Calling operators" shows.
+    # The operator supports any number of sections if the table has one row per token, as the page "Calling operators" shows.
     if not in_turn:
         section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
         rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)

@@ -15,7 +15,7 @@ PAGES, HOST_PAGES = 7, 9
 
 
 def caches_of(dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
-    """Caches of several shapes, the second one strided."""
+    """Makes caches of several shapes. The second cache is strided."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((PAGES, 4, 2, 8), (PAGES, 4, 3, 16), (PAGES, 2, 12))
     every = [torch.randn(shape, generator=draw).mul(9).to(device, dtype) for shape in shapes]
@@ -96,7 +96,8 @@ def test_pages_that_are_refused(store: bool, pages: list[int], host_pages: list[
 @pytest.mark.amd
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_moves_are_ordered_by_the_current_stream() -> None:
-    """Caches are filled late and overwritten immediately; streams change between calls."""
+    """Work on the current stream fills the caches just before a call, and overwrites them right after it. Calls use several
+    streams."""
     caches = caches_of(torch.bfloat16, "cuda")
     kept = [cache.clone() for cache in caches]
     host = HostPages(caches, HOST_PAGES, staging_pages=2)

@@ -49,7 +49,7 @@ def decoded(weights: LinearWeights, weight_format: str) -> Tensor:
 
 
 def rounded(x: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
-    """The values of tokens after quantisation to the activation dtype, as the GEMM uses them."""
+    """Returns the values of tokens after quantisation to the activation dtype. The GEMM uses these values."""
     wide = x.float()
     if activation_dtype == "fp8":
         largest = (wide.abs().amax(-1, keepdim=True) / 448).clamp(min=torch.finfo(torch.float32).tiny)

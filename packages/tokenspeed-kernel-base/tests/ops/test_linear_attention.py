@@ -30,7 +30,7 @@ def ints(*values: int) -> Tensor:
 
 
 def stepped(arguments: dict[str, Any], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``S = (I - beta k k.T) diag(alpha) S + beta k v.T``, ``o = scale S.T q``, one head and token at a time."""
+    """Computes ``S = (I - beta k k.T) diag(alpha) S + beta k v.T`` and ``o = scale S.T q``, one head and one token at a time."""
     q, k, v, g, beta = (arguments[name] for name in ("q", "k", "v", "g", "beta"))
     out, final = torch.empty_like(v), state.clone()
     for head in range(V_HEADS):
@@ -46,7 +46,8 @@ def stepped(arguments: dict[str, Any], state: Tensor, scale: float) -> tuple[Ten
 
 
 def chunked(arguments: dict[str, Any], state: Tensor, scale: float, size: int) -> tuple[Tensor, Tensor]:
-    """The same in chunks of ``size`` tokens, whose writes solve a unit triangular system (arXiv:2412.06464, arXiv:2510.26692)."""
+    """Computes the same as `stepped` in chunks of ``size`` tokens. The values that a chunk writes solve a unit triangular system
+    (arXiv:2412.06464, arXiv:2510.26692)."""
     q, k, v, g, beta = (arguments[name] for name in ("q", "k", "v", "g", "beta"))
     out, final = torch.empty_like(v), state.clone()
     for head in range(V_HEADS):
@@ -128,7 +129,8 @@ def test_a_prompt_in_parts_is_the_prompt() -> None:
 
 
 def test_accepting_part_of_a_draft_is_choosing_a_slot() -> None:
-    """Two of four tokens are accepted: the next call reads the slot after the second one, as if only two had been decoded."""
+    """Two of four draft tokens are accepted. The next call reads the state after the second one, as if only two had been
+    decoded."""
     draft = {name: x.unsqueeze(0) for name, x in tokens_of(4).items()}
     following = {name: x.unsqueeze(0) for name, x in tokens_of(1, seed=1).items()}
     states = initial_states(6).float().double()

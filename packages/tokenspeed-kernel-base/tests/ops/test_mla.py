@@ -29,7 +29,7 @@ def ints(*values: int) -> Tensor:
 
 
 class Layer:
-    """One layer's projections around its attention, in float64, and the tokens of one sequence."""
+    """The projections before and after a layer's attention, in float64, and the tokens of one sequence."""
 
     def __init__(self, tokens: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -42,14 +42,14 @@ class Layer:
         self.expand_k, self.expand_v = normal(HEADS, RANK, NOPE) / 4, normal(HEADS, RANK, V) / 4
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of every head, without absorption."""
+        """Returns q, k and v of every head, without absorption."""
         k_nope = torch.einsum("tr,hrd->thd", self.latent, self.expand_k)
         k_rope = self.k_rope.unsqueeze(1).expand(-1, HEADS, -1)
         v = torch.einsum("tr,hrd->thd", self.latent, self.expand_v)
         return torch.cat([self.q_nope, self.q_rope], -1), torch.cat([k_nope, k_rope], -1), v
 
     def absorbed(self) -> tuple[Tensor, Tensor]:
-        """The absorbed q, and the latents with their rotary part."""
+        """Returns the absorbed q, and the latents with their rotary part."""
         q = torch.einsum("thd,hrd->thr", self.q_nope, self.expand_k)
         return torch.cat([q, self.q_rope], -1), torch.cat([self.latent, self.k_rope], -1)
 
@@ -59,7 +59,7 @@ class Layer:
 
 
 def into_pages(tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """One sequence in a cache with pages in reverse order; NaN elsewhere."""
+    """Stores one sequence in a cache whose pages are in reverse order. Unused slots hold NaN."""
     pages = -(-len(tokens) // page_size)
     cache = torch.full((pages + 1, page_size, tokens.shape[1]), math.nan, dtype=tokens.dtype)
     for position, token in enumerate(tokens):
@@ -187,7 +187,7 @@ def test_no_sequences() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 99), st.data())
 def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: int, seed: int, data: st.DataObject) -> None:
-    """A prompt in chunks, each of which attends to itself and to chunks of the preceding tokens; the results are merged."""
+    """A prompt runs in chunks. Each chunk attends to itself and, separately, to each preceding chunk; the results are merged."""
     q, k, v = Layer(tokens, seed).plain()
     whole, whole_lse = tensors(mla_prefill(q, k, v, ints(0, tokens), return_lse=True, softmax_scale=SCALE))
     options: dict[str, Any] = {"return_lse": True, "softmax_scale": SCALE}
@@ -221,7 +221,7 @@ def test_a_window_is_the_same_before_and_after_absorption(window_left: int) -> N
     call = (cache, page_table, ints(20), 3, 20, RANK, SCALE)
     out = mla_extend_with_kvcache(q[17:20], ints(0, 3), None, *call, window_left=window_left)
     torch.testing.assert_close(layer.project(torch.as_tensor(out)), torch.as_tensor(whole)[17:20])
-    hidden = max(20 - 3 - window_left, 0) // 4  # pages that no new token sees may have been freed
+    hidden = max(20 - 3 - window_left, 0) // 4  # no new token sees these pages, so they may have been freed
     cache[page_table[0, :hidden].long()] = math.nan
     page_table[0, :hidden] = -1
     arguments = (q[17:20], cache, page_table, ints(20), 20, RANK, SCALE)

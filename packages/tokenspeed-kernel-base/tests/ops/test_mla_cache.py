@@ -37,7 +37,7 @@ def test_each_token_goes_to_its_slot_and_nothing_else_changes(
 
 
 def made(tokens: int = 7, heads: int = 3, rank: int = 8, rope: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments of `apply_rope_mla` except the cache; each token has its own position."""
+    """Draws the arguments of `apply_rope_mla`, without the cache. Each token has its own position."""
     generator = torch.Generator().manual_seed(tokens * heads)
     angles = torch.arange(20.0).unsqueeze(1) * torch.tensor([1.0, 0.1])[: rope // 2]
 
@@ -85,7 +85,7 @@ def test_it_is_rope_then_quantise_then_store(out_dtype: torch.dtype | None, cach
 
 
 def test_decoding_from_what_was_written_is_attention_with_rotated_keys() -> None:
-    """One sequence: the last token attends to all, computed without any operator."""
+    """The last token of a sequence attends to all tokens. The expected result is computed without any operator."""
     arguments = made(tokens=7)
     kv_cache = torch.full((3, 4, 12), math.nan)
     slots = torch.tensor([8, 9, 10, 11, 0, 1, 2])  # page 2, then page 0

@@ -25,7 +25,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def test_a_token_is_latents_then_scales_then_rotary_elements() -> None:
-    """Byte by byte, with the sizes of DeepSeek-V3.2."""
+    """The layout is checked byte by byte, with the sizes of DeepSeek-V3.2."""
     packed = torch.zeros(2, 3, 656, dtype=U8)
     views = mla_cache_views(packed)
     latent, k_rope = normal(1, 512), normal(1, 64)
@@ -63,7 +63,7 @@ def test_groups_are_those_of_quantize_fp8(dtype: torch.dtype) -> None:
 
 
 def filled(pages: int = 4, page_size: int = 6) -> tuple[dict[str, Any], torch.Tensor]:
-    """A cache, and its tokens in float32 ``[slots, RANK + ROPE]``."""
+    """Returns a filled cache, and its tokens in float32 ``[slots, RANK + ROPE]``."""
     views = mla_cache_views(torch.zeros(pages, page_size, WIDTH, dtype=U8), RANK, ROPE)
     slots = torch.arange(pages * page_size)
     both = normal(len(slots), RANK + ROPE)
@@ -94,7 +94,7 @@ def test_attention_agrees_with_the_dequantised_cache() -> None:
 
 
 def test_views_of_pages_that_are_apart() -> None:
-    """Tokens may be strided, too, for example in a buffer of several layers."""
+    """Pages, and tokens within a page, may be strided, for example in a buffer of several layers."""
     layers = torch.zeros(3, 2, 5, WIDTH + 8, dtype=U8)
     packed = layers[:, 1, :, 4 : 4 + WIDTH]
     views = mla_cache_views(packed, RANK, ROPE)

@@ -25,7 +25,7 @@ Arguments = dict[str, Any]
 
 
 def build(name: str, **changes: Any) -> Arguments:
-    """A case's arguments, with changed fields of its plan."""
+    """Draws a case's arguments, with changed fields of the plan."""
     arguments = CASES[name].build()
     return {**arguments, "plan": dataclasses.replace(arguments["plan"], **changes)}
 
@@ -96,7 +96,7 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest expected magnitude."""
+    """Returns the largest difference, relative to the largest expected magnitude."""
     if not got.numel():
         return 0.0
     return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
@@ -112,7 +112,8 @@ def test_cases_against_a_loop_in_float64(name: str) -> None:
     if arguments["plan"].activation_dtype == "none":
         assert error(got, expected) <= (1e-5 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps)
         return
-    # The intermediate is float32 here and float64 there, so some elements round to the neighbouring quantised value.
+    # The operator's intermediate is float32, and that of the expected result is float64. So some elements round to the neighbouring
+    # quantised value.
     assert error(got, expected) < 0.02
     exact = dataclasses.replace(arguments["plan"], activation_dtype="none")
     assert error(got, independent(**{**arguments, "plan": exact})) > 2 * error(got, expected)
@@ -326,7 +327,7 @@ def test_calls_with_foreign_weights_are_remembered(monkeypatch: pytest.MonkeyPat
     arguments = build("dense float32, 4 experts, odd sizes")
     arguments["weights"] = foreign(arguments["weights"])
     moe_apply(**arguments)
-    monkeypatch.setattr(OPERATOR, "check_call", None)  # the slow path cannot be used again
+    monkeypatch.setattr(OPERATOR, "check_call", None)  # a call on the slow path would now fail
     assert timeit.timeit(lambda: moe_apply(**arguments), number=3) > 0
 
 

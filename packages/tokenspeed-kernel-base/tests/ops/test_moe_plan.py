@@ -296,7 +296,7 @@ def test_wrong_plans(error: type[Exception], message: str, options: dict[str, An
 
 
 def test_zeros_may_be_appended_to_sizes() -> None:
-    """As the plan's message says: tokens, weights and biases are zero-padded, and the results' extra features are zero."""
+    """The plan's message suggests zero-padding of tokens, weights and biases. The extra features of the results are then zero."""
     hidden, intermediate, call = 40, 24, call_with(None, plan_of())
     torch.manual_seed(0)
     w13, w2 = torch.randn(E, 2 * intermediate, hidden), torch.randn(E, hidden, intermediate)
@@ -558,7 +558,7 @@ def test_processed_weights_never_reach_a_kernel_for_others(register: Register) -
     register()
     plan = plan_of()
     own = call_with(moe_apply.prepare(weights_of(), plan), plan)
-    # Three kernels of higher priority: one that states no layout, one with another layout, and one that forgot the flag.
+    # Three kernels have a higher priority: one states no layout, one has another layout, and one does not declare the flag.
     register("silent", traits={}, priority=16)
     register("other", traits={"weight_layout": "other", "processed_weights": True}, priority=15)
     register("forgot", traits={"weight_layout": LAYOUT}, priority=14)
@@ -596,7 +596,7 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
 
 
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
-    register(priority=7)  # makes the layout of other kernels
+    register(priority=7)  # this kernel's `prepare` makes a layout of other kernels
     register("none", weight_preprocessor=None, priority=9)
     with pytest.raises(
         ValueError, match=r"'rows-reversed' already, because kernel none \(.*\) wants that and has no weight_prepro"

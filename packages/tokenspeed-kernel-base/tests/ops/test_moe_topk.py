@@ -26,7 +26,8 @@ def brute_force(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """One token at a time, with lists, in float64. Values are ranked in float32 where the contract says so."""
+    """Computes the definition for one token at a time, with lists, in float64. Where the contract says so, values are ranked in
+    float32."""
 
     def best_first(values: list[float], which: Iterable[int]) -> list[int]:
         return sorted(which, key=lambda i: (0.0, i) if math.isnan(values[i]) else (1.0, -values[i], i))
@@ -167,8 +168,8 @@ def test_chosen_experts_without_any_score_have_finite_weights() -> None:
 
 
 def test_closed_groups_are_closed_even_to_great_experts() -> None:
-    # Group 0 has the best expert, group 1 the best pair. Groups are ranked by their best expert, or with a bias by their best
-    # pair.
+    # Group 0 has the best expert, group 1 the best pair of experts. Without a bias, groups are ranked by their best expert. With a
+    # bias, they are ranked by their best pair.
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
     assert moe_topk(logits, 2, "sigmoid", num_groups=2, top_groups=1)[1].tolist() == [[0, 1]]
     assert moe_topk(logits, 2, "sigmoid", True, torch.zeros(4), num_groups=2, top_groups=1)[1].tolist() == [[2, 3]]

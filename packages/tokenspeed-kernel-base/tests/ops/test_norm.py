@@ -27,7 +27,8 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within half a unit in the last place of the exact result, plus a margin for the float32 computation before the rounding."""
+    """Asserts that the error is at most half a unit in the last place, plus a margin for the float32 computation before
+    rounding."""
     unit = torch.finfo(got.dtype).eps
     slack = 0.501 * unit if got.dtype in (torch.float16, torch.bfloat16) else 8 * unit
     torch.testing.assert_close(got.double(), exact, rtol=slack, atol=1e-7 if got.dtype == torch.float16 else 1e-30)
@@ -80,7 +81,7 @@ def test_layernorm_agrees_with_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_float32_residual_beside_16_bit_floats(dtype: torch.dtype) -> None:
-    """The residual stream stays float32. Its sum is normalised without being rounded to x's dtype."""
+    """The residual stream stays float32. The sum of residual and x is normalised without rounding to x's dtype."""
     x, residual, weight = torch.randn(6, 64, dtype=dtype), torch.randn(6, 64) * 100, torch.randn(64, dtype=dtype)
     normed, total = rmsnorm(x, weight, residual=residual)
     assert (normed.dtype, total.dtype) == (dtype, torch.float32)

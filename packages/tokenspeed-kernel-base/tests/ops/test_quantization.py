@@ -37,7 +37,7 @@ def _bytes(t: torch.Tensor) -> list[int]:
 
 
 def _groups(shape: tuple[int, int], granularity: str, block: int) -> list[tuple[tuple[int, ...], tuple[slice, slice]]]:
-    """The index of each scale, and the elements that share it."""
+    """Yields the index of each scale, and the elements that share the scale."""
     m, k = shape
     rows = {"tensor": m, "block2d": block}.get(granularity, 1)
     columns = block if granularity.startswith("block") else k
@@ -69,7 +69,8 @@ def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularit
 @settings(deadline=None, max_examples=30)
 @given(x=_matrix(max_rows=5, columns=21))
 def test_fp8_scales_that_are_powers_of_two(dtype: torch.dtype, granularity: str, x: np.ndarray[Any, Any]) -> None:
-    """The smallest power of two at which nothing saturates, in exact arithmetic. Packed scales are the same bytes, zero-padded."""
+    """The scale must be the smallest power of two at which nothing saturates, in exact arithmetic. Packed scales must have the same
+    bytes, zero-padded."""
     values = torch.from_numpy(x)
     q, scale = quantize_fp8(values, granularity, 4, dtype, torch.uint8)
     for index, group in _groups(x.shape, granularity, 4):  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], po
 @settings(deadline=None)
 @given(codes=arrays(np.uint8, (2, 32), elements=st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F)), power=st.integers(-60, 60))
 def test_representable_fp8_values_round_trip(codes: np.ndarray[Any, Any], power: int) -> None:
-    codes[:, 0] = 0x7E  # with 448, so that the scale is the power of two
+    codes[:, 0] = 0x7E  # the first value of each row is 448, so that the scale is the power of two
     q = torch.from_numpy(codes).view(E4M3)
     again, scale = quantize_fp8(q.float() * 2.0**power)
     assert scale.flatten().tolist() == [2.0**power] * 2
@@ -422,7 +423,7 @@ def test_malformed_calls(call: Callable[[], Any], error: type[Exception], messag
 
 @pytest.mark.parametrize("granularity", ["block", "block2d"])
 def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
-    """A block that is longer than the row holds the whole row. No memory of a whole block is needed."""
+    """A block that is longer than a row has all elements of the row. The operator allocates no memory for a whole block."""
     x = torch.randn(3, 40)
     codes, scale = quantize_fp8(x, granularity, 2**31)
     wanted_codes, wanted_scale = quantize_fp8(x, granularity, 40)

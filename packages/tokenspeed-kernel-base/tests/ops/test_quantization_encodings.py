@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def _value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """The value of a sign, an exponent and a mantissa; the lowest exponent is subnormal."""
+    """Returns the value of a sign, an exponent and a mantissa. The lowest exponent is subnormal."""
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     sign = -1.0 if code >> (mantissa_bits + exponent_bits) else 1.0
@@ -55,7 +55,7 @@ def _decoded(fmt: torch.dtype | str, code: int) -> float:
 
 
 def _positive(fmt: torch.dtype | str) -> list[tuple[Fraction, int]]:
-    """Every finite nonnegative value, ascending, with its bit pattern."""
+    """Returns every finite nonnegative value with its bit pattern, in ascending order."""
     codes = range(8 if fmt == E2M1 else 128)
     return sorted((Fraction(v), c) for c in codes if math.isfinite(v := _decoded(fmt, c)))
 
@@ -64,7 +64,7 @@ _TABLES = {fmt: _positive(fmt) for fmt in (E2M1, E4M3, E5M2, FNUZ)}
 
 
 def _nearest(fmt: torch.dtype | str, x: float) -> float:
-    """Exhaustive search for the nearest value. Ties go to the even bit pattern; larger values saturate."""
+    """Searches all values for the nearest one. Ties go to the even bit pattern; values above the largest saturate."""
     if math.isnan(x):
         return 0.0 if fmt == E2M1 else NAN
     table = _TABLES[fmt]
@@ -167,7 +167,7 @@ def test_e8m0_is_a_power_of_two_for_all_bytes() -> None:
 
 
 def _mx_by_hand(block: list[float], emax: int, fmt: torch.dtype | str) -> tuple[list[float], int]:
-    """The decoded elements (before scaling) and the scale byte of one block."""
+    """Quantises one block by the definition. Returns the decoded elements (before scaling) and the scale byte."""
     if not all(map(math.isfinite, block)):
         return [0.0] * len(block), 255
     amax = max(abs(v) for v in block)

@@ -68,7 +68,7 @@ def test_it_passes_through_the_compiler(kind: str, second: Any, options: dict[st
 
 
 def test_another_value_is_another_decision() -> None:
-    """A new but equal value is the same call. So is one with another scale tensor."""
+    """A new but equal value, or a value with another scale tensor, is the same call and needs no new decision."""
     x = draw(4, 64)
     for _ in range(2):
         for kind, second, options in EACH:

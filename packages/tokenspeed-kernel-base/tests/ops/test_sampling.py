@@ -42,7 +42,7 @@ def test_philox_gives_the_published_answers(counter: str, key: str, words: str) 
 
 
 def philox_of_integers(counter: list[int], key: list[int]) -> list[int]:
-    """The same rounds with Python integers, which cannot overflow."""
+    """Computes the rounds of Philox with Python integers, which cannot overflow."""
     for number in range(10):
         left, right = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         keys = [(key[0] + number * 0x9E3779B9) % 2**32, (key[1] + number * 0xBB67AE85) % 2**32]
@@ -146,7 +146,7 @@ def settings_for(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: flo
 
 
 def choose(row: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The specification, token by token, with Python integers."""
+    """Selects a token by the specification, token by token, with Python integers."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if temperature == 0:
         return order[0]
@@ -176,7 +176,8 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
     assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
 
 
-# Few distinct logits, so that ties are common; dyadic top_p, so that prefixes often have exactly that probability.
+# The logits have few distinct values, so that ties are common. top_p is a dyadic fraction, so that prefixes often have exactly this
+# probability.
 LOGITS = st.one_of(st.sampled_from([0.0, 1.0, 2.0, -INF]), st.floats(-20, 20, width=32))
 REQUEST = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5, 100.0]),
@@ -249,7 +250,7 @@ def test_the_edges_of_top_k_and_top_p() -> None:
     assert support(even, top_p=0.5 + 2**-20) == set(range(5))
     assert support(even, top_p=1e-30) == {0}
     assert support(even, top_k=4, top_p=0.5) == {0, 1}, "probabilities are renormalised after top_k"
-    # One token has twice the probability of each of the two others: 1/2, 1/4, 1/4.
+    # One token has twice the probability of each of the other two: 1/2, 1/4, 1/4.
     sloped = torch.tensor([0.0, 0.0, math.log(2)])
     assert support(sloped, top_p=0.5) == {2}
     assert support(sloped, top_p=0.75) == {2, 0}

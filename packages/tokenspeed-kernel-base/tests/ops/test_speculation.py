@@ -21,7 +21,8 @@ from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_dra
 from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
 
 VOCAB, MANY = 5, 30000
-# The chance that a correct implementation fails a test. Seeds are fixed, so the test fails always or never.
+# The probability with which random samples of a correct implementation fail a test. Seeds are fixed, so a test fails always or
+# never.
 ALPHA = 1e-4
 CHAIN = [-1, 0, 1, 2]
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 4]
@@ -29,7 +30,7 @@ TREES = {"chain": CHAIN, "bush": BUSH, "siblings": [-1, 0, 0, 0, 0, 0], "a gap":
 
 
 def transitions(seed: int, warmth: float = 1.0) -> Tensor:
-    """The distribution of the next token after each token, float32 ``[VOCAB, VOCAB]``."""
+    """Draws the distribution of the next token after each token, float32 ``[VOCAB, VOCAB]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.softmax(torch.randn(VOCAB, VOCAB, generator=generator) / warmth, dim=-1)
 
@@ -47,7 +48,7 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
 
 
 def drafted(tree: list[int], draft: Tensor, root: int, generator: torch.Generator) -> Tensor:
-    """Trees with nodes drawn from the draft model: ``[MANY, nodes]``."""
+    """Draws trees, ``[MANY, nodes]``, whose nodes are samples of the draft model."""
     tokens = torch.full((MANY, len(tree)), root)
     for node in range(1, len(tree)):
         tokens[:, node] = sample(draft[tokens[:, max(tree[node], 0)]], generator)
@@ -55,7 +56,8 @@ def drafted(tree: list[int], draft: Tensor, root: int, generator: torch.Generato
 
 
 def first_three(tokens: Tensor, counts: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-    """Counts of each emitted sequence of three tokens. Tokens beyond a short accepted path are sampled from the target."""
+    """Counts how often each sequence of three tokens is emitted. If the accepted path is shorter, the target samples the remaining
+    tokens."""
     emitted = tokens[:, :3].clone()
     for at in range(1, 3):
         more = sample(target[emitted[:, at - 1]], generator)
@@ -88,7 +90,8 @@ def test_drawn_drafts_keep_the_distribution(name: str, warmth: float) -> None:
 
 
 def test_speculation_by_operators_alone_is_sampling() -> None:
-    """Draft, distributions, verification: the first emitted token is distributed like the target's own samples, with top-p."""
+    """Operators draft, compute distributions and verify, with top-p. The first emitted token must have the distribution of the
+    target's own samples."""
     generator = torch.Generator().manual_seed(3)
     target_logits, draft_logits = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     root, seed = torch.full((MANY,), 2), torch.arange(MANY)

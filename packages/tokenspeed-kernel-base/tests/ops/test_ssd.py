@@ -39,7 +39,7 @@ def states(slots: int, seed: int = 0) -> torch.Tensor:
 
 
 def written_out(given: dict[str, Any], token: int, head: int, state: list[list[float]]) -> list[float]:
-    """One token of one head, with scalar loops as in the docstring's formula; changes the state."""
+    """Computes one token of one head with scalar loops, by the formula of the operator's docstring. Changes the state."""
     step = float(given["dt"][token, head])
     if "dt_bias" in given:
         step = math.log1p(math.exp(step + float(given["dt_bias"][head])))
@@ -81,7 +81,7 @@ def test_prefill_is_the_recurrence_written_out(lengths: list[int], full: bool, d
 
 
 def part(given: dict[str, Any], begin: int, end: int, batched: bool = False) -> dict[str, Any]:
-    """The arguments for some of one sequence's tokens, for prefill or for decode."""
+    """Returns the arguments for some tokens of one sequence, for prefill or for decode."""
     with_tokens = ("x", "dt", "B", "C", "z")
     cut = {name: value[begin:end] if name in with_tokens else value for name, value in given.items()}
     return {name: value.unsqueeze(0) if batched and name in with_tokens else value for name, value in cut.items()}
@@ -108,7 +108,7 @@ def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, step: int) -> 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_rejected_drafts_leave_nothing(accepted: int) -> None:
-    """The states after four drafts are kept. The next step starts from the slot of the last accepted one."""
+    """The states after each of four drafts are kept. The next step starts from the state of the last accepted draft."""
     given_operands, start = operands(6, full=True), states(1)
     kept = torch.cat((start, torch.full((4, *start.shape[1:]), torch.nan, dtype=F64)))
     output_slots = ints(1, 2, 3, 4).view(1, 4)

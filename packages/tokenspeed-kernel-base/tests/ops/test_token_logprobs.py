@@ -1,4 +1,4 @@
-"""token_logprobs, argmax_with_value and merging parts of a vocabulary: against log_softmax, and parts against the whole."""
+"""token_logprobs and argmax_with_value against log_softmax, and merged results of parts of a vocabulary against the whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Programs: CuteDSL kernels, compiled once for each configuration and cached on disk as machine code.
+"""Programs: CuteDSL kernels that are compiled once for each configuration and cached on disk as machine code.
 
-A kernel's launcher module declares a program for its configurations, and imports the device code inside it::
+A kernel's launcher module declares a program by a function of the configuration. This function imports the device code::
 
     @program(arch="sm_90a", configs=every_config)
     def decode_program(config: Config):
@@ -8,14 +8,14 @@ A kernel's launcher module declares a program for its configurations, and import
         return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
-process loads it from a pack (`tokenspeed_kernel_base.packs`) or the cache, which imports neither the compiler nor the device code,
-or compiles it.
+process loads the program from a pack (`tokenspeed_kernel_base.packs`) or from the cache. Loading imports neither the compiler nor
+the device code. A program that is in neither is compiled.
 
-A cache file is a shared library followed by a checksum, or an object file if there is no linker; CuteDSL loads those. The file name
-contains a hash of what it was made from: the sources of the declaring module and of all modules of this package that it imports,
-the configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. If several processes need the same
-program, one compiles it and the others wait. A damaged file is set aside with a warning, and the program is compiled again. If
-nothing can be cached, programs are compiled in each process.
+A cache file is a shared library, or an object file if there is no linker, followed by a checksum. CuteDSL loads object files. The
+file name contains a hash of the program's inputs: the sources of the declaring module and of all modules of this package that it
+imports, the configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. If several processes need the
+same program, one process compiles it and the others wait. A damaged file is renamed with a warning, and the program is compiled
+again. If no cache can be written, each process compiles its programs.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _FORMAT = 1
 _FUNCTION = "program"
 _RUNTIME = "libcute_dsl_runtime.so"
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE)
-# Trailer of a file: this mark, and the SHA-256 of everything before it. Loaders ignore both.
+# A cache file ends with this mark and the SHA-256 of all bytes before the mark. Loaders ignore both.
 _MARK = b"tokenspeed-kernel program"
-# CuteDSL's environment variables that change its output.
+# CuteDSL's environment variables that change the machine code.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
-# Compiling takes seconds. A process that holds the lock for longer is stuck.
+# Seconds to wait for a program's lock. Compiling takes less, so a process that holds the lock for longer is stuck.
 _PATIENCE_S = 300.0
 # The compiler keeps its state in globals, so one thread compiles at a time.
 _compiler = threading.RLock()
@@ -72,12 +72,13 @@ _libraries: dict[Path, ctypes.CDLL] = {}
 def program(
     *, arch: str, configs: Callable[[], Sequence[ConfigT]], usual: Callable[[], Sequence[ConfigT]] | None = None
 ) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
-    """Makes a `Program` of a function from a configuration to a ``cute.jit`` function and its fake arguments, the stream last.
+    """Decorator that makes a `Program` of a function. The function gets a configuration. It returns a ``cute.jit`` function and the
+    fake arguments of this function; the last one is the stream.
 
     Args:
         arch: the architecture to compile for, as CuteDSL spells it: ``"sm_90a"``.
-        configs: returns all supported configurations.
-        usual: returns those that selection uses by itself, for compiling ahead of time; all if not given.
+        configs: function that returns all supported configurations.
+        usual: function that returns the configurations to compile ahead of time, see `Program`; all if not given.
     """
 
     def declare(declaration: Declaration[ConfigT]) -> Program[ConfigT]:
@@ -90,10 +91,10 @@ class Program(Generic[ConfigT]):
     """A kernel that is compiled for each configuration. Made by `program`.
 
     Attributes:
-        name: of the declaring module and function, without the package.
+        name: the names of the declaring module and function, without the package.
         arch: the architecture to compile for.
-        configs: returns all supported configurations.
-        usual: returns those that selection uses by itself, without a request for a kernel by name.
+        configs: function that returns all supported configurations.
+        usual: function that returns the configurations that calls can use without naming a kernel.
     """
 
     def __init__(
@@ -119,11 +120,12 @@ class Program(Generic[ConfigT]):
         return f"<program {self.name} for {self.arch}>"
 
     def __call__(self, config: ConfigT) -> Launch:
-        """The compiled program: from this process, from the cache, or compiled now.
+        """Returns the compiled program: the one that this process has loaded, else from a pack or the cache, else compiled now.
 
         Returns:
-            A function of the fake arguments' counterparts without the stream. It launches on the current stream. It raises
-            TypeError or ValueError if a dtype, a shape, an alignment or a device differs from what it was compiled for.
+            A function that takes the real arguments instead of the fake ones, without the stream, and launches on the current
+            stream. The function raises TypeError or ValueError if a dtype, a shape, an alignment or a device differs from that of
+            the fake arguments.
         """
         try:
             return self._loaded[current(), config]
@@ -131,11 +133,11 @@ class Program(Generic[ConfigT]):
             return self._load(config)
 
     def compile(self, config: ConfigT, options: str = "") -> Any:
-        """Compiles it now, without the cache. No GPU is needed.
+        """Compiles the program now, without the cache. No GPU is needed.
 
         Args:
             config: the configuration.
-            options: further options of ``cute.compile``, for instance ``"--keep-cubin --dump-dir /tmp/x"``.
+            options: further options of ``cute.compile``, for example ``"--keep-cubin --dump-dir /tmp/x"``.
 
         Returns:
             The result of ``cute.compile``.
@@ -155,12 +157,12 @@ class Program(Generic[ConfigT]):
             return current().compile(build)
 
     def file(self, config: ConfigT) -> Path | None:
-        """The cache file, whether it exists or not, without its suffix; None if the cache is off."""
+        """Returns the path of the cache file, without its suffix; None if the cache is off. The file need not exist."""
         directory = cache_directory()
         return None if directory is None else directory / self._file_name(config)
 
     def _file_name(self, config: ConfigT) -> str:
-        """The name of its file in a cache or a pack, without its suffix."""
+        """Returns the name of the program's file in a cache or a pack, without its suffix."""
         key = {
             "format": _FORMAT,
             "program": self.name,
@@ -174,16 +176,16 @@ class Program(Generic[ConfigT]):
         return f"{self.name}.{digest[:24]}"
 
     def is_kept(self, config: ConfigT) -> bool:
-        """Whether the cache has it."""
+        """Whether the cache has the program."""
         file = self.file(config)
         return file is not None and any(whole for _, whole in _kept(file))
 
     def _told(self, config: ConfigT) -> str:
-        """The program, as the compile policy's messages name it."""
+        """Returns the program's name in messages of the compile policy."""
         return f"{self.name} {config}"
 
     def _compiled(self, config: ConfigT) -> Any:
-        """Compiles it for a call, if the compile policy allows that."""
+        """Compiles the program for a call, if the compile policy allows it."""
         started = compilation.start(self._told(config), "CuteDSL")
         compiled = self.compile(config)
         started.finish()
@@ -197,7 +199,8 @@ class Program(Generic[ConfigT]):
             return self._loaded[backend, config]
 
     def _packed(self, config: ConfigT) -> Launch | None:
-        """The program from a pack; None if no pack has it. A backend with its own cache uses no packs, which are for GPUs."""
+        """Loads the program from a pack; None if no pack has it. An emulator, which has its own cache, uses no packs, because packs
+        are for GPUs."""
         if current().directory() is not None:
             return None
         name = self._file_name(config)
@@ -214,9 +217,9 @@ class Program(Generic[ConfigT]):
         found = _read(file)
         if found is not None:
             return found
-        compilation.refuse_if_forbidden(self._told(config))  # at once: waiting for another process would take as long
+        compilation.refuse_if_forbidden(self._told(config))  # before waiting for another process, which takes as long as compiling
         with _alone(file):
-            found = _read(file)  # another process may have made it meanwhile
+            found = _read(file)  # another process may have written the file meanwhile
             if found is None:
                 for path, whole in _kept(file):
                     if not whole:
@@ -230,22 +233,23 @@ class Program(Generic[ConfigT]):
 
 
 def _declared(module: str, name: str) -> Any:
-    """Unpickles a program: returns this process's object of that name."""
+    """Unpickles a program: returns this process's program of this name."""
     return getattr(importlib.import_module(module), name)
 
 
 def cache_directory() -> Path | None:
-    """The cache directory: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache directory; None if
-    the variable is ``off``, or there is no home directory. An emulator has its own.
+    """Returns the cache directory: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache directory.
+
+    None if the variable is ``off``, or there is no home directory. An emulator has its own cache directory.
     """
     return current().directory() or settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
 
 
 def source_digest(module: str) -> str:
-    """Hash of the source of a module, and of all modules of its package that it imports, directly or indirectly, at any place.
+    """Returns a hash of the sources of a module and of all modules of its package that it imports, directly or indirectly.
 
-    Nothing is imported. This module is left out, because the rest of the key covers what matters of it. So is the package's own
-    ``__init__``, from which everything is reachable.
+    Imports inside functions count. Nothing is imported. The hash leaves out ``_programs``, because the rest of the key covers the
+    parts of it that matter. The hash leaves out the package's own ``__init__``, because that imports all modules.
     """
     digest = hashlib.sha256()
     for name, source in sorted(_sources(module).items()):
@@ -267,7 +271,7 @@ def _sources(module: str) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source file of a module, if it is a module and its package has been imported."""
+    """Returns the source file of a module; None if there is no module with this name. The top-level package must be imported."""
     package, *parts = module.split(".")
     root = sys.modules[package].__file__
     if root is None or not parts:
@@ -277,9 +281,10 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imported(source: str, package: str) -> Iterator[str]:
-    """Names imported by a source in a package that may be modules below the same top-level package.
+    """Yields the names that a source imports from the same top-level package: names of modules, and of other objects.
 
-    Text that looks like an import counts as one: an extra module in the key does no harm, and parsing costs ten times as much.
+    Text that looks like an import counts as an import. An extra module in the key does no harm, and parsing would take ten times as
+    long.
     """
     outermost = package.partition(".")[0] + "."
     for origin, members, plain in _IMPORT.findall(source):
@@ -297,7 +302,7 @@ def _imported(source: str, package: str) -> Iterator[str]:
 
 @functools.cache
 def toolchain() -> tuple[str, ...]:
-    """Versions of the compiler and of the libraries that programs are linked to."""
+    """Returns the versions of the compiler and of the libraries to which programs are linked."""
     runtime = _runtime()
     flavor = "unknown" if runtime is None else runtime.parent.parent.name
     return f"{DSL} {_version(DSL)}", flavor, f"apache-tvm-ffi {_version('apache-tvm-ffi')}", os.uname().machine
@@ -312,9 +317,10 @@ def _version(distribution: str) -> str:
 
 @functools.cache
 def _runtime() -> Path | None:
-    """CuteDSL's runtime library; None if it is not where the wheels put it, so that CuteDSL must be queried.
+    """Returns the path of CuteDSL's runtime library. Returns None if the library is not where the wheels put it, so that CuteDSL
+    must be queried.
 
-    There may be one for CUDA 12 and one for CUDA 13. Like CuteDSL, this picks the newest that the driver can run.
+    There may be a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest that the driver can run.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
@@ -330,7 +336,7 @@ def _runtime() -> Path | None:
 
 
 def _driver_major() -> int | None:
-    """The newest CUDA major version that the driver runs, or None if there is no driver."""
+    """Returns the newest CUDA major version that the driver supports; None if there is no driver."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -340,7 +346,7 @@ def _driver_major() -> int | None:
 
 
 def _runtime_libraries() -> list[Path]:
-    """The libraries that a linked program needs in the process: CuteDSL's runtime and TVM-FFI."""
+    """Returns the libraries that must be loaded before a linked program: CuteDSL's runtime and TVM-FFI."""
     import tvm_ffi
 
     runtime = _runtime()
@@ -352,12 +358,12 @@ def _runtime_libraries() -> list[Path]:
 
 
 def _sealed(body: bytes) -> bytes:
-    """A program followed by its checksum."""
+    """Returns a program followed by its checksum."""
     return body + _MARK + hashlib.sha256(body).digest()
 
 
 def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
-    """The cache files of a name, and whether each is intact."""
+    """Yields the cache files with this name, and whether each is intact."""
     for path in (file.with_name(file.name + suffix) for suffix in SUFFIXES):
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -365,13 +371,13 @@ def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _read(file: Path) -> Launch | None:
-    """The cached program of this name; None if there is none, or if it is damaged or does not load."""
+    """Loads the cached program with this name; None if there is none, or if it is damaged or does not load."""
     loaded = (_loaded(path) for path, whole in _kept(file) if whole)
     return next((launch for launch in loaded if launch is not None), None)
 
 
 def _loaded(path: Path) -> Launch | None:
-    """The program in an intact file; None if it does not load because it is not for this system."""
+    """Loads the program in an intact file; None if the file does not load because it is for another system."""
     with contextlib.suppress(OSError, RuntimeError, AttributeError):
         return _load_library(path) if path.suffix == ".so" else _load_object(path)
     return None
@@ -381,7 +387,7 @@ def _load_library(path: Path) -> Launch:
     import tvm_ffi
 
     for library in _runtime_libraries():
-        # The dynamic linker resolves these by name if they are loaded already.
+        # The dynamic linker finds a program's libraries by name if they are loaded already.
         if library not in _libraries:
             _libraries[library] = ctypes.CDLL(str(library))
     launch: Launch = tvm_ffi.load_module(path)[_FUNCTION]
@@ -397,23 +403,24 @@ def _load_object(path: Path) -> Launch:
 
 
 def _unkept(compiled: Any) -> Launch:
-    """A program for this process only, linked and loaded like cached ones if a temporary directory can be written."""
+    """Returns a program for this process only. The program is linked and loaded like a cached one if a temporary directory can be
+    written."""
     launch: Launch = compiled
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "program"
             launch = (_read(file) if _write(file, compiled) else None) or compiled
-    except OSError:  # no writable directory: the in-memory program works as well, on the machine that it was made for
+    except OSError:  # without a writable directory, the compiled program in memory is used
         pass
     return launch
 
 
 def _write(file: Path, compiled: Any) -> bool:
-    """Writes a program to the cache and returns whether it could. The caller holds the program's lock."""
+    """Writes a program to the cache. Returns whether this succeeded. The caller holds the program's lock."""
     part = part_of(file)
     beside, linked = part.with_name(part.name + ".o"), part.with_name(part.name + ".so")
     try:
-        beside.touch(exist_ok=False)  # fails early with an OSError; the exporter raises many kinds of errors if it cannot write
+        beside.touch(exist_ok=False)  # raises OSError if the folder is not writable; the exporter would raise many kinds of errors
         compiled.export_to_c(str(beside), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         made = linked if _link(beside, linked) else beside
         replace_file(file.with_name(file.name + made.suffix), _sealed(made.read_bytes()))
@@ -428,7 +435,7 @@ def _write(file: Path, compiled: Any) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Links an object file to a shared library; False if no linker can."""
+    """Links an object file to a shared library. Returns whether a linker succeeded."""
     libraries = [str(path) for path in _runtime_libraries()]
     for linker in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if shutil.which(linker) is None:
@@ -441,7 +448,7 @@ def _link(source: Path, target: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Holds a program's lock. If the lock cannot be had, continues without it."""
+    """Holds a program's lock inside the block. If the lock cannot be acquired, the block runs without it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(locked(file, _PATIENCE_S))

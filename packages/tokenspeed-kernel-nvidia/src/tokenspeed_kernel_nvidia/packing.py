@@ -1,4 +1,4 @@
-"""CuteDSL's programs for kernel packs, through the entry point group ``tokenspeed_kernel.packing``."""
+"""Compiles CuteDSL programs for kernel packs. An entry point of the group ``tokenspeed_kernel.packing`` names this module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILER = _programs.COMPILER
 
 
 class _NoLaunches(Backend):
-    """Compiles and loads programs as for a GPU, and launches nothing."""
+    """A backend that compiles and loads programs as for a GPU, and launches nothing."""
 
     def launcher(self, launch: Launch) -> Launch:
         def skip(*arguments: Any) -> None:
@@ -29,7 +29,7 @@ class _NoLaunches(Backend):
 
 
 def toolchain() -> list[str]:
-    """The versions that a program depends on."""
+    """Returns the versions on which a compiled program depends."""
     return [*_programs.toolchain()]
 
 
@@ -44,8 +44,8 @@ def _default_stream(device: int) -> int:
 
 @contextlib.contextmanager
 def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
-    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep what they were given, so this process
-    must not launch afterwards either."""
+    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep the functions that launch nothing, so
+    kernels of this process do not run after the block either."""
     os.environ[_programs.VARIABLE] = str(folder)
     # Launchers key workspaces by the current stream, which PyTorch's builds for CPUs do not have.
     no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True)

@@ -1,7 +1,7 @@
-"""The command ``tokenspeed-kernel``: what it takes, what its help says, and which module runs each command.
+"""The command ``tokenspeed-kernel``: its arguments, its help, and the module that runs each command.
 
-This package lies beside the core, because importing any part of that imports PyTorch and every operator, which takes seconds. Help,
-versions and wrong options come without them; `commands` imports a command's module when the command runs.
+Importing any part of the core imports PyTorch and every operator, which takes seconds. So this package lies beside the core, and
+shows help, versions and errors of wrong options without the core. `commands` imports a command's module when the command runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from tokenspeed_kernel_command.installed import version, without
 
-# What each command's docstring begins with.
+# The first sentence of each command's docstring.
 COMMANDS = {
     "doctor": "Show platform, versions, settings and plugins, and what to do about what is wrong.",
     "ops": "List the operators, or show one: signature, contract, kernels and cases.",

@@ -1,4 +1,4 @@
-"""``python -m tokenspeed_kernel_command`` is ``tokenspeed-kernel``."""
+"""``python -m tokenspeed_kernel_command`` runs ``tokenspeed-kernel``."""
 
 from tokenspeed_kernel_command import main
 

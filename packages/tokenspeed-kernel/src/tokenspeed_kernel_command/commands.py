@@ -1,4 +1,4 @@
-"""The commands: arguments, options and help. A function in ``tokenspeed_kernel.workbench.cli`` does what each says.
+"""The commands: arguments, options and help. Functions in ``tokenspeed_kernel.workbench.cli`` run the commands.
 
 This module imports neither PyTorch nor the core. A command's own module is imported when the command runs.
 """
@@ -19,7 +19,7 @@ from tokenspeed_kernel_command.installed import version, without
 
 __all__ = ["DECLARED", "app", "implementation"]
 
-DECLARED: list[tuple[str, Callable[..., None]]] = []  # commands, each with the module of ``workbench.cli`` that has its function
+DECLARED: list[tuple[str, Callable[..., None]]] = []  # each command, and the module of ``workbench.cli`` that runs it
 
 _PLAIN: dict[str, Any] = {
     "no_args_is_help": True,
@@ -53,7 +53,7 @@ def _root(version: Version = False) -> None:
 def _command(
     module: str, group: typer.Typer = app, name: str | None = None, **settings: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a command. The function of its name in this module of ``workbench.cli`` runs with the same arguments."""
+    """Makes a function a command. To run the command, calls the function of the same name in a module of ``workbench.cli``."""
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -78,7 +78,7 @@ def implementation(module: str, function: str) -> Callable[..., None]:
 
 @_command("show")
 def doctor(as_json: o.AsJson = False) -> None:
-    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is."""
+    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is wrong."""
 
 
 @_command("show")
@@ -98,9 +98,9 @@ def explain(
     all_names: o.AllNames = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
+    """Say which kernel would serve a call, and why not the others. Exit code 1 if no kernel is eligible.
 
-    For an operator with prepared weights: which kernel they would be prepared for.
+    For an operator with prepared weights, this is the kernel for which the weights would be prepared.
     """
 
 
@@ -153,7 +153,7 @@ def bench(
 ) -> None:
     """Time kernels, after checking their results. Exit code 1 if any is wrong.
 
-    With --compare, show instead what changed between two reports. Exit code 1 if anything is slower, or was right and is wrong.
+    With --compare, show the differences between two reports instead. Exit code 1 if a row became slower or wrong.
     """
 
 
@@ -180,9 +180,9 @@ def tune(
 def profile(program: o.Program, output: o.Found = None, sort: o.Sort = None, top: o.Top = 30, as_json: o.AsJson = False) -> None:
     """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
 
-    Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller, "device"
-    the time on a GPU without launch overhead; "share" is the fraction of all calls. Replays of CUDA graphs and kernels called
-    through bind are not recorded. With --json, the program's output goes to stderr.
+    Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller. "device"
+    is the time on a GPU, without launch overhead. "share" is the fraction of the time of all calls. Replays of CUDA graphs and
+    kernels called through bind are not recorded. With --json, the program's output goes to stderr.
     """
 
 
@@ -192,7 +192,7 @@ def report(
 ) -> None:
     """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
 
-    Several reports of one device form its history; the newest row of each kernel and case is shown.
+    Several reports of one device form the device's history. The newest row of each kernel and case is shown.
     """
 
 
@@ -224,8 +224,8 @@ def warmup(words: o.Words = None, plugin: o.Warmed = None) -> None:
     """Let plugins compile ahead of time what they would compile when it is first called.
 
     Arguments after -- are passed to the plugins: `tokenspeed-kernel warmup --plugin NAME -- --help` shows a plugin's arguments. A
-    plugin warms up through an entry point with its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit
-    code 1 if a plugin fails, 130 after an interrupt, which keeps what has been compiled so far.
+    plugin that compiles has an entry point with its name in the group "tokenspeed_kernel.warmup". Portable kernels need no warm-up.
+    Exit code 1 if a plugin fails, 130 after an interrupt. Programs that were compiled before an interrupt are kept.
     """
 
 
@@ -248,7 +248,8 @@ def pack_build(
     """Compile what calls need into a folder, for a device that this machine need not have. Exit code 1 if a call cannot be run.
 
     Each call is run as on the device, but nothing is launched. So the pack has the programs of the kernels that the device would
-    select, in their configurations. Interrupted, the same command goes on. TOKENSPEED_KERNEL_PACKS names packs to processes.
+    select, in their configurations. After an interrupt, the same command goes on with the rest. Processes use the packs that
+    TOKENSPEED_KERNEL_PACKS names.
     """
 
 
@@ -269,7 +270,7 @@ def pack_check(
 ) -> None:
     """Say whether a pack can be used here, and what calls would still compile. Exit code 1 for a damaged file, or if any would.
 
-    Where a call needs several programs, the first missing one is named.
+    If a call needs several programs, the first missing program is named.
     """
 
 

@@ -1,4 +1,4 @@
-"""What is installed: the core's version, and whether the libraries of the command line are there."""
+"""The version of the installed core, and a message for missing libraries of the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TOOLS = frozenset({"click", "rich", "typer"})
 
 
 def version() -> str:
-    """That of the core, which is found and not imported."""
+    """Returns the core's version without importing the core."""
     from importlib.util import find_spec
     from runpy import run_path
 
@@ -20,11 +20,12 @@ def version() -> str:
 
 
 def without(error: ModuleNotFoundError) -> NoReturn:
-    """Says what to install where a library of the command line is missing, and exits; raises the error if it is about another."""
+    """Prints which package to install for a missing library of the command line, and exits. An error about another module is raised
+    again."""
     if (error.name or "").partition(".")[0] not in _TOOLS:
         raise error
     from tokenspeed_kernel_base.installation import requirement
 
-    # Not to stdout: with --json nothing but JSON belongs there.
+    # The message goes to stderr, because with --json only JSON belongs on stdout.
     print(f"The command line needs {error.name}: pip install {requirement('tokenspeed-kernel[tools]')}", file=sys.stderr)
     raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""Arguments and options of commands, as typer reads them. What several commands take comes first, then command by command.
+"""The types of the commands' arguments and options, as typer reads them. Those of several commands come first.
 
 Typer evaluates these annotations at run time.
 """
@@ -34,7 +34,7 @@ PluginName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 class Objectives(str, Enum):
-    """What `SelectionObjective` of the base has."""
+    """The values of the base's `SelectionObjective`, which this package must not import."""
 
     DEFAULT = "default"
     PORTABILITY = "portability"
@@ -110,7 +110,7 @@ Compare = Annotated[
 ]
 Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
 Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
-THRESHOLD, CONFIDENCE = 0.03, 0.95  # as of the workbench's `compare`
+THRESHOLD, CONFIDENCE = 0.03, 0.95  # the same defaults as the workbench's `compare`
 
 # -- tune ---------------------------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPERATORS = [op for op in operators() if op.family == "gemm" and "a" in op.names]  # linear has tests of its own
 CASES = [pytest.param(op, case, id=f"{op.mode}: {case.name}") for op in OPERATORS for case in op.all_cases() if not case.large]
-UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24, F64: 2.0**-53}  # a relative rounding error, at most
+UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24, F64: 2.0**-53}  # the largest relative rounding error
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """The float64 values of an operand: each element times the scale of its block; without alpha."""
+    """Returns the float64 values of an operand, without alpha: each element times the scale of its block."""
     tiles = scale is not None and scale.ndim == operand.ndim + 3
     if role == "b":
         scale = scale.mT if scale is not None and scale.ndim > 1 and not tiles else scale
@@ -65,7 +65,7 @@ def _check_gemm(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     if arguments.get("bias") is not None:
         exact, terms = exact + arguments["bias"].double(), terms + arguments["bias"].double().abs()
     rounded = exact.abs()
-    if arguments.get("residual") is not None:  # is added to the rounded GEMM result, and the sum is rounded again
+    if arguments.get("residual") is not None:  # the residual is added to the rounded GEMM result, and the sum is rounded again
         exact = exact + arguments["residual"].double()
         rounded = rounded + exact.abs()
     sums = UNIT[F64 if arguments["a"].dtype == F64 else F32]
@@ -366,7 +366,7 @@ def test_padding_of_tiles_and_packed_scales_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
-    """A kernel may thus require few rows, and a measured result applies to a whole bucket of sizes."""
+    """The trait lets a kernel require few rows, and lets a measured result apply to a whole bucket of sizes."""
     request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
     assert request.traits["m"] == stated == request.buckets["m"]
 

@@ -1,4 +1,4 @@
-"""PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that it gets, and on a GPU its results."""
+"""PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that the GEMM gets, and on a GPU its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PAIRS = {
     "a tensor and columns": {"a_scale": "tensor", "b_scale": "channel"},
     "blocks": {"a_scale": "block", "b_scale": "block"},
 }
-# Relative to a result's norm. Rounding an element to bfloat16 costs at most 3.9e-3; the tensor core accumulates with 14 bits.
+# Limits of the error relative to a result's norm. Rounding an element to bfloat16 causes an error of at most 3.9e-3. The tensor
+# core accumulates with 14 bits.
 TOLERANCE = {BF16: 4.5e-3, F16: 2e-3, SINGLE: 2e-3}
 
 
@@ -189,8 +190,8 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
 def test_other_strides_and_alignments(device: str, pair: str) -> None:
-    """Operands that are contiguous along the other axis, rows with gaps, unaligned addresses, strided scales, and a result with
-    gaps."""
+    """Operands are contiguous along the other axis, or have rows with gaps or unaligned addresses. Scales are strided, and the
+    result has gaps."""
     arguments = arguments_of(pair, 133, 512, 384, device)
     a, b, scales = arguments["a"], arguments["b"], {name: arguments[name] for name in ("a_scale", "b_scale")}
     out = torch.full((133, 400), torch.nan, dtype=BF16, device=device)

@@ -1,6 +1,7 @@
-"""Tests of device code by itself, on a GPU or interpreted. Elsewhere modules are skipped before they import any device code.
+"""Tests of device code by itself, on a GPU or in Triton's interpreter.
 
-On a GPU each test has its vendor's marker, so that ``-m nvidia`` runs it there and ``-m "not nvidia"`` leaves it out.
+Without either, modules are skipped before they import device code. On a GPU each test has the vendor's marker: ``-m nvidia`` runs
+these tests on an NVIDIA GPU, and ``-m "not nvidia"`` skips them.
 """
 
 from __future__ import annotations

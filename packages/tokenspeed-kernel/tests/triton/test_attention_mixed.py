@@ -36,7 +36,7 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 @pytest.fixture
 def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode with work items of few keys, and lengths that are loaded 16 at a time."""
+    """Makes decode work items of few keys, and makes kernels load 16 lengths at a time."""
     choose = decode._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
     monkeypatch.setattr(decode, "_config", lambda *args: choose(*args)._replace(**small))
@@ -47,15 +47,15 @@ def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"sinks": True, "logit_cap": 4.0}], ids=["full", "window", "cap"])
 def test_decode_work_items_beside_prefill_tiles(page_size: int, options: dict[str, Any]) -> None:
-    """Eight query heads for each KV head: sequences with up to two new tokens are decoded."""
+    """With eight query heads per KV head, the decode kernel runs sequences with up to two new tokens."""
     _agrees(_draw(KV_LENS, Q_LENS, 8, 1, 16, page_size=page_size, dtype=torch.float32, **options), 1e-5)
 
 
 @pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (24, 1)])
 def test_head_ratios(heads: int, kv_heads: int) -> None:
-    """At a GQA ratio of 1, sequences with up to sixteen new tokens are decoded. At 24, only those with one, which exceed the
-    smallest tile."""
+    """At a GQA ratio of 1, the decode kernel runs sequences with up to sixteen new tokens. At 24, it runs only sequences with one
+    new token; their 24 rows exceed the smallest tile."""
     _agrees(_draw([*KV_LENS, 40, 41], [*Q_LENS, 16, 17], heads, kv_heads, 16, dtype=torch.float32), 1e-5)
 
 
@@ -92,7 +92,7 @@ def test_which_kernels_are_launched(
 
 @pytest.mark.usefixtures("small_work_items")
 def test_outputs_elsewhere_stay_as_they_are() -> None:
-    """A padded output buffer, whose rows have more heads."""
+    """The output is a part of a larger buffer whose rows have more heads. The rest of the buffer must not change."""
     arguments = _draw(KV_LENS, Q_LENS, 8, 1, 16, dtype=torch.float32)
     wanted = tk.mha_with_kvcache(**arguments, solution="reference")
     padded = torch.full((wanted.shape[0] + 5, 9, 16), 7.0, device=DEVICE)

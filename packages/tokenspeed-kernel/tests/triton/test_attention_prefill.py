@@ -45,7 +45,7 @@ def _agrees(operator: Any, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tiles", SMALL_TILES, ids=lambda tiles: f"{tiles.edges}-{tiles.descriptors}")
 @pytest.mark.parametrize("options", [{}, {"window_left": 21}, {"window_left": 70, "sinks": True, "logit_cap": 3.0}], ids=str)
 def test_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Any, options: dict[str, Any]) -> None:
-    """Many blocks, with sequence ends at arbitrary positions."""
+    """Sequences have many blocks, and end at arbitrary positions."""
     monkeypatch.setattr(prefill, "choose", lambda *args: tiles)
     monkeypatch.setattr(extend, "choose", lambda *args: tiles)
     options = {"dtype": torch.float16, "return_lse": True, **options}
@@ -118,7 +118,7 @@ def test_fp8_formats(cache: torch.dtype, dtype: torch.dtype, window_left: int) -
 @pytest.mark.parametrize(("dtype", "head_dim"), [(E4M3, 64), (E4M3, 128), (E5M2, 80)], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_fp8_prefill(dtype: torch.dtype, head_dim: int, window_left: int) -> None:
-    """One scale for each KV head; and q, k and v side by side, as a fused QKV projection writes them."""
+    """Each KV head has a scale. q, k and v are side by side, as a fused QKV projection writes them."""
     options: dict[str, Any] = {"scales": ("q_scale", "k_scale", "v_scale"), "scale_per_head": True, "window_left": window_left}
     _agrees(tk.mha_prefill, _draw(ragged([40, 0, 70], 4, 2, head_dim, dtype=dtype, **options)))
     arguments = _draw(ragged([33], 4, 2, head_dim, dtype=dtype, window_left=window_left, return_lse=True))
@@ -138,7 +138,7 @@ def test_more_sequences_than_one_chunk_of_lengths(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("window_left", [-1, 31])
 def test_sequences_keep_to_themselves(window_left: int) -> None:
-    """NaN in one sequence stays there, although tiles and blocks extend beyond its ends."""
+    """NaN in one sequence must not affect other sequences, although tiles and blocks extend beyond the sequence's ends."""
     arguments = _draw(ragged([30, 9, 45], 4, 2, 64, dtype=torch.float16, window_left=window_left))
     for name in ("q", "k", "v"):
         arguments[name][30:39] = torch.nan
@@ -149,7 +149,7 @@ def test_sequences_keep_to_themselves(window_left: int) -> None:
 
 
 def _strided(x: Tensor) -> Tensor:
-    """The same values, in a larger tensor with another axis order."""
+    """Returns the same values in a larger tensor with another axis order."""
     order = [x.dim() - 2, *(i for i in range(x.dim()) if i != x.dim() - 2)]
     room = torch.full([size + 3 for size in x.permute(order).shape], 7, device=x.device).to(x.dtype)
     view = room[tuple(slice(1, 1 + size) for size in x.permute(order).shape)]

@@ -20,7 +20,7 @@ FUSED = {"rmsnorm_moe_topk": "triton_rmsnorm_moe_topk", "rmsnorm_qkv_rope": "tri
 
 
 def draw(mode: str, seed: int = 0) -> dict[str, Any]:
-    """A small call with a residual."""
+    """Draws the arguments of a small call with a residual."""
     named = {"rmsnorm_moe_topk": "gpt-oss-120b decode 1", "rmsnorm_qkv_rope": "gpt-oss-120b heads, narrow, decode 4 with cache"}
     op = get_operator(mode)
     made = next(c for c in op.all_cases() if c.name == named[mode]).make
@@ -65,7 +65,7 @@ def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", FUSED)
 def test_weights_in_another_order(mode: str) -> None:
-    """Weights whose input axis is contiguous, instead of the output axis."""
+    """The input axis of the weights is contiguous, instead of the output axis."""
     arguments = draw(mode)
     name = "router_weight" if mode == "rmsnorm_moe_topk" else "qkv_weight"
     wanted = run(mode, copied(arguments))
@@ -80,7 +80,7 @@ def test_weights_in_another_order(mode: str) -> None:
     [
         ("rmsnorm_moe_topk", 16, "triton_rmsnorm_moe_topk"),
         ("rmsnorm_moe_topk", 17, "composed_rmsnorm_moe_topk"),
-        ("rmsnorm_qkv_rope", 2, "composed_rmsnorm_qkv_rope"),  # until the fused kernel is faster
+        ("rmsnorm_qkv_rope", 2, "composed_rmsnorm_qkv_rope"),  # the fused kernel is not faster here
     ],
 )
 def test_many_tokens_are_left_to_the_parts(mode: str, tokens: int, chosen: str) -> None:

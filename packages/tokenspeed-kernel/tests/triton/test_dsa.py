@@ -39,8 +39,8 @@ def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 @each_search
 @pytest.mark.parametrize("deviations", [-2.0, 4.0, 30.0], ids=["too high", "as usual", "too low"])
 def test_bounds_estimated_from_a_sample(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of mostly distinct scores, and rows of few distinct scores. If the bound misses the threshold, the whole row is
-    searched."""
+    """Some rows have mostly distinct scores, others few distinct scores. If the estimated bound misses the threshold, the kernel
+    searches the whole row."""
     search(monkeypatch, spans=spans, deviations=deviations)
     lengths = torch.tensor([600, 300, 600, 50], dtype=torch.int32, device=DEVICE)
     chosen(torch.cat([normal(2, 600), (normal(2, 600) * 3).round()]), 60, lengths)

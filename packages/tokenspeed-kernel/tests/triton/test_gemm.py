@@ -153,7 +153,7 @@ def test_padding_of_tiles_and_packed_scales_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_nvfp4_dequantises_exactly_to_16_bit_floats(dtype: torch.dtype) -> None:
-    """All quantised values with the smallest and largest scales. GEMMs with the identity matrix are exact."""
+    """All quantised values occur with the smallest and the largest scales. GEMMs with the identity matrix are exact."""
     codes = torch.arange(256, dtype=torch.uint8, device=default_device()).reshape(16, 16)
     scale = torch.tensor([2.0**-9, 7 * 2.0**-9, 0.8125, 448.0], device=codes.device).to(E4M3).repeat(8).reshape(16, 2)
     one = torch.eye(32, dtype=dtype, device=codes.device)
@@ -187,7 +187,7 @@ def _weights(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4", "whole", "line", "block", "packed"])
 def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several slices, the last one short."""
+    """The weights are dequantised in several slices. The last slice is shorter."""
     monkeypatch.setattr(once, "_SLICE_BYTES", 2 * 192 * 128)
     if current_platform().is_cpu:  # Triton's interpreter cannot multiply bfloat16
         monkeypatch.setattr(direct, "multiply", decoded.multiply)
@@ -220,7 +220,7 @@ def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
 
 @pytest.mark.parametrize("tile", [words._TILES["sm_90"][0], words._TILES["sm_90"][-1]], ids=str)
 def test_tiles_of_32_bit_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """n exceeds a tile by two columns; k ends inside a tile, and is split."""
+    """n exceeds a tile by two columns. k ends inside a tile, and is split."""
     monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(_split_k, "_SHORTEST", tile.k)
     m, k, n = tile.m - 2, 2 * tile.k + 32, tile.n + 2

@@ -19,7 +19,7 @@ KERNELS = [
     for spec in (KernelRegistry.get().get_for_operator(op.family, op.mode) if op.family != "comm" else ())
     if spec.solution == "triton"
 ]
-# Limited to 16 tokens.
+# Kernels that accept at most 16 tokens.
 FEW = {"triton_rmsnorm_moe_topk"}
 
 

@@ -1,6 +1,6 @@
 """The conformance kit on every portable Triton kernel: edges of declared traits, strides, bounds, padding, empty calls.
 
-By default one small case of each kernel with every change; on a GPU and in slow tests, all cases and all edges of traits.
+By default, one small case of each kernel runs with every change. On a GPU and in slow tests, all cases and all edges of traits run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 # Kernels between processes are tested in worlds/test_comm.py: the kit runs one process, so no other rank would answer.
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton" and spec.family != "comm"]
-QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # its cases reach the largest declared sizes
+QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # cases at trait edges have the largest declared sizes
 each_kernel = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 
 
 def small_case(spec: KernelSpec) -> Case:
-    """The smallest nonempty case that a kernel supports, among those with the fewest axes of one element: such an axis cannot
-    have a wrong stride."""
+    """Returns the smallest nonempty case that a kernel supports, among the cases with the fewest axes of one element. An axis of
+    one element cannot have a wrong stride."""
     op = get_operator(spec.operator)
     found = []
     for case in op.all_cases():

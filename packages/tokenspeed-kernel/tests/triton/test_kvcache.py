@@ -20,7 +20,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 def _both(
     k: Tensor, v: Tensor, caches: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The caches, ``[2, pages, page_size, heads, dim]`` with any strides, after the kernel and after the reference."""
+    """Returns the caches after the kernel and after the reference, ``[2, pages, page_size, heads, dim]`` with any strides."""
     results = []
     for kernel in ("triton_store_kv_cache", "reference_store_kv_cache"):
         written = torch.empty_strided(caches.shape, caches.stride(), dtype=caches.dtype, device=DEVICE)

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_decode 
 from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_prefill as prefilling
 
 DEVICE = default_device()
-# A chunk of float16 has 64 tokens. Its matrices are rounded to float16 on a GPU, and stay float32 in the interpreter.
+# A float16 chunk has 64 tokens. Its matrices are rounded to float16 on a GPU, but stay float32 in the interpreter.
 CLOSE = {"atol": 4e-3, "rtol": 4e-3}
 
 
@@ -60,7 +60,7 @@ def test_sequences_that_end_around_chunks(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_gates_that_reset_the_state_and_equal_keys(gate: str) -> None:
-    """The exp of a chunk's cumulative gates is out of range in either direction; so are powers of the chunk's triangular
+    """The exponentials of a chunk's cumulative gates overflow or underflow, as do powers of the matrix of the chunk's triangular
     system."""
     arguments = prefilling._inputs([70], 1, 2, 32, 16, torch.float32, gate=gate, initial=True)(Draw(DEVICE))
     arguments["g"][10:20] = -30.0

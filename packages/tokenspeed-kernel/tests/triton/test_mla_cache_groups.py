@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def views_of(rank: int, rope: int, layout: str) -> dict[str, Tensor]:
-    """A cache filled with 0xFF, which is NaN."""
+    """Returns views of a cache that is filled with 0xFF, which is NaN."""
     width = rank + rank // 32 + 2 * rope
     if layout == "pages of bytes":
         return tk.mla_cache_views(

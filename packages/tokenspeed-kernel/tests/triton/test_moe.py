@@ -21,7 +21,7 @@ ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, 
 
 def _topk_agrees(logits: torch.Tensor, **options: Any) -> None:
     got = moe_topk(logits, **options, override="triton_moe_topk")
-    # On the CPU, because PyTorch's sort on a GPU ranks a NaN with a set sign bit lowest.
+    # The reference runs on the CPU, because PyTorch's sort on a GPU ranks a NaN with a set sign bit lowest.
     on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     expected = moe_topk(logits.cpu(), **on_cpu, override="reference_moe_topk")
     assert torch.equal(got[1].cpu(), expected[1])
@@ -41,8 +41,8 @@ def test_odd_values_rank_as_the_reference_ranks_them(dtype: torch.dtype, groups:
 
 
 def test_scores_of_logits_of_all_sizes() -> None:
-    """The square root of softplus is a series below 0, and uses the logit itself above. Both are exact to a relative error of
-    3e-7."""
+    """The kernel computes the square root of softplus by a series for logits below 0, and from the logit itself above. The relative
+    error of both is at most 3e-7."""
     logits = torch.cat([torch.linspace(-90, 90, 4001), torch.logspace(-30, 38, 2000), -torch.logspace(-30, 1.9, 2000)])
     for scoring in ("sigmoid", "sqrtsoftplus"):
         got, _ = moe_topk(logits[:, None].to(DEVICE), 1, scoring, renormalize=False, override="triton_moe_topk")
@@ -124,7 +124,7 @@ def _apply_agrees(layer: dict[str, Any], got: torch.Tensor | None = None) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 24, 60, 100, 200, 300])
 def test_blocks_of_all_lengths(tokens: int) -> None:
-    """Few tokens for each expert, and many: the tile depends on this. Some slots name the same expert twice."""
+    """Experts have few or many tokens, which determines the tile. Some tokens select the same expert twice."""
     layer = _layer(tokens, 3, 2, 48, 40, torch.float16, bias=True, limit=2.0, beta=1.0)
     _apply_agrees(layer)
     layer["topk_ids"] = torch.where(torch.rand(tokens, 2) < 0.3, -1, layer["topk_ids"].cpu()).int().to(DEVICE)
@@ -152,7 +152,7 @@ def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interle
 @pytest.mark.parametrize("k", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k: int) -> None:
-    """A block of 128 is covered by one step or by several, the last of them partial; with extra rows and tails."""
+    """One step or several steps cover a block of 128; the last step may be partial. There are extra rows and tails."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(64, k, 4, 2)
@@ -169,7 +169,7 @@ def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 
 @pytest.mark.parametrize("activation_dtype", ["none", "fp8", "mxfp4"])
 def test_activations_beyond_float16(activation_dtype: str) -> None:
-    """Activations and slot outputs above 65,504, whose result is in range; and one NaN."""
+    """Activations and slot outputs exceed 65,504, but the results are in range. One value is NaN."""
     layer = _layer(5, 2, 1, 32, 32, torch.float16, activation_dtype=activation_dtype)
     weights = layer["weights"]
     layer["x"][:], weights.w13_weight[:], weights.w2_weight[:] = 264.0, 2.0**-5, 1.0

@@ -112,7 +112,7 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
 
 @pytest.mark.parametrize(("activation_dtype", "most"), [("none", 1e-3), ("fp8", 2e-2), ("mxfp4", 1e-1)])
 def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
-    """Activations that are rounded to mxfp4 exceed float16, too. Partial sums that do are in the operator's cases."""
+    """Activations that are rounded to mxfp4 may exceed float16's range, too. The operator's cases have partial sums beyond it."""
     arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
     weights = tk.moe_apply.prepare(arguments["weights"], plan)
     what = (arguments["topk_weights"], arguments["topk_ids"], plan)
@@ -121,7 +121,7 @@ def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
 
 
 def test_every_regime_is_reached() -> None:
-    """From one token to more than the largest regime's first size, in bfloat16."""
+    """Runs with one token up to more tokens than the smallest size of the largest regime, in bfloat16."""
     for tokens in (1, 3, 5, 20, 40, 130) if DEVICE.type == "cuda" else (1, 20):
         arguments, plan = _draw(tokens, 2, 2, 128, 64, seed=tokens, w13_interleaved=True)
         weights = tk.moe_apply.prepare(arguments["weights"], plan)

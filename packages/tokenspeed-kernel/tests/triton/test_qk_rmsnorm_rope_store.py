@@ -38,7 +38,7 @@ def _arguments(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, rotary
 
 
 def _caches(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Not contiguous, with NaN in every slot."""
+    """Returns caches that are not contiguous, with NaN in every slot."""
     _, kv_heads, head_dim, v_head_dim, _ = sizes
     made = (torch.full((4, kv_heads, 3, width), math.nan, device=DEVICE).to(dtype) for width in (head_dim, v_head_dim))
     k_cache, v_cache = (cache.transpose(1, 2) for cache in made)

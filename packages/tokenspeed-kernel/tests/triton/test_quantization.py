@@ -32,7 +32,7 @@ def _list(result: Any) -> list[Tensor]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits as integers; every NaN of a wide format becomes the same."""
+    """Returns the bits as integers. All NaNs of a wide format become equal."""
     if x.element_size() == 1:
         return x.reshape(-1).view(torch.uint8)
     widened = x.float().reshape(-1)
@@ -46,21 +46,22 @@ def _both(function: Any, *arguments: Any, **options: Any) -> None:
 
 
 def _neighbours(values: Tensor) -> Tensor:
-    """float32 values, the two neighbours of each, and all negatives."""
+    """Returns float32 values, both neighbours of each, and the negatives of all."""
     bits = values.float().view(torch.int32)
     near = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
     return torch.cat([near, -near])
 
 
 def _boundaries(dtype: torch.dtype) -> Tensor:
-    """Positive values of a format, and the midpoints between neighbours."""
+    """Returns the positive values of a format, and the midpoints between neighbours."""
     values = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()]
     return torch.cat([values, (values[1:] + values[:-1]) / 2, values[:1] / 2])
 
 
 def _as(x: Tensor, source: torch.dtype) -> Tensor:
-    """Values as a dtype, on the device. Triton's interpreter flushes subnormal bfloat16 to zero, so it gets none."""
+    """Converts values to a dtype, on the device. Triton's interpreter flushes subnormal bfloat16 values to zero, so these are left
+    out there."""
     x = x.to(source)
     if source == torch.bfloat16 and current_platform().is_cpu:
         x = torch.where(x.abs() < 2.0**-126, torch.zeros_like(x), x)
@@ -248,7 +249,7 @@ def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 4), (130, 136), (2, 3, 8)], ids=str)
 def test_scales_are_swizzled_by_words_and_by_bytes(shape: tuple[int, ...]) -> None:
-    """Rows of whole 32-bit words, also with a gap after each row, and rows that begin inside a word."""
+    """Rows have whole 32-bit words, with or without a gap after each row; or rows begin inside a word."""
     wide = torch.randint(256, (*shape[:-1], shape[-1] + 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     wide = wide.to(default_device())
     for first in (0, 1, 4):

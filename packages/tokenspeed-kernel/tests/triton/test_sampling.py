@@ -106,7 +106,7 @@ DISTRIBUTIONS: dict[str, Logits] = {
 
 
 def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
-    """Random top-k and top-p, at temperatures from tiny to huge; the last row is greedy."""
+    """Draws top-k, top-p, and temperatures from tiny to huge. The last row is greedy."""
     drawn = torch.rand(5, rows, generator=generator)
     temperature = 10 ** (drawn[0] * 6 - 3)
     temperature[-1] = 0.0
@@ -146,7 +146,7 @@ def test_every_distribution_gives_the_same_probabilities_on_every_device(distrib
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
-    """Top-k at and next to powers of two and the vocabulary size, with ties across the rank."""
+    """top_k is at or next to powers of two and the vocabulary size. Logits tie on both sides of this rank."""
     edges = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2048, 4999, 5000, 5001]
     rows = len(edges)
     generator = torch.Generator().manual_seed(2)

@@ -32,7 +32,7 @@ def _same(operator: Any, arguments: dict[str, Any], tolerance: float = 1e-5) -> 
 
 @pytest.mark.parametrize("layout", ["channels first", "between others"])
 def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
-    """Layouts that engines use: the state's channels outermost, or the states of several layers in one allocation."""
+    """Engines use these layouts: the state's channels are outermost, or states of several layers are in one allocation."""
     prefill = conv_prefill._inputs([5, 0, 2, 70], 40, 3, F32, bias=True)(Draw(DEVICE))
     decode = conv_decode._inputs(5, 40, 3, 3, F32, kept=True, padding=1)(Draw(DEVICE))
     for operator, arguments in ((tk.causal_conv1d_prefill, prefill), (tk.causal_conv1d_decode, decode)):
@@ -61,7 +61,7 @@ def test_a_convolution_writes_over_its_input_token_by_token() -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths at the ends of chunks and segments. Segments have few chunks, so that there are many."""
+    """Sequences end at the ends of chunks and segments. Segments have few chunks, so that there are many segments."""
     monkeypatch.setattr(launcher, "_SEGMENT_CHUNKS", chunks)
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1 << 20)
     chunk = launcher.tile_for(dtype, 4, 4, for_architecture(launcher._LIMITS, DEVICE)).chunk
@@ -72,7 +72,7 @@ def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype,
 
 
 def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
-    """Layouts that engines use: x, B and C are slices of a convolution's output; states of several layers share one allocation."""
+    """Engines use these layouts: x, B and C are slices of a convolution's output; states of several layers share an allocation."""
     prefill = ssd_prefill._inputs([20, 0, 7], 4, 8, 16, 2, F32)(Draw(DEVICE))
     decode = ssd_decode._inputs(3, 4, 8, 16, 2, 2, F32, kept=True)(Draw(DEVICE))
     for operator, arguments in ((tk.ssd_prefill, prefill), (tk.ssd_decode, decode)):
@@ -94,7 +94,7 @@ def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, 
     arguments = ssd_prefill._inputs([70], 1, 16, 16, dtype=dtype, full=False, initial=True)(Draw(DEVICE))
     arguments["A"] = torch.full_like(arguments["A"], -4.0)
     outliers = arguments["dt"][::every]
-    arguments["x"][::every] *= 0.05 / (log / -4.0)  # no token's step dominates the others
+    arguments["x"][::every] *= 0.05 / (log / -4.0)  # so that no token's step dominates the others
     outliers.fill_(log / -4.0)
     wanted = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
     got = tk.ssd_prefill(**arguments, solution="triton")

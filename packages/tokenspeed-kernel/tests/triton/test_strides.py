@@ -39,7 +39,7 @@ CASES = [
 
 
 def _every_second(vector: Tensor) -> Tensor:
-    """The vector, interleaved with elements that are not valid lengths, indices or finite values."""
+    """Returns the vector, interleaved with elements that are not valid lengths, indices or finite values."""
     between = torch.full_like(vector, torch.nan if vector.dtype.is_floating_point else 2**20)
     return torch.stack([vector, between], 1).flatten()[::2]
 
@@ -58,7 +58,7 @@ def test_every_second_element(mode: str, name: str) -> None:
         assert found.relative_error == usual.relative_error, found
 
 
-# Cases in which everything that has an offset has 3 elements: twice a stride of 2^30 overflows 32 bits.
+# In these cases, axes with offsets have 3 elements, because twice a stride of 2^30 overflows 32 bits.
 F32 = torch.float32
 FAR = {
     "ssd_prefill": ssd_prefill._inputs([3], 3, 4, 4, 3, F32),
@@ -72,7 +72,7 @@ FAR = {
 
 
 def _far(x: Tensor, axis: int, memory: Tensor) -> Tensor:
-    """The tensor with a stride of 2^30 elements along an axis."""
+    """Returns the tensor with a stride of 2^30 elements along an axis."""
     strides = [*torch.empty(x.shape[:axis] + x.shape[axis + 1 :], device="meta").stride()]
     strides.insert(axis, 1 << 30)
     return memory.as_strided(x.shape, strides).copy_(x)
@@ -80,7 +80,7 @@ def _far(x: Tensor, axis: int, memory: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", FAR)
 def test_offsets_of_more_than_32_bits(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors at once, one axis after another."""
+    """All tensors of a call get large strides at once, along one axis after another."""
     at_most = 1 << 16  # elements of a tensor
     op = get_operator(mode)
     on_host = DEVICE.type == "cpu"

@@ -54,7 +54,8 @@ def test_groups_are_larger_in_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 20])
 def test_largest_logits_in_groups_that_share_a_lane(top_k: int) -> None:
-    """One lane's groups hold all top tokens: in one row above all others, in another row tied with another lane's group."""
+    """The groups of one lane hold all top tokens. In one row these exceed all others; in another row they tie with another
+    lane's."""
     logits = normal(2, 70_000)
     size = split_of(2, 70_000, 1).group
     sharing = torch.arange(3, 70_000 // size, _LANES)

@@ -24,7 +24,7 @@ MODULES = Path(__file__).parent / "lab_modules"
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the test's tuned results."""
+    """Sets and returns the folder of the test's tuned results."""
     storage.warn_once.cache_clear()
     settings_from(TUNED=str(tmp_path / "tuned"))
     return tmp_path / "tuned"
@@ -50,7 +50,7 @@ class Laboratory:
         return file
 
     def in_a_new_process(self, *words: str) -> list[str]:
-        """The output of `lab.py` in a new process, line by line."""
+        """Runs `lab.py` in a new process, and returns the lines of its output."""
         program = [sys.executable, str(self.folder / "lab.py"), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
@@ -60,7 +60,7 @@ class Laboratory:
 
 @functools.cache
 def _operator() -> ModuleType:
-    """Imported once, because PyTorch cannot unregister a custom operator."""
+    """Imports the operator once, because PyTorch cannot unregister a custom operator."""
     return importlib.import_module("lab")
 
 

@@ -44,7 +44,7 @@ def refused(*words: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two kernels of rmsnorm, one of which waits; returns the folder of the test's tuned results."""
+    """Registers two kernels of rmsnorm, one of which waits. Returns the folder of the test's tuned results."""
     settings_from(TUNED=str(tmp_path / "tuned"))
     where = tmp_path / "kernels"
     where.mkdir()

@@ -13,7 +13,7 @@ KINDS = ("one_shot", "two_shot")
 
 
 class Step:
-    """Inputs that depend on the number of earlier runs, their sums by the kernels, and a comparison with the expected sums.
+    """A step: inputs that depend on the number of earlier runs, the kernels' sums of them, and a comparison with the expected sums.
 
     Before and after each kernel this rank waits for a pseudo-random time, which depends on the rank, the index of the wait, and
     the number of runs.
@@ -50,7 +50,7 @@ class Step:
         fp8 = f"triton_{kind}_all_reduce_rmsnorm_quantize_fp8"
         q, scale, again = tk.all_reduce_rmsnorm_quantize(x, self.weight, group, tk.Quantization.fp8(), 1e-5, residual, override=fp8)
         yield from self.pause()
-        # Exact, because the same bits are quantised separately.
+        # The comparison is exact, because the same bits are quantised separately.
         q_wanted, scale_wanted = tk.quantize_fp8(normed)
         self.mistakes += (q.view(torch.uint8) != q_wanted.view(torch.uint8)).sum() + (scale != scale_wanted).sum()
         self.mistakes += (again != summed).sum()
@@ -90,11 +90,11 @@ class Step:
         self.mistakes += (combined != every[rank] * goes[:, None]).sum()
 
     def chosen(self, rank: int) -> torch.Tensor:
-        """The expert ids of a rank's tokens, int32 ``[rows, 2]``, with 5 experts a rank. About three in four tokens choose two
-        experts.
+        """Returns the expert ids of a rank's tokens, int32 ``[rows, 2]``. A rank has 5 experts. About three in four tokens select
+        two experts.
 
-        In some runs a rank has no token that chooses any expert, or all choose experts of rank 0, so that the others get no
-        rows.
+        In some runs no token of a rank selects any expert. In others, all tokens select experts of rank 0, so that the other ranks
+        get no rows.
         """
         place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
         ids = (place + self.turn + 7 * rank) % (5 * self.group.world_size)
@@ -116,7 +116,7 @@ class Step:
             pass
 
     def capture(self) -> None:
-        """Captures a run; a run outside of a graph must precede it."""
+        """Captures a run in a graph. A run outside a graph must precede the capture."""
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.run_once()
@@ -126,12 +126,12 @@ class Step:
         self.graph.replay()
 
     def outcome(self) -> tuple[int, int]:
-        """The number of wrong elements, and a checksum that must be equal on all ranks."""
+        """Returns the number of wrong elements, and a checksum that must be equal on all ranks."""
         return int(self.mistakes), int(self.checksum)
 
 
 def wrong(outcomes: Sequence[tuple[int, int]]) -> str:
-    """A description of the faults in the ranks' outcomes; empty if there are none."""
+    """Describes the faults in the ranks' outcomes; empty if there are none."""
     mistakes, checksums = zip(*outcomes, strict=True)
     if any(mistakes):
         return f"wrong elements by rank: {mistakes}"

@@ -52,7 +52,7 @@ def comm_operators() -> list[Operator[Any, Any]]:
 
 
 def every_case(large: bool) -> dict[str, list[CaseResult]]:
-    """Each kernel of each operator on the cases for this number of ranks."""
+    """Runs each kernel of each operator on the cases for this number of ranks."""
     found: dict[str, list[CaseResult]] = {}
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
@@ -62,7 +62,7 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
 
 
 def sums_of_peers() -> list[str]:
-    """Both protocols, with shapes that leave various contents in peer memory, against sums that each rank computes itself."""
+    """Compares both protocols with sums that each rank computes itself. The shapes leave various contents in peer memory."""
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16)
     wrong = []
     shapes = [(1, 64), (5, 360), (2, 2048), (3, 264)]
@@ -99,7 +99,7 @@ def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: t
 
 
 def calls_that_differ() -> list[str]:
-    """Errors after which the group still works come first."""
+    """Makes calls that differ between ranks. Errors after which the group still works come first."""
     rank = dist.get_rank()
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 14, two_shot_bytes=1 << 14)
     ones = functools.partial(torch.ones, device=group.device or "cpu")
@@ -136,7 +136,7 @@ def calls_that_differ() -> list[str]:
 
 
 def experts_of_ranks() -> list[float]:
-    """The largest difference between experts spread over the ranks and all experts on one rank."""
+    """Returns the largest difference between the result of experts spread over the ranks and that of all experts on one rank."""
     group, differences = ProcessGroup.of(), []
     experts, hidden, top_k = 4 * group.world_size, 16, 3
     for tokens, used in ((9, experts), (1, experts), (5, 4)):  # in the last one, only rank 0 has work
@@ -158,7 +158,7 @@ def experts_of_ranks() -> list[float]:
 
 
 def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
-    """Graphs of several calls, replayed in a random order with other values each time, on ranks with random delays.
+    """Replays graphs of several calls in a random order, with other values each time, on ranks with random delays.
 
     Returns:
         The faults, by graph.
@@ -186,7 +186,7 @@ def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
 
 
 def one_stays_away() -> str:
-    """The error of a rank whose kernel waits for a rank that never comes."""
+    """Returns the error of a rank whose kernel waits for a rank that never makes the call."""
     group = ProcessGroup.with_peer_memory()
     group.peer_time_limit_s = 1.0
     x = torch.ones(64, 64, device="cuda")
@@ -203,7 +203,7 @@ def one_stays_away() -> str:
 
 
 def one_is_killed() -> None:
-    """The other rank's kernel waits for it."""
+    """One rank is killed while the other rank's kernel waits for it."""
     group = ProcessGroup.with_peer_memory()
     group.peer_time_limit_s = 0.5
     x = torch.ones(64, 64, device="cuda")
@@ -216,7 +216,7 @@ def one_is_killed() -> None:
 
 
 def compiled() -> float:
-    """The largest difference between a compiled function and a direct call."""
+    """Returns the largest difference between a compiled function and a direct call."""
     group = ProcessGroup.with_peer_memory()
     x, weight = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
     function = torch.compile(lambda x: tk.all_reduce_rmsnorm(x, weight, group) + 1, fullgraph=True, backend="aot_eager")
@@ -261,7 +261,7 @@ def test_experts_of_ranks() -> None:
 
 
 def test_protocols_by_size() -> None:
-    """A table of sizes that is the same in every process."""
+    """The size of a message determines the protocol, by a table that is the same in every process."""
     assert [one_shot_most(size) for size in (2, 3, 4, 5, 8, 16)] == [ONE_SHOT_MOST[size] for size in (2, 3, 4, 8, 8, 8)]
     memory = PeerMemory(1, 4, torch.device("cpu"), 1 << 20, 1 << 20)
     assert memory.protocol(ONE_SHOT_MOST[4], CHUNK) == ONE_SHOT
@@ -304,7 +304,7 @@ def test_memory_of_ranks_does_not_overlap() -> None:
 
 
 def test_no_vector_is_sent_by_several_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A duplicate could arrive after the vector was read, and be mistaken for a vector of a later call."""
+    """A duplicate vector could arrive after the vector was read, and be mistaken for a vector of a later call."""
     from rank_kernels import send
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Ranks that are streams of one process on one GPU: everything that runs between GPUs, except the link between them.
+"""Ranks that are streams of one process on one GPU. This tests everything that runs between GPUs, except the link between them.
 
 python packages/tokenspeed-kernel/tests/worlds/test_ranks_on_one_gpu.py --ranks 4 --replays 10000
 """
@@ -31,7 +31,7 @@ one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"
 
 
 def groups_on_one_gpu(size: int, nbytes: int = 1 << 22) -> list[ProcessGroup]:
-    """One group for each rank, with the other ranks' memory as peer memory."""
+    """Makes one group for each rank, with the other ranks' memory as peer memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     memories = [PeerMemory(rank, size, device, nbytes, nbytes) for rank in range(size)]
     words = [torch.full((memory.nbytes // 4,), SENTINEL, dtype=torch.int32, device=device) for memory in memories]
@@ -71,7 +71,7 @@ def run_together(steps: list[Step], streams: list[torch.cuda.Stream]) -> None:
 
 
 def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
-    """The faults when graphs of each rank are replayed in one order, with other values each time and random delays."""
+    """Replays the graphs of each rank in one order, with other values each time and random delays. Returns the faults."""
     groups, streams = groups_on_one_gpu(size), [torch.cuda.Stream() for _ in range(size)]
     for stream in streams:  # nothing may allocate memory while ranks wait for one another
         with torch.cuda.stream(stream):
@@ -102,7 +102,8 @@ def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
 
 
 def one_stays_away() -> str:
-    """The error of a rank whose kernel waits for a rank that never comes. The device's context cannot be used afterwards."""
+    """Returns the error of a rank whose kernel waits for a rank that never makes the call. The device's context cannot be used
+    afterwards."""
     group = groups_on_one_gpu(2)[0]
     group.peer_time_limit_s = 1.0
     tk.all_reduce(torch.ones(64, 64, device="cuda"), group)
@@ -124,7 +125,7 @@ def test_ranks_out_of_step(size: int) -> None:
 @pytest.mark.nvidia
 @one_gpu
 def test_a_rank_that_stays_away_ends_the_wait() -> None:
-    """Runs in a process of its own, whose context is lost."""
+    """Runs in a separate process, because the process loses its device context."""
     done = subprocess.run([sys.executable, __file__, "--stay-away"], capture_output=True, text=True, check=False)
     assert "launch failure" in done.stdout, done.stderr
 

@@ -33,8 +33,8 @@ GLOO = {"world_size": 2, "backend": "gloo"}
 
 @pytest.fixture(autouse=True)
 def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As pytest imports it, this module is in no folder of sys.path. The tests' own folder contains another module named
-    triton."""
+    """Makes this module importable for other processes. pytest imports it without adding its folder to sys.path. The folder above
+    must not be added, because it has another module named triton."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
     assert multiprocessing.active_children() == []
@@ -82,7 +82,7 @@ def everything_that_works(name: str) -> dict[str, Any]:
 
 
 def everything_that_is_wrong() -> list[str]:
-    """Errors after which the group still works come first."""
+    """Makes wrong calls. Errors after which the group still works come first."""
     rank, group = dist.get_rank(), ProcessGroup.of()
     said = []
     for x in (torch.ones(2 + rank), torch.ones(4, dtype=torch.float32 if rank else torch.bfloat16)):
@@ -142,7 +142,7 @@ def test_a_world_returns_results() -> None:
 
 
 def test_ranks_that_do_not_agree() -> None:
-    """At the first call of a description, before anything is sent."""
+    """Ranks that do not agree get an error at the first call of a description, before anything is sent."""
     (shapes, dtypes, late), second = run_world(everything_that_is_wrong, 2)
     assert [shapes, dtypes] == second
     assert "got all_reduce(x: float32 [2]) on rank 0, all_reduce(x: float32 [3]) on rank 1" in shapes
@@ -159,7 +159,7 @@ def test_errors_come_with_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_others_do_not_wait_for_one_that_died() -> None:
-    """The survivor would otherwise wait forever, so the test's end is the proof."""
+    """If the survivor waited for the dead process, this test would never end."""
     with pytest.raises(WorldError, match=r"^rank 1 of 2: ended without a result") as caught:
         run_world(one_dies, 2)
     assert caught.value.ranks == (1,)

@@ -21,7 +21,7 @@ from tokenspeed_kernel.workbench.benchmark import as_text
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="GPT-OSS through tokenspeed-kernel's public API.")
 
-# Exit statuses.
+# Exit statuses: the result differs from the reference; an option is wrong or the model cannot be run.
 DISAGREES = 1
 UNUSABLE = 2
 
@@ -36,7 +36,7 @@ def _checked_device(name: str) -> str:
     """The device's name. Raises ValueError if PyTorch cannot use the device on this machine."""
     try:
         torch.zeros(1, device=name).tolist()
-    except (RuntimeError, AssertionError) as error:  # PyTorch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:  # a PyTorch that was built without this device raises AssertionError
         raise ValueError(f"device must be one that PyTorch can use here, got {name!r}: {error}") from error
     return name
 

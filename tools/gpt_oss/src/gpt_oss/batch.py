@@ -18,11 +18,11 @@ from gpt_oss.transfer import sent, to_device
 
 
 class Phase(enum.Enum):
-    """What the chunks of a batch attend to, which determines the attention operator."""
+    """The kind of a batch. It depends on the keys to which the chunks attend, and determines the attention operator."""
 
-    PREFILL = "prefill"  # every chunk begins its sequence, so it attends to itself only
-    EXTEND = "extend"  # prompt chunks, some of which have earlier tokens in the cache; can run any chunks
-    MIXED = "mixed"  # prompt chunks beside decoding sequences, of any lengths; can run any chunks
+    PREFILL = "prefill"  # every chunk begins its sequence, so the chunk attends only to itself
+    EXTEND = "extend"  # prompt chunks; some have earlier tokens in the cache. The operator can run any chunks
+    MIXED = "mixed"  # prompt chunks beside decoding sequences, of any lengths. The operator can run any chunks
     DECODE = "decode"  # every chunk is one token with earlier tokens in the cache
 
 
@@ -33,7 +33,7 @@ class Piece:
     Attributes:
         tokens: the token ids.
         start: position of the first token. Keys and values of earlier tokens are already in the cache.
-        pages: the sequence's pages in order; enough for these tokens.
+        pages: the sequence's pages in order; at least as many as its tokens need, these included.
     """
 
     tokens: Sequence[int]
@@ -50,13 +50,13 @@ class Batch:
     """The tensors of a forward pass, on the model's device. There are n tokens in b chunks.
 
     Attributes:
-        phase: see `Phase`.
-        tokens: int64 ``[n]``, the ids.
+        phase: the kind of the batch, see `Phase`.
+        tokens: int64 ``[n]``, the token ids.
         positions: int64 ``[n]``, the position of each token in its own sequence.
-        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the chunks; None if all decode.
-        cu_seqlens_kv: int32 ``[b + 1]``, cumulative numbers of keys that the chunks attend to, the chunks themselves included; None
-            if all decode.
-        cache_seqlens: int32 ``[b]``, tokens of each sequence in the cache after this pass has written its own.
+        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the chunks; None if the phase is decode.
+        cu_seqlens_kv: int32 ``[b + 1]``, cumulative numbers of keys to which the chunks attend, the chunks themselves included;
+            None if the phase is decode.
+        cache_seqlens: int32 ``[b]``, number of each sequence's tokens in the cache after this pass, the pass's own tokens included.
         max_seqlen_q: length of the longest chunk.
         max_seqlen_k: upper bound of ``cache_seqlens``, a whole number of pages.
         slot_mapping: int64 ``[n]``, the cache slot of each token's keys and values; None without a cache.
@@ -78,7 +78,7 @@ class Batch:
 
 
 def phase_of(pieces: Sequence[Piece]) -> Phase:
-    """The most specific phase that can run these chunks."""
+    """Returns the most specific phase that can run these chunks."""
     if all(piece.start == 0 for piece in pieces):
         return Phase.PREFILL
     decoding = [piece.start > 0 and len(piece.tokens) == 1 for piece in pieces]
@@ -96,8 +96,8 @@ def make_batch(
     """Creates the tensors of a pass over chunks.
 
     Args:
-        pieces: at least one, none empty.
-        cache: the KV cache; None for a pass without a cache, in which every chunk must start at position 0.
+        pieces: the chunks; at least one, and none empty.
+        cache: the KV cache; None for a pass without a cache. Every chunk must then start at position 0.
         device: the model's device.
         logits_of: indices of the chunks whose last token's logits are returned; None for all tokens of all chunks.
         phase: overrides the result of `phase_of`. Extend and mixed can run any chunks.
@@ -124,7 +124,7 @@ def make_batch(
     decodes = phase is Phase.DECODE
     ends = cumulative([len(piece.tokens) for piece in pieces])
     page_size = cache.page_size if cache is not None else 1
-    # Long prompts have many positions and the device waits meanwhile, so no Python loop runs over positions.
+    # No Python loop runs over positions: long prompts have many positions, and the device would wait for the loop.
     tokens = torch.frombuffer(array("q", itertools.chain.from_iterable(piece.tokens for piece in pieces)), dtype=torch.int64)
     positions = sent(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]), device)
     cu_seqlens_q = None if decodes else ints(ends, torch.int32)
@@ -140,8 +140,8 @@ def make_batch(
         cu_seqlens_kv=None if decodes else ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
         max_seqlen_q=max(len(piece.tokens) for piece in pieces),
-        # Rounded to whole pages: operators memoise decisions by arguments, and a bound that grew with every token would
-        # make every decode step a new call.
+        # The bound is rounded up to whole pages, because operators memoise decisions by arguments. A bound that grew with every
+        # token would need a new decision at every decode step.
         max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
         slot_mapping=slots,
         page_table=page_table,

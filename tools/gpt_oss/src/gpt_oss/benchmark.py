@@ -99,18 +99,18 @@ class Workload:
 
     Attributes:
         preset: the configuration; the weights are random.
-        layers: number of layers; None for the preset's. Every pass includes the embedding and the output matrix.
-        batches: numbers of sequences that decode together.
-        contexts: tokens per sequence before the timed steps. Every batch is measured with every context.
+        layers: number of layers; None for the preset's number. Every pass includes the embedding and the output matrix.
+        batches: batch sizes of the decode measurements, in sequences.
+        contexts: numbers of tokens per sequence before the timed steps. Every batch size is measured with every context.
         decode_steps: number of timed steps of each measurement.
-        prefills: (prompts, tokens per prompt) that are prefilled in one pass.
+        prefills: pairs (prompts, tokens per prompt); each pair is prefilled in one pass.
         repeats: number of timed runs of each prefill, after a warm-up run.
-        page_size: tokens per page of the cache.
+        page_size: number of tokens per page of the cache.
         seed: seed of weights, prompts and sampling; any int.
         prefer: names of kernels that are selected whenever they are eligible, whatever their priority.
-        temperature: sampling temperature of decode steps; 0 is greedy, with which texts of random weights soon repeat themselves.
-        bias: standard deviation of the random biases. All tokens share the biases, so large biases make tokens select similar
-            experts; the floor counts the selected experts.
+        temperature: sampling temperature of decode steps. 0 is greedy; with random weights, greedy texts soon repeat themselves.
+        bias: standard deviation of the random biases. All tokens have the same biases, so large biases make tokens select similar
+            experts. The floor counts the experts that were selected.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -152,16 +152,16 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Positions of the longest sequence."""
+        """The number of positions of the longest sequence."""
         decoded = [self.length(context) for context in self.contexts if self.batches]
         return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
-        """Positions of a sequence at the end of its decode measurement."""
+        """The number of positions of a sequence at the end of its decode measurement."""
         return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
 
     def prefill_passes(self, context: int) -> int:
-        """How many passes prefill the largest batch; sequences that finish their prefill decode meanwhile."""
+        """The number of passes that prefill the largest batch. Sequences whose prefill is finished already decode meanwhile."""
         return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
 
 
@@ -371,11 +371,11 @@ class _Measuring:
     # -- building blocks -------------------------------------------------------------------------------------------------------
 
     def _engine(self, batch: int, length: int, prefill_tokens: int, decode: str) -> Engine:
-        """An engine for a batch of sequences of that length."""
+        """Creates an engine for a batch of sequences of this length."""
         return Engine(self.model, self._cache(batch, length), prefill_tokens, batch, decode, decode_sizes=(batch,))
 
     def _cache(self, batch: int, length: int) -> PagedKVCache:
-        """A cache for a batch of sequences of that length."""
+        """Creates a cache for a batch of sequences of this length."""
         page_size = self.workload.page_size
         dtype = self.variant.cache_dtype or self.dtype
         return PagedKVCache(self.config, batch * -(-length // page_size), page_size, dtype, self.device)
@@ -386,7 +386,8 @@ class _Measuring:
         return prompts
 
     def _bare(self, engine: Engine, batch: int) -> float:
-        """Milliseconds of a bare pass, launched repeatedly: replayed on a GPU, and timed with device events."""
+        """Measures the milliseconds of a pass without the engine. The pass is launched repeatedly; on a GPU it is replayed, and
+        timed with device events."""
         decoder = engine.decoder
         assert decoder is not None
         sampled = self.workload.temperature > 0
@@ -407,7 +408,7 @@ class _Measuring:
         return milliseconds
 
     def _experts(self, engine: Engine, batch: int) -> list[int]:
-        """The number of experts that the engine's next pass reads in each layer."""
+        """Returns, for each layer, the number of experts whose weights the engine's next pass reads."""
         chosen: list[torch.Tensor] = []
 
         def watcher(call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -446,7 +447,7 @@ class _Measuring:
         return by_family(parts)
 
     def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
-        """The floor of a decode step, from the bytes that it must read."""
+        """Returns the floor of a decode step: the time to read the bytes that the step needs."""
         config, size = self.config, self.dtype.itemsize
         weights = config.num_local_experts, config.hidden_size, config.intermediate_size
         expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 for each 32

@@ -1,8 +1,8 @@
-"""Breaks down the time of a pass: each kernel's calls, timed in isolation, compared with the device's roofline.
+"""Breaks down the time of a pass: times the calls of each kernel in isolation, and compares the time with the device's roofline.
 
-The calls are those of the pass, with its tensors. A composed operator without a fused kernel is represented by its parts. All calls
-of one kernel run back to back, in one graph on a GPU, so that the caches are in the same state as in a pass: a layer's weights are
-not cached if the weights of all layers exceed the caches. The breakdown does not show the time that kernels of different operators
+The calls and their tensors are those of the pass. If a composed operator has no fused kernel, its parts are timed instead. All
+calls of one kernel run back to back, on a GPU in one graph. So the caches are in the same state as in a pass: a layer's weights are
+not cached if the weights of all layers exceed the caches. The breakdown shows neither the time that kernels of different operators
 save by overlapping, nor PyTorch's work between operators.
 """
 
@@ -28,9 +28,9 @@ class Part:
 
     Attributes:
         family: the operator's family.
-        row: the average call as a row of a benchmark report; without a time if the calls cannot be repeated.
+        row: the average call as a row of a benchmark report. The row has no time if the calls cannot be repeated.
         calls: number of calls.
-        floor_us: the minimum time of all calls by the device's measured roofline; None without a roofline.
+        floor_us: the shortest time of all calls that the device's measured roofline allows; None without a roofline.
     """
 
     family: str
@@ -68,7 +68,7 @@ class _Recorded:
         row = Row(self.kernel, self.operator, f"{name}, {count} calls", "measured", solution=solution)
         try:
             timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
-        except RuntimeError as error:  # a kernel that synchronises cannot be captured; the others are still timed
+        except RuntimeError as error:  # a kernel that synchronises cannot be captured; other kernels are still timed
             return Part(family, replace(row, status="error", reason=f"while timing: {error}"), count, None)
         row = replace(row, timing=timing.without_samples())
         if len(self.costs) < count:
@@ -79,16 +79,16 @@ class _Recorded:
             return Part(family, row, count, None)
         average = replace(self.costs[0], flops=flops, bytes=moved)
         row = replace(row, share=share_of(average, timing.median_us, self.operands, roofline))
-        # The roofline fraction of a call that takes 1 us equals the microseconds that the device needs at least.
+        # If a call that takes 1 us reaches the fraction f of the roofline, the roofline's time is f us.
         return Part(family, row, count, sum(share_of(cost, 1.0, self.operands, roofline).part for cost in self.costs))
 
 
 def break_down(forward: Callable[[], Any], name: str, device: torch.device, roofline: Roofline | None) -> list[Part]:
-    """Runs a pass, and then times the calls of each of its kernels; longest first.
+    """Runs a pass, then times the calls of each of its kernels. Returns the kernels, that with the longest time first.
 
     Args:
-        forward: launches the pass. Its tensors are kept alive. Its operators write their outputs repeatedly, so the results of the
-            pass, the cache included, must not matter.
+        forward: function that launches the pass. The tensors of the pass are kept alive. The operators write their outputs
+            repeatedly, so the results of the pass, the cache included, must not matter.
         name: the pass's name in the rows.
         device: the device.
         roofline: the device's roofline, or None.
@@ -98,7 +98,7 @@ def break_down(forward: Callable[[], Any], name: str, device: torch.device, roof
     def watcher(call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         operator = f"{call.family}.{call.mode}"
         if KernelRegistry.get().get_by_name(call.kernel, operator).solution == "composed":
-            return run  # its parts are recorded separately
+            return run  # the parts of a composed operator are recorded separately
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             key = (operator, call.kernel)
@@ -116,8 +116,11 @@ def break_down(forward: Callable[[], Any], name: str, device: torch.device, roof
 
 
 def by_family(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """For each family of operators, longest first: the number of calls, their total microseconds, their fraction of the time of all
-    calls, and the fraction of the roofline (None without a roofline)."""
+    """Returns a row per family of operators, the family with the longest time first.
+
+    A row has the number of calls, their total microseconds, their fraction of the time of all calls, and the fraction of the
+    roofline that they reach (None without a roofline).
+    """
     whole = sum(part.total_us for part in parts)
     rows = []
     for family in dict.fromkeys(part.family for part in parts):

@@ -1,4 +1,4 @@
-"""The paged key-value cache: its tensors, and which of its pages are free."""
+"""The paged key-value cache: its tensors, and the allocator of its pages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gpt_oss.transfer import sent
 
 
 class OutOfPages(RuntimeError):
-    """More pages are requested than are free."""
+    """Fewer pages are free than were requested."""
 
 
 class PageAllocator:
     """Allocates and frees pages of the cache.
 
     Args:
-        pages: how many pages there are.
-        page_size: tokens per page.
+        pages: number of pages.
+        page_size: number of tokens per page.
 
     Attributes:
         free_pages: the free pages; the last one is allocated first. The tuple is replaced as a whole and never changed in place, so
@@ -39,7 +39,7 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """How many pages are free."""
+        """The number of free pages."""
         return len(self.free_pages)
 
     def pages_for(self, tokens: int) -> int:
@@ -47,10 +47,10 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def choose(self, count: int, free_pages: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The pages that an allocation would take from these free pages, and the remaining free pages. Allocates nothing.
+        """Returns the pages that an allocation would take from these free pages, and the remaining free pages. Allocates nothing.
 
         Raises:
-            OutOfPages: fewer are free.
+            OutOfPages: fewer than ``count`` pages are free.
         """
         if count > len(free_pages):
             raise OutOfPages(
@@ -61,13 +61,14 @@ class PageAllocator:
         return free_pages[remaining:][::-1], free_pages[:remaining]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates pages. Raises OutOfPages, and allocates none, if fewer are free; ValueError if the count is negative."""
+        """Allocates pages. Raises OutOfPages if too few pages are free, and ValueError if the count is negative. If it raises, it
+        has allocated no page."""
         integer(0).check("count", count)
         taken, self.free_pages = self.choose(count, self.free_pages)
         return list(taken)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Frees pages. Raises ValueError, and frees none, if one is not allocated or is named twice."""
+        """Frees pages. If a page is not allocated or is named twice, raises ValueError and frees no page."""
         given = list(pages)
         stray = sorted(set(given) - (set(range(self.total)) - set(self.free_pages)))
         if stray:
@@ -78,12 +79,12 @@ class PageAllocator:
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages. A page number means the same page in every layer.
+    """The keys and values of all layers, in pages. A page number means the same page in every layer.
 
     Args:
         config: the model's configuration.
-        pages: how many pages there are.
-        page_size: tokens per page.
+        pages: number of pages.
+        page_size: number of tokens per page.
         dtype: floating-point dtype of the stored keys and values.
         device: the cache's device.
 
@@ -114,7 +115,8 @@ class PagedKVCache:
         self.v: Sequence[Tensor] = storage[1].unbind(0)
 
     def page_table(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """int32 ``[batch, pages of the longest]``: the pages of each sequence in order, padded with page 0."""
+        """Returns the page table, int32 ``[batch, pages of the longest sequence]``: each row has a sequence's pages in order,
+        padded with page 0."""
         width = max((len(pages) for pages in sequences), default=0)
         rows = [[*pages, *([0] * (width - len(pages)))] for pages in sequences]
         return sent(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width), self.device)

@@ -1,7 +1,7 @@
-"""Compares an engine's tokens with the reference: every operator's PyTorch body, without a cache and without batching.
+"""Compares an engine's tokens with the reference. The reference runs every operator's PyTorch body, without cache or batching.
 
-The reference runs over each prompt and its generated tokens, all positions in one pass. If it selects the generated token at every
-position, it would have generated the same text by itself.
+The reference runs over each prompt and its generated tokens, all positions in one pass. If the reference selects the generated
+token at every position, it would have generated the same text by itself.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from gpt_oss.model import GptOss
 from gpt_oss.request import Completion
 from gpt_oss.sampling import sample
 
-# Limits of the median and mean over positions of the relative error of a position's logits (in Euclidean norms). In float32 the
-# limit of the mean is larger, because of the few positions at which a rounding error changes the selected expert. In half precision
-# there are many such positions, more in deeper models and with more experts. There the limits are measured: the median and mean
-# error of the reference itself in that dtype against float32, times a factor, because about a hundred positions are only a small
-# sample.
+# The relative error of a position's logits is measured in Euclidean norms. These are the limits of the median and of the mean over
+# all positions. In float32, the limit of the mean is larger, because at a few positions a rounding error changes the selected
+# expert. In half precision there are many such positions, more in deeper models and with more experts. So the limits for half
+# precision are measured: the median and mean error of the reference itself in this dtype against float32, times a factor. The
+# factor is needed because about a hundred positions are a small sample.
 FLOAT32_TOLERANCES = (1e-5, 1e-2)
 HALF_PRECISION_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close the logits of generated tokens are to the reference's.
+    """The agreement of the logits of generated tokens with the reference's logits.
 
     Attributes:
-        sequences, tokens: how many were compared.
-        same_sequences, same_tokens: for how many of them the reference selects the same tokens.
-        max_abs_difference: the largest difference between a logit and the reference's.
-        max_abs_logit: the largest logit of the reference, for scale.
-        median_error, mean_error: statistics over all positions of the relative error of the logits against the float32 reference.
-        median_allowed, mean_allowed: their limits.
+        sequences, tokens: numbers of compared sequences and tokens.
+        same_sequences, same_tokens: numbers of sequences and tokens for which the reference selects the same tokens.
+        max_abs_difference: the largest absolute difference between a logit and the reference's logit.
+        max_abs_logit: the largest absolute logit of the reference, for scale.
+        median_error, mean_error: median and mean, over all positions, of the logits' relative error against the float32 reference.
+        median_allowed, mean_allowed: the limits of ``median_error`` and ``mean_error``.
     """
 
     sequences: int
@@ -57,7 +57,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether both errors are within their limits. If so, tokens differ only where a rounding error decided a close choice."""
+        """Whether both errors are within their limits. If so, tokens differ only where rounding decided between close logits."""
         return self.median_error <= self.median_allowed and self.mean_error <= self.mean_allowed
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def compare_with_reference(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Agreement:
-    """Recomputes the logits of completions with the reference of every operator, and compares.
+    """Recomputes the logits of completions with the reference of every operator, and compares them with the engine's logits.
 
     Args:
-        config, source: the model, which is built again here; in half precision twice, one after the other.
-        completions: at least one, each from a request with ``keep_logits``.
+        config, source: the model. It is built again here; in half precision twice, one after the other.
+        completions: at least one completion. Each must come from a request with ``keep_logits``.
         dtype, device: dtype and device with which the completions were generated.
     """
     got = torch.cat([torch.stack(completion.logits) for completion in completions])
@@ -115,7 +115,7 @@ def _reference_logits(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """For each completion, the reference's logits ``[tokens, vocab_size]`` of its tokens."""
+    """Returns, for each completion, the reference's logits ``[tokens, vocab_size]`` of the completion's tokens."""
     longest = max(len(c.request.prompt) + len(c.tokens) for c in completions)
     logits = []
     with reference_only():

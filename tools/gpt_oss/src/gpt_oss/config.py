@@ -28,7 +28,7 @@ _LAYER_COUNT = integer(1, 10_000)  # a mistyped count must not fill the memory w
 _LAYER_TYPE = one_of(SLIDING, FULL)
 _CONTEXT = 131072
 
-# The valid values of fields that have the same name in config.json. Fields with a default in `Config` may be omitted there.
+# The valid values of fields that have the same name in config.json. config.json may omit fields that have a default in `Config`.
 _REQUIRED: Mapping[str, Field] = dict.fromkeys((*_SIZES, "num_experts_per_tok"), _COUNT)
 _DEFAULTED: Mapping[str, Field] = {
     "sliding_window": _COUNT,
@@ -62,7 +62,7 @@ _ROPE: Mapping[str, Field] = {
     "truncate": FLAG,
     "attention_factor": optional(number(SMALLEST)),
 }
-# Their names in config.json.
+# The names of the fields of `RopeConfig` in config.json.
 _ROPE_KEYS: Mapping[str, str] = {
     **{name: name for name in _ROPE},
     "theta": "rope_theta",
@@ -75,7 +75,7 @@ class ConfigError(ValueError):
     """An invalid configuration.
 
     Args:
-        problems: all problems. Each names the field, what it must be, and what it was.
+        problems: all problems. Each problem names the field, the requirement, and the actual value.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -87,7 +87,7 @@ class ConfigError(ValueError):
 
 
 def _found(fields: Mapping[str, Field], values: Mapping[str, Any], spelled: Mapping[str, str]) -> dict[str, str]:
-    """The problem of each value that does not fit its field, by the field's name."""
+    """Returns the problem of each value that does not fit its field, by the field's name."""
     problems = {name: kind.problem(spelled.get(name, name), values[name]) for name, kind in fields.items() if name in values}
     return {name: str(problem) for name, problem in problems.items() if problem is not None}
 
@@ -100,7 +100,7 @@ def _make_floats(holder: object, fields: Iterable[str]) -> None:
 
 
 def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """The problems of a RopeConfig's fields, with the names for messages. Fields may be missing."""
+    """Yields the problems of a `RopeConfig`'s fields. ``spelled``: the names of fields in messages. Fields may be missing."""
     found = _found(_ROPE, values, spelled)
     yield from found.values()
     if {"beta_fast", "beta_slow"} <= values.keys() - found.keys() and values["beta_fast"] < values["beta_slow"]:
@@ -109,7 +109,8 @@ def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Ite
 
 
 def _rope_table(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The field of a ``config.json`` that describes the rotary embedding, and its contents in the newer spelling."""
+    """Returns the name of the field of a ``config.json`` that describes the rotary embedding, and the field's contents with the
+    newer names."""
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     source = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name) not in (None, {})), None)
     if source is None:
@@ -133,10 +134,10 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies, at least 2.
         kind: ``"default"`` or ``"yarn"``. The default kind uses ``theta`` only.
-        factor: how many times longer the context is than the one the model was trained on, at least 1.
-        original_max_positions: the training context, in tokens.
-        beta_fast, beta_slow: in rotations over the training context. Frequencies above ``beta_fast`` are kept, those below
-            ``beta_slow`` are divided by ``factor``, and those between them are mixed linearly.
+        factor: ratio of the context to the context of training, at least 1.
+        original_max_positions: the context of training, in tokens.
+        beta_fast, beta_slow: frequencies in rotations per context of training. Frequencies above ``beta_fast`` are kept.
+            Frequencies below ``beta_slow`` are divided by ``factor``. In between, both results are mixed linearly.
         truncate: whether the two ends of the mixed range are rounded outwards to whole dimensions.
         attention_factor: factor of cos and sin; None means ``0.1 ln(factor) + 1``.
 
@@ -198,7 +199,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of cos and sin."""
+        """The factor by which cos and sin are multiplied."""
         if self.kind == "default":
             return 1.0
         if self.attention_factor is not None:
@@ -220,9 +221,9 @@ class Config:
 
     Attributes:
         layer_types: for each layer ``"sliding_attention"`` or ``"full_attention"``.
-        sliding_window: visible tokens of a sliding layer, the token itself included.
-        swiglu_alpha, swiglu_limit: parameters of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``, where gate is
-            clamped to at most the limit, and up to [-limit, limit].
+        sliding_window: number of visible tokens in a sliding layer, the token itself included.
+        swiglu_alpha, swiglu_limit: parameters of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``. Before it,
+            gate is clamped to at most the limit, and up to [-limit, limit].
         rope: the rotary embedding.
         eos_token_ids: the tokens that end a text.
         quantization: ``"mxfp4"`` if the experts are stored as MXFP4, otherwise None.
@@ -274,12 +275,12 @@ class Config:
         return self.num_key_value_heads * self.head_dim
 
     def window_left(self, layer: int) -> int:
-        """The number of earlier tokens that a layer sees, -1 for all. A window of 128 tokens is the token itself and 127 before
-        it."""
+        """Returns the number of earlier tokens that a layer sees; -1 for all. A window of 128 tokens has the token itself and 127
+        earlier tokens."""
         return self.sliding_window - 1 if self.layer_types[layer] == SLIDING else -1
 
     def with_layers(self, layers: int) -> Config:
-        """The same model with only its first layers, or with further layers of alternating types.
+        """Returns the same model with only its first layers, or with further layers of alternating types.
 
         Raises:
             ConfigError: the number of layers is not an int from 1 to 10000.
@@ -296,7 +297,7 @@ class Config:
 
         Raises:
             ConfigError: the file is another model's, lacks a field, or has a field that is invalid or not supported. The message
-                lists all problems, each with the file's name of the field.
+                lists all problems, with the fields' names in the file.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json must hold an object, got {describe(config, with_type=True)}")
@@ -334,8 +335,10 @@ class Config:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Config:
-        """Reads ``config.json`` in a checkpoint's directory. The stop tokens come from ``generation_config.json`` if that file
-        names any, because the released models end a tool call and an answer with different tokens.
+        """Reads ``config.json`` in a checkpoint's directory.
+
+        The stop tokens come from ``generation_config.json`` if this file lists any. It lists all of them: the released models end a
+        tool call and an answer with different tokens.
 
         Raises:
             ConfigError: a file cannot be read, is not JSON, or is rejected by `from_hf`.
@@ -350,7 +353,7 @@ class Config:
         return cls.from_hf(content)
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a ``config.json`` that `from_hf` reads back as this configuration."""
+        """Returns the contents of a ``config.json``. `from_hf` reads these contents back as this configuration."""
         names = (*_REQUIRED, "num_hidden_layers", *_DEFAULTED)
         table: dict[str, Any] = {
             "architectures": ["GptOssForCausalLM"],
@@ -376,7 +379,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """The problems of a Config's fields, with the names for messages. Fields may be missing."""
+    """Yields the problems of a `Config`'s fields. ``spelled``: the names of fields in messages. Fields may be missing."""
     found = _found({**_REQUIRED, **_DEFAULTED, **_RESPELLED}, values, spelled)
     yield from found.values()
 
@@ -446,10 +449,10 @@ PRESETS: Mapping[str, Config] = {
 
 
 def preset(name: str) -> Config:
-    """A configuration by name.
+    """Returns the configuration with this name.
 
     Raises:
-        ConfigError: there is no preset of that name; the message lists the names.
+        ConfigError: there is no preset with this name. The message lists the names.
     """
     problem = one_of(*PRESETS).problem("preset", name)
     if problem is not None:

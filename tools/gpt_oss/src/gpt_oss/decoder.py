@@ -1,12 +1,13 @@
 """Decode passes in static buffers, so that a device can run them without Python.
 
-All inputs of a step are on the device: each sequence's last token, length, pages, and sampling parameters. A step reads them, runs
-the model, samples, and updates the inputs of the next step. While the set of sequences is unchanged, nothing is copied to the
-device. When sequences join or leave, the rows are uploaded; a token that the host does not know yet is copied on the device.
+All inputs of a step are on the device: each sequence's last token, length, pages, and sampling parameters. A step reads these
+inputs, runs the model, samples, and updates the inputs for the next step. While the set of sequences is unchanged, nothing is
+copied to the device. When sequences join or leave, the inputs are uploaded again. A token that the host does not know yet is copied
+on the device.
 
 A step consists of two parts: the model's pass, and sampling. On a GPU each part is captured into a CUDA graph when the decoder is
-created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. The copies write nothing,
-and select the same experts as the original, so no additional weights are read.
+created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. The copies write nothing.
+They select the same experts as the original, so no additional weights are read.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
-    """The captured batch sizes: 1, 2, 4, 8, then multiples of 8, from 64 on in steps of a quarter of the previous power of two; and
-    the largest."""
+    """Returns the captured batch sizes: 1, 2, 4, 8, then multiples of 8, and ``largest``. From 64 on, a step is a quarter of the
+    previous power of two."""
     sizes, size = [], 1
     while size < largest:
         sizes.append(size)
@@ -41,16 +42,17 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 class _Rows:
-    """The per-sequence inputs of a step, in one contiguous allocation, so that one copy uploads them.
+    """The inputs of a step, one row per sequence. All are in one contiguous allocation, so that one copy uploads them.
 
     Attributes:
         tokens: int64 ``[rows]``, the input token.
-        positions: int64 ``[rows]``, its position in the sequence.
-        offsets: int64 ``[rows]``, how many tokens were generated before the one to sample.
+        positions: int64 ``[rows]``, the input token's position in its sequence.
+        offsets: int64 ``[rows]``, number of tokens generated before the token to sample.
         seeds: int64 ``[rows]``, the requests' seeds.
-        sources: int64 ``[rows]``, the row of the pass in flight that produces the token; -1 if ``tokens`` has it.
-        cache_seqlens: int32 ``[rows]``, tokens in the cache, the input token included.
-        top_k: int32 ``[rows]``; temperature, top_p: float32 ``[rows]``.
+        sources: int64 ``[rows]``, the row of the pass in flight that produces the input token; -1 if ``tokens`` has the token.
+        cache_seqlens: int32 ``[rows]``, number of tokens in the cache, the input token included.
+        top_k: int32 ``[rows]``, see `Sampling`.
+        temperature, top_p: float32 ``[rows]``, see `Sampling`.
     """
 
     tokens: Tensor
@@ -81,11 +83,11 @@ class Decoder:
         model: the model.
         cache: its key-value cache.
         sizes: the batch sizes of passes, ascending.
-        capture: whether passes are captured into CUDA graphs now, and replayed. If not, the same passes are launched from Python.
+        capture: whether passes are captured into CUDA graphs now, and replayed later. If not, Python launches the same passes.
         console: shows the progress; None shows none.
 
     Attributes:
-        sizes: see above.
+        sizes: the batch sizes of passes, ascending.
 
     Raises:
         RuntimeError: a pass cannot be captured, for example because a kernel synchronises with the device.
@@ -101,11 +103,12 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # The pages that a pass writes to: -1 beyond a sequence's pages, where its last pass may be, and in padding rows.
+        # The pages to which a pass writes. -1 means no page: in padding rows, and beyond a sequence's pages, where the last pass of
+        # a sequence may be.
         self._written_pages = torch.full_like(self._page_table, -1)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
-        # The contents of the rows: the batch size, and each sequence's number and length. None if unknown.
+        # What the rows on the device hold: the batch size, and each sequence's number and length. None if unknown.
         self._held: tuple[int, tuple[tuple[int, int], ...]] | None = None
         self._launches = 0
         self._page_rows: dict[int, Tensor] = {}
@@ -115,11 +118,11 @@ class Decoder:
                 self._capture(console)
 
     def launch(self, sequences: Sequence[Running], before: Flight | None, keep_logits: bool = False) -> Flight:
-        """Launches a pass over the last tokens of sequences, and the sampling of their next ones.
+        """Launches a pass over the last tokens of sequences, and the sampling of their next tokens.
 
         Args:
-            sequences: at least one and at most the largest size; each has generated a token.
-            before: the pass in flight. Sequences whose last token is not known have a row in it.
+            sequences: the sequences; at least one, at most the largest size. Each has generated a token.
+            before: the pass in flight. It has a row for each sequence whose last token the host does not know yet.
             keep_logits: whether the logits are copied to the host, too.
         """
         count = len(sequences)
@@ -129,9 +132,10 @@ class Decoder:
             fed = None
             stale = wanted != self._held
             if stale and before is not None:
-                fed = before.on_device.clone()  # the next lines may overwrite them
-            # The next lines change the rows. If one of them fails, the contents are unknown, and the rows are uploaded again next
-            # time. They also overwrite the tokens of the last launch; its flight detects this by the launch counter.
+                fed = before.on_device.clone()  # the next lines may overwrite these tokens
+            # The next lines change the rows. If a line fails, the contents of the rows are unknown, and the next launch uploads
+            # them again. The lines also overwrite the tokens of the last launch. The `Flight` of that launch detects this by the
+            # launch counter.
             self._held, self._launches = None, self._launches + 1
             launch = self._launches
             if stale:
@@ -148,7 +152,7 @@ class Decoder:
         return flight
 
     def replay(self, size: int, sampled: bool = False) -> None:
-        """Launches a pass with the rows as the last pass left them, for measurements. Its tokens are discarded."""
+        """Launches a pass on the rows that the last pass left, for measurements. The tokens of this pass are discarded."""
         self._held, self._launches = None, self._launches + 1
         with self._on_device():
             self._run(size, "model")
@@ -163,15 +167,15 @@ class Decoder:
             self._launch(size, part)
 
     def _launch(self, size: int, part: str) -> None:
-        """Launches one part of a pass, the contents of one graph."""
+        """Launches one part of a pass from Python. A graph captures one part."""
         if part == "model":
             self.forward(size)
         else:
             self._choose(size, part == "greedy")
 
     def forward(self, size: int) -> None:
-        """Launches the model's pass, from the rows to the logits, from Python. The rows are not changed, so an extra launch is
-        safe, for recording calls."""
+        """Launches the model's pass from Python. It computes the logits from the rows and changes no row, so an extra launch is
+        safe, for example to record calls."""
         positions, page_size = self._rows.positions[:size], self._cache.page_size
         slots = self._model.ops.positions_to_slots(positions, self._written_pages[:size], page_size)
         self._model.forward(replace(self._batches[size], slot_mapping=slots), self._cache, out=self._logits[:size])
@@ -249,7 +253,7 @@ class Decoder:
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def _capture(self, console: Console | None) -> None:
-        """Captures all passes, the largest first, so that the others reuse its memory."""
+        """Captures all passes. The largest is captured first, so that the others reuse its memory."""
         columns = (TextColumn("capturing decode passes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         pool = torch.cuda.graph_pool_handle()
         with Progress(*columns, console=console, disable=console is None) as progress:

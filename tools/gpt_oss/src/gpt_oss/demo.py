@@ -27,7 +27,7 @@ from gpt_oss.sampling import Sampling
 from gpt_oss.tokenizer import tokenizer_of
 from tokenspeed_kernel import compilations
 
-# Their lengths differ, and most are longer than the tiny model's window of 16 tokens.
+# The lengths of the prompts differ. Most prompts are longer than the tiny model's window of 16 tokens.
 PROMPTS = (
     "Hello!",
     "A kernel says what it can do,",
@@ -67,19 +67,20 @@ class Options:
 
     Attributes:
         checkpoint: directory of a Hugging Face checkpoint; None for random weights of a preset.
-        preset, layers: without a checkpoint, the configuration and its number of layers; None keeps the preset's number.
-        prompts: at least one text; by default those of this module.
-        max_tokens: the most tokens to generate per prompt.
+        preset: the configuration without a checkpoint.
+        layers: number of layers without a checkpoint; None for the preset's number.
+        prompts: the texts to continue, at least one; by default `PROMPTS`.
+        max_tokens: the largest number of tokens to generate per prompt.
         sampling: the sampling parameters. Prompt number i uses the seed plus i.
-        mixed: every other prompt is continued greedily, whatever ``sampling`` says.
-        chat: whether a prompt is a user's message in the checkpoint's chat template, or plain text to continue; None: a message if
-            the checkpoint has a template.
+        mixed: whether every other prompt is continued greedily, whatever ``sampling`` says.
+        chat: True: a prompt is a user's message in the checkpoint's chat template. False: a prompt is plain text to continue. None:
+            True if the checkpoint has a chat template.
         dtype: floating-point dtype of weights and activations.
         device: the model's device, by PyTorch's name.
         seed: seed of the random weights.
         check: whether the result is compared with the reference.
-        prefill_tokens: the most prompt tokens per step of the engine.
-        page_size: tokens per page of the cache.
+        prefill_tokens: the largest number of prompt tokens per step of the engine.
+        page_size: number of tokens per page of the cache.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -113,8 +114,9 @@ class Result:
     """The results of a run of the demo.
 
     Attributes:
-        seconds, steps: duration, and number of passes by phase, without the run that precedes it to load all kernels.
-        compilations: the number of programs that were compiled before this run, and in it.
+        seconds: duration of the run in seconds. An earlier run, which loads all kernels, does not count.
+        steps: number of passes of the run, by phase.
+        compilations: the number of programs that were compiled before this run, and during this run.
     """
 
     options: Options
@@ -169,7 +171,7 @@ def run(options: Options, console: Console) -> Result:
     config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed, options.device)
     tokenizer = tokenizer_of(options.checkpoint, config.vocab_size)
     encode = tokenizer.chat if (tokenizer.has_chat if options.chat is None else options.chat) else tokenizer.encode
-    stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # with random weights no token means the end
+    stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # with random weights no token ends a text
     requests = [
         Request(
             encode(prompt),
@@ -181,12 +183,12 @@ def run(options: Options, console: Console) -> Result:
         for number, prompt in enumerate(options.prompts)
     ]
     for request in requests:
-        checked_request(request, config.vocab_size, config.max_position_embeddings)  # before the weights are loaded
+        checked_request(request, config.vocab_size, config.max_position_embeddings)  # raises before weights are loaded
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
     model = GptOss(config, source, options.dtype, options.device, max_positions=longest, console=console)
     cache = _cache_for(model, requests, options.page_size)
     with listen() as listener:
-        # Not timed, because listening makes calls slower, and the first call of a kernel may compile it.
+        # This first run is not timed, because recording makes calls slower, and the first call of a kernel may compile it.
         engine = Engine(model, cache, options.prefill_tokens, len(requests), console=console)
         with console.status("running every kernel once"):
             engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
@@ -213,8 +215,8 @@ def run(options: Options, console: Console) -> Result:
 
 
 def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, device: str) -> tuple[Config, TensorSource]:
-    """The configuration and tensors of a checkpoint, or of a preset with random tensors, which are created on the model's
-    device."""
+    """Returns the configuration and tensors of a checkpoint, or of a preset with random tensors. Random tensors are created on the
+    model's device."""
     if checkpoint is not None:
         return Config.from_directory(checkpoint), Checkpoint(checkpoint)
     config = preset(name) if layers is None else preset(name).with_layers(layers)
@@ -222,12 +224,12 @@ def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, 
 
 
 def _with_seed_plus(sampling: Sampling, number: int) -> Sampling:
-    """The same sampling parameters with ``number`` added to the seed, modulo int64."""
+    """Returns the sampling parameters with ``number`` added to the seed, with wrap-around in int64."""
     return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
 
 
 def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
-    """A cache with room for all requests at once."""
+    """Creates a cache that holds all requests at once."""
     pages = sum(-(-(len(request.prompt) + request.max_tokens) // page_size) for request in requests)
     return PagedKVCache(model.config, pages, page_size, model.dtype, model.device)
 

@@ -1,9 +1,10 @@
 """The divergence between the next-token distributions of two variants of a model with the same weights.
 
-Random weights make routing chaotic: experts are unrelated, the margin between the last selected expert and the next one is tiny,
-and one other expert changes a token's activations completely. So a rounding error of any size grows from layer to layer until every
-token has other experts. Two comparisons separate this effect from the variant's own error: a model with itself in chunks of another
-length, which differs by rounding only, and a variant with the experts of the first variant.
+Random weights make routing chaotic. The experts are unrelated, the margin between the last selected expert and the next one is
+tiny, and one different expert changes a token's activations completely. So a rounding error of any size grows from layer to layer,
+until every token has different experts. Two comparisons separate this effect from the variant's own error. The first compares a
+model with itself, run in chunks of another length: the results differ by rounding only. The second runs a variant with the experts
+that the first variant has selected.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from gpt_oss.batch import Piece, make_batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
 
-# Float32 logits [prompts * half, vocab_size] in host memory, and for each layer the top-k ids, int [prompts, half, top_k].
+# The results of `probe`: float32 logits [prompts * half, vocab_size] in host memory, and for each layer the top-k ids, int
+# [prompts, half, top_k].
 Probed = tuple[Tensor, list[Tensor]]
 
 
 def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
-    """The Kullback-Leibler divergence, in nats, of the distributions ``wanted`` from ``logits``, both ``[positions, vocab_size]``;
-    and the fraction of positions with the same most likely token."""
+    """Compares the next-token distributions of two tensors of logits, ``[positions, vocab_size]``.
+
+    Returns the mean and the largest Kullback-Leibler divergence of ``wanted`` from ``logits``, in nats, and the fraction of
+    positions with the same most likely token.
+    """
     p, q = (x.double().log_softmax(-1) for x in (wanted, logits))
     divergence = (p.exp() * (p - q)).sum(-1)
     same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean()
@@ -32,14 +37,14 @@ def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
 
 
 class _Routing:
-    """The operators, with the selected experts recorded, or replaced by given ones.
+    """A wrapper of the operators that records the selected experts, or replaces them by given ones.
 
     Args:
         ops: the operators.
-        given: for each layer the experts of each token, int ``[tokens, top_k]``; None lets routing choose.
+        given: for each layer the top-k ids to use, int ``[tokens, top_k]``; None to use the router's.
 
     Attributes:
-        chosen: for each layer the top-k ids that were used.
+        chosen: for each layer, the top-k ids that were used.
     """
 
     def __init__(self, ops: Any, given: Sequence[Tensor] | None) -> None:
@@ -67,13 +72,13 @@ def probe(
 
     Args:
         model: the model.
-        cache: has pages for the prompts, which are freed afterwards.
-        prompts: prompts of the same even number of tokens.
-        length: tokens per chunk; it divides half of that number.
-        given: for each layer the top-k ids of the second halves' tokens, in the format of the result; None lets routing select.
+        cache: a cache with enough free pages for the prompts. The pages are freed afterwards.
+        prompts: the prompts. All have the same even number of tokens.
+        length: number of tokens per chunk. It must divide half the length of a prompt.
+        given: for each layer the top-k ids of the second halves' tokens, in the format of the result; None to use the router's.
 
     Returns:
-        See `Probed`; for the second halves.
+        Logits and top-k ids of the second halves, see `Probed`.
     """
     count, half = len(prompts), len(prompts[0]) // 2
     held = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in prompts]

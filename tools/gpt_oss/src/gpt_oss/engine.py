@@ -1,12 +1,12 @@
-"""Continuous batching: requests come and go, and every step runs all ready tokens in one forward pass.
+"""Continuous batching: requests may join and finish at every step, and a step runs all ready tokens in one forward pass.
 
-A step takes the next token of every generating sequence, and prompt tokens of the others up to a budget. These chunks determine the
-kind of pass, see `gpt_oss.batch.Phase`. Requests start in the order in which they were added, each once there are free pages for
-its prompt and everything that it may generate. So no request that has started ever runs out of pages.
+A step takes the next token of every generating sequence, and prompt tokens of the other sequences up to a budget. These chunks
+determine the kind of pass, see `gpt_oss.batch.Phase`. Requests start in the order in which they were added. A request starts when
+there are enough free pages for its prompt and all tokens that it may generate. So a started request never runs out of pages.
 
-On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the previous one. The next pass
-does not need these tokens on the host, because tokens are passed on the device and lengths are known. Only the end of a text is
-detected one pass late: by then one further token has been computed, which is dropped.
+On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the previous pass. The next pass
+does not need these tokens on the host, because they are passed on the device and all lengths are known. Only the end of a text is
+detected one pass late. By then one more token has been computed, and this token is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import to_device
 from tokenspeed_kernel import Compilation, compilations
 
-# A sequence, and its tokens in a pass.
+# A sequence, and its input tokens in a pass.
 _Scheduled = tuple[Running, Sequence["int | None"]]
 
 DECODE_MODES = ("eager", "static", "graphs")
@@ -40,25 +40,25 @@ class Engine:
 
     Args:
         model: the model.
-        cache: its KV cache. The cache's size limits how many sequences run at a time.
-        prefill_tokens: the most prompt tokens per step; longer prompts are run in several steps.
-        max_sequences: the most sequences that run at a time.
-        decode: how decode passes are run. ``"graphs"``: captured into CUDA graphs now, in static buffers, and replayed;
-            ``"static"``: in static buffers, but launched from Python; ``"eager"``: like other passes. None means ``"graphs"`` on a
+        cache: the model's KV cache. Its size limits the number of sequences that run at a time.
+        prefill_tokens: the largest number of prompt tokens per step. Longer prompts run in several steps.
+        max_sequences: the largest number of sequences that run at a time.
+        decode: how decode passes run. ``"graphs"``: in static buffers, captured into CUDA graphs now and replayed later.
+            ``"static"``: in static buffers, but launched from Python. ``"eager"``: like other passes. None means ``"graphs"`` on a
             GPU, otherwise ``"eager"``.
-        overlap: whether a step launches a pass before it reads the tokens of the previous one, so that the device never waits for
-            the host. The step then returns the events of the previous pass. None: if there are graphs.
-        decode_sizes: the batch sizes of static decode passes, ascending; smaller batches are padded, larger ones run like other
-            passes. None: a default set up to ``max_sequences``.
+        overlap: whether a step launches a pass before it reads the tokens of the previous pass, so that the device never waits for
+            the host. The step then returns the events of the previous pass. None means True if decode passes are graphs.
+        decode_sizes: the batch sizes of static decode passes, ascending. Smaller batches are padded to the next size. Batches that
+            are larger than all sizes run like other passes. None means default sizes up to ``max_sequences``.
         console: shows the progress of capturing; None shows none.
 
     Attributes:
         steps: the number of forward passes, by phase.
-        decoder: runs decode passes; None if they are run like the others.
+        decoder: the object that runs decode passes; None if decode passes run like other passes.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
-        RuntimeError: a pass cannot be captured; the message says why.
+        RuntimeError: a pass cannot be captured. The message has the reason.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Engine:
         sizes = _checked_sizes(batch_sizes(max_sequences) if decode_sizes is None else decode_sizes)
         self.decoder = None if decode == "eager" else Decoder(model, cache, sizes, decode == "graphs", console)
         self.steps = dict.fromkeys(Phase, 0)
-        # The rest of the state, with the allocator's free pages. All of it is replaced, never changed in place; see `step`.
+        # These tuples and the allocator's free pages are the state that `step` changes. `step` replaces them, and never changes
+        # them in place.
         self._waiting: tuple[tuple[int, Request], ...] = ()
         self._running: tuple[Running, ...] = ()
         self._added = 0
@@ -98,12 +99,12 @@ class Engine:
 
     @property
     def compilations(self) -> list[Compilation]:
-        """The programs that this process has compiled since the engine was made: each made a request wait."""
+        """The programs that this process has compiled since the engine was created. A request waited for each of them."""
         return compilations(self._compiled_before)
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
+        """Whether no request is waiting or running."""
         return not self._waiting and not self._running
 
     def add(self, request: Request) -> int:
@@ -121,25 +122,26 @@ class Engine:
         return self._queue([self._checked(request)])[0]
 
     def cancel(self, number: int) -> None:
-        """Drops a request and frees its pages. Unknown numbers and those of finished requests are ignored."""
+        """Drops a request and frees its pages. Does nothing if the number is unknown or its request has finished."""
         self._drop([number])
 
     def step(self) -> list[Event]:
-        """Launches one forward pass, if any request waits or runs, and returns the tokens that it generated; or those of the
-        previous pass if passes overlap.
+        """Launches one forward pass, if any request is waiting or running, and returns the tokens that the pass generated. If
+        passes overlap, returns the tokens of the previous pass.
 
-        If `step` raises, whatever the reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing:
-        no request has started, advanced or finished, and no page was allocated or freed. The only remains may be keys and values in
-        cache slots that no request counts as filled; the next pass writes these before it reads them. So step again, or cancel
-        requests first and then step: every request gets the same tokens as without the failure.
+        If `step` raises for any reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing: no
+        request has started, advanced or finished, and no page was allocated or freed. The failed pass may have written keys and
+        values to cache slots that no request counts as filled. The next pass overwrites these slots before it reads them. So the
+        caller may call `step` again, or cancel requests before: every request gets the same tokens as without the failure.
 
-        Two limits. A GPU whose context is lost after an error, as after an illegal memory access, runs nothing more in this
-        process. And if an interrupt arrives after `step` has ended but before the caller has the events, the step has happened.
+        There are two limits. If an error such as an illegal memory access has destroyed the GPU's context, this process cannot use
+        the GPU any more. If an interrupt arrives after `step` has ended, but before the caller has the events, the step has
+        happened.
 
         Raises:
-            OutOfPages: nothing runs, and the first waiting request cannot start because pages are allocated outside of the engine.
+            OutOfPages: no request runs, and the first waiting request cannot start because other code has allocated the pages.
         """
-        # First everything that can fail. It reads the state and does not change it.
+        # The first lines do everything that can fail. They read the state, and do not change it.
         before, pool = self._in_flight, self.cache.allocator
         waiting, running, free_pages = self._admitted()
         scheduled = self._scheduled(running)
@@ -151,20 +153,20 @@ class Engine:
         read, in_flight = (before, launched) if self.overlap else (launched, None)
         events = [] if read is None else _events(read, running)
         running, free_pages = _told(running, events, free_pages)
-        # Then the change: attributes are assigned, nothing is called. Python handles signals only at calls and loop iterations, so
-        # even an interrupt sees either none or all of these assignments.
+        # Then the state changes. The next line assigns attributes and calls nothing. Python handles signals only at calls and loop
+        # iterations, so an interrupt happens either before or after all of these assignments.
         self._waiting, self._running, self._in_flight, self.steps, pool.free_pages = waiting, running, in_flight, steps, free_pages
         return events
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Queues requests and yields tokens as they are generated until nothing is left to do.
 
-        Tokens of requests that were queued before are yielded too. If the iterator is closed early, or a step raises, the requests
-        that it queued are cancelled; those queued before stay. The events of the current step that have not been yielded by then
+        Tokens of requests that were queued earlier are yielded, too. If the iterator is closed early or a step raises, the requests
+        of this call are cancelled; requests that were queued earlier stay. Events of the current step that have not been yielded
         are lost.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`; none has been queued then.
+            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been queued.
         """
         checked = self._all_checked(requests)
         numbers = range(self._added, self._added + len(checked))
@@ -181,12 +183,12 @@ class Engine:
         If a step or ``on_event`` raises, the requests are cancelled and the engine is idle again.
 
         Args:
-            requests: what to run.
+            requests: the requests to run.
             on_event: called with each token as it is generated.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`; none has been started then.
-            RuntimeError: the engine is not idle. The tokens of its other requests would be lost.
+            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been started.
+            RuntimeError: the engine is not idle. The tokens of the other requests would be lost.
         """
         if not self.idle:
             raise RuntimeError("generate needs an idle engine; with requests under way use add and step, or stream")
@@ -240,26 +242,27 @@ class Engine:
     # -- computations of a step, which do not change the engine ---------------------------------------------------------------
 
     def _pages_needed(self, request: Request) -> int:
-        # The last token is only output, so it needs no cache slot.
+        # The last generated token is never an input, so it needs no cache slot.
         return self.cache.allocator.pages_for(len(request.prompt) + request.max_tokens - 1)
 
     def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[Running, ...], tuple[int, ...]]:
-        """The waiting requests, the running ones, and the free pages, after all requests that can start have started."""
+        """Returns the waiting requests, the running ones, and the free pages, as they are after all requests that can start have
+        started."""
         allocator = self.cache.allocator
         running, free_pages = list(self._running), allocator.free_pages
         started = 0
         for number, request in self._waiting:
             needed = self._pages_needed(request)
-            # A later, smaller request does not overtake, because that could starve a large one.
+            # A later, smaller request must not start first, because a large request could then wait for ever.
             if len(running) >= self.max_sequences or (needed > len(free_pages) and running):
                 break
-            pages, free_pages = allocator.choose(needed, free_pages)  # raises if waiting would not help
+            pages, free_pages = allocator.choose(needed, free_pages)  # raises if no running request can free pages
             running.append(Running(number, request, pages))
             started += 1
         return self._waiting[started:], tuple(running), free_pages
 
     def _scheduled(self, running: Iterable[Running]) -> list[_Scheduled]:
-        """The sequences of the next pass, and the tokens of each."""
+        """Returns the sequences of the next pass, and the input tokens of each."""
         budget = self.prefill_tokens
         scheduled = []
         for sequence in running:
@@ -278,7 +281,7 @@ class Engine:
         decoder, decodes = self.decoder, all(sequence.generated for sequence, _ in scheduled)
         if decoder is not None and decodes and len(scheduled) <= decoder.sizes[-1]:
             return Phase.DECODE, decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
-        # A token in flight is 0 until it is copied on the device.
+        # A token in flight is 0 in the batch. `_feed` then copies the token on the device.
         pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
         ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
         ops = self.model.ops
@@ -293,7 +296,7 @@ class Engine:
         return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
 
     def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
-        """Copies tokens in flight to their positions in a pass's input."""
+        """Copies tokens in flight, on the device, to their positions in a pass's input."""
         numbers, places, place = [], [], 0
         for sequence, its in scheduled:
             if its[0] is None:
@@ -316,19 +319,19 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _launched_of(running: Iterable[Running], scheduled: Iterable[_Scheduled]) -> tuple[Running, ...]:
-    """The sequences after a pass over the scheduled tokens has been launched."""
+    """Returns the state of the sequences after a pass over the scheduled tokens has been launched."""
     lengths = {sequence.number: len(tokens) for sequence, tokens in scheduled}
     return tuple(s.after(lengths[s.number]) if s.number in lengths else s for s in running)
 
 
 def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
-    """The tokens that a pass generated for the sequences that still run. Waits for the pass."""
+    """Waits for a pass, and returns the tokens that the pass generated for sequences that are still running."""
     requests = {sequence.number: sequence.request for sequence in running}
     tokens, logits = flight.tokens(), flight.logits()
     events = []
     for row, ((number, index), token) in enumerate(zip(flight.rows, tokens, strict=True)):
         request = requests.get(number)
-        if request is None:  # cancelled, or stopped by the token before
+        if request is None:  # the request was cancelled, or its previous token was a stop token
             continue
         reason = "stop" if token in request.stop_tokens else "length" if index + 1 == request.max_tokens else None
         shown = logits[row] if logits is not None and request.keep_logits else None
@@ -339,7 +342,7 @@ def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
 def _told(
     running: Iterable[Running], events: Iterable[Event], free_pages: tuple[int, ...]
 ) -> tuple[tuple[Running, ...], tuple[int, ...]]:
-    """The sequences that still run after these events, and the free pages."""
+    """Returns the sequences that are still running after these events, and the free pages."""
     given = {event.request: event for event in events}
     remaining, finished = [], []
     for sequence in running:
@@ -354,5 +357,5 @@ def _told(
 
 
 def _with_pages_of(sequences: Iterable[Running], free_pages: tuple[int, ...]) -> tuple[int, ...]:
-    """The free pages, and the pages of these sequences."""
+    """Returns the free pages together with the pages of these sequences."""
     return (*free_pages, *(page for sequence in sequences for page in reversed(sequence.pages)))

@@ -1,9 +1,9 @@
 """An expert-parallel model: each GPU has some experts of every layer, and some attention heads.
 
-With few tokens, every rank has all tokens: it runs its local experts for them, and a sum over ranks follows. With many tokens, each
-rank has a slice of the tokens between one attention and the next: `reduce_scatter` gives it the sums of its tokens, `moe_dispatch`
-sends each token to the ranks of its experts, `moe_combine` returns the results, and `all_gather` concatenates the tokens for the
-next layer's attention.
+With few tokens, every rank has all tokens. Each rank runs its local experts for all tokens, and a sum over ranks follows. With many
+tokens, each rank has a slice of the tokens between one attention and the next. `reduce_scatter` sums attention's partial results
+and gives each rank its slice. `moe_dispatch` sends each token to the ranks of its experts. `moe_combine` returns the results.
+`all_gather` concatenates the tokens for the next layer's attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpt_oss.shards import ShardedGptOss, filled, slices_of
 
 
 class ExpertParallelGptOss(ShardedGptOss):
-    """One rank's heads and experts. It runs like the whole model; every rank must run the same batches in the same order. See
-    `ShardedGptOss`.
+    """One rank's attention heads and experts. The shard is used like a whole model, but every rank must run the same batches in the
+    same order. See `ShardedGptOss`.
 
     Attributes:
-        dispatched_tokens: batches of at least this many tokens are dispatched to the ranks of their experts.
+        dispatched_tokens: for batches of at least this many tokens, each token is sent to the ranks of its experts.
     """
 
     whole_experts = True
@@ -32,7 +32,7 @@ class ExpertParallelGptOss(ShardedGptOss):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Maps global expert ids to this rank's local ids; -1, which is skipped, for experts of other ranks.
+        # Maps global expert ids to this rank's local ids. Experts of other ranks map to -1, which `moe_apply` skips.
         count, rank = self.config.num_local_experts, self.group.rank
         numbers = torch.arange(-rank * count, (self.group.world_size - rank) * count)
         self._own = torch.where((numbers >= 0) & (numbers < count), numbers, -1).int().to(self.device)
@@ -59,7 +59,7 @@ class ExpertParallelGptOss(ShardedGptOss):
     def _run_dispatched(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs a layer on tokens that every rank has; router and experts run on each rank's slice of the tokens."""
+        """Runs a layer on tokens that every rank has. The router and the experts run on each rank's slice of the tokens."""
         ops, group, tokens = self.ops, self.group, len(hidden)
         product, residual = self._attend(layer, hidden, residual, batch, caches)
         count = -(-tokens // group.world_size)
@@ -70,6 +70,6 @@ class ExpertParallelGptOss(ShardedGptOss):
         experts = group.world_size * self.config.num_local_experts
         rows, row_weights, row_ids = ops.moe_dispatch(normed, weights, ids, experts, group)
         made = ops.moe_apply(rows, layer.experts, row_weights, row_ids, layer.plan)
-        # Added here, so that one tensor is gathered.
+        # The residual stream is added here, so that only one tensor must be gathered.
         combined = ops.moe_combine(made, row_ids, group).add_(total)
         return ops.all_gather(combined, group)[:tokens], None

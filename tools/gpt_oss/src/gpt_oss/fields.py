@@ -1,7 +1,7 @@
 """Validation of the fields of requests, configurations and options, and the errors for invalid values.
 
-The rules are strict, so that a mistake is reported where it is made. An int is a Python int: a bool is not an int here, nor is a
-float, a NumPy scalar or a tensor. A number is a Python int or float. Every message has the form
+The rules are strict, so that a mistake is reported where it is made. An int is a Python int; bools, floats, NumPy scalars and
+tensors are not accepted. A number is a Python int or float. Every message has the form
 ``<field> must be <what it may be>, got <what it was>``.
 """
 
@@ -20,13 +20,13 @@ SMALLEST, LARGEST = 1e-37, 1e38
 
 
 def describe(value: object, with_type: bool = False) -> str:
-    """A value for an error message: shortened, and tensors by dtype and shape."""
+    """Formats a value for an error message. Long values are shortened; a tensor is described by dtype and shape."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
         return f"a tensor of {dtype_name(value.dtype)} and shape {list(value.shape)}"
     if isinstance(value, int) and value.bit_length() > 128:
-        text = f"an int of {value.bit_length()} bits"  # Python refuses to print the very long ones
+        text = f"an int of {value.bit_length()} bits"  # Python refuses to print very long ints
     else:
         text = _shortened(value)
     return f"{text} ({type(value).__name__})" if with_type else text
@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _shortened(value: object) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # the value's own __repr__ failed, which must not hide the actual error
+    except Exception:  # a failing __repr__ of the value must not hide the actual error
         return "an object that cannot be printed"
 
 
@@ -48,9 +48,9 @@ class Field:
     """The valid values of a field.
 
     Attributes:
-        expected: the required value, in the message's words.
-        has_type: whether a value is of the right type; if not, the error is a TypeError.
-        fits: whether a value of the right type is allowed; if not, the error is a ValueError.
+        expected: description of the valid values, for messages.
+        has_type: function that returns whether a value has the right type. If not, the error is a TypeError.
+        fits: function that returns whether a value of the right type is valid. If not, the error is a ValueError.
     """
 
     expected: str
@@ -66,7 +66,7 @@ class Field:
         return None
 
     def check(self, name: str, value: object) -> None:
-        """Raises TypeError or ValueError, which names the field, for an invalid value."""
+        """Raises TypeError or ValueError for an invalid value. The message names the field."""
         problem = self.problem(name, value)
         if problem is not None:
             raise problem
@@ -77,30 +77,30 @@ def is_int(value: object) -> bool:
 
 
 def integer(low: int, high: int | None = None) -> Field:
-    """An int from ``low`` to ``high``, both included; without an upper bound if ``high`` is None."""
+    """A field for an int from ``low`` to ``high``, both included. If ``high`` is None, there is no upper bound."""
     if high is None:
         return Field(f"an int of at least {low}", is_int, lambda value: value >= low)
     return Field(f"an int from {low} to {high}", is_int, lambda value: low <= value <= high)
 
 
 def number(low: float, high: float = LARGEST) -> Field:
-    """An int or a float from ``low`` to ``high``, both included: never NaN or an infinity."""
+    """A field for an int or a float from ``low`` to ``high``, both included. NaN and infinities are invalid."""
     expected = f"a number from {low:g} to {high:g}"
     return Field(expected, lambda value: is_int(value) or isinstance(value, float), lambda value: low <= value <= high)
 
 
 def one_of(*allowed: str) -> Field:
-    """One of these strings."""
+    """A field for one of these strings."""
     return Field(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str), lambda value: value in allowed)
 
 
 def instance(cls: type) -> Field:
-    """An object of a class."""
+    """A field for an object of a class."""
     return Field(f"a {cls.__name__}", lambda value: isinstance(value, cls))
 
 
 def optional(field: Field) -> Field:
-    """None, or a valid value of another field."""
+    """A field for None, or for a valid value of another field."""
     return Field(
         f"{field.expected} or None",
         lambda value: value is None or field.has_type(value),

@@ -20,12 +20,12 @@ from tokenspeed_kernel import (
     why_unreachable,
 )
 
-_PREFERRED = 19  # the highest priority
+_PREFERRED = 19  # the highest priority that a kernel can have
 
 
 @dataclass
 class Heard:
-    """An operator that was called, and the selected kernel.
+    """The calls of an operator for which one kernel was selected.
 
     Attributes:
         explanation: the selection of the first such call.
@@ -46,7 +46,7 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """Why this kernel was selected and the others were not, in short. The explanation has the full reasons."""
+        """A short reason why this kernel was selected and the others were not. The explanation has the full reasons."""
         verdicts = self.explanation.verdicts
         if self.explanation.chosen is None:
             return self.explanation.problem
@@ -68,8 +68,8 @@ class Heard:
         }
 
     def _within_packages(self, value: Any) -> Any:
-        """The same value, with source files of kernel declarations shortened to paths within their packages, so that results do not
-        show installation folders."""
+        """Returns the value with shortened source files of kernel declarations. The paths begin at their packages, so that results
+        do not show installation folders."""
         if isinstance(value, dict):
             return {key: self._within_packages(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -98,7 +98,7 @@ class Listener:
         return run
 
     def heard(self) -> list[Heard]:
-        """One entry per pair of operator and kernel, sorted by name."""
+        """Returns one entry per pair of operator and kernel, sorted by name."""
         return [self._heard[key] for key in sorted(self._heard)]
 
 
@@ -135,7 +135,7 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
     Raises:
         ValueError: a named kernel does not exist.
     Warns:
-        UserWarning: no call in this process can select a named kernel, because of the platform, say.
+        UserWarning: no call in this process can select a named kernel, for example because of the platform.
     """
     registry = KernelRegistry.get()
     unknown = sorted(set(names) - {spec.name for spec in registry.list_kernels()})
@@ -145,7 +145,7 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
     for spec, _ in declared:
         why = why_unreachable(spec.name, spec.operator, current_platform(), by_name=False)
         if why is not None:
-            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows the same text once
+            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows each text once
 
     def replaced(priority: int | None) -> None:
         for spec, implementation in declared:

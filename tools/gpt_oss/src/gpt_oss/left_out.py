@@ -1,10 +1,10 @@
 """Measures how much shorter a pass is without the calls of one kernel.
 
 Kernels overlap (PDL): a kernel starts and loads weights before the preceding one has ended. So the isolated times of kernels
-(`gpt_oss.breakdown`) do not add up to the time of a pass. The time by which a pass is shorter without a kernel is the most that
-optimising this kernel can gain. The kernel's results are replaced by those of an earlier pass, so that all other kernels do the
-same work. In-place changes by the kernel are omitted: this changes values, and so possibly the selected experts, but not their
-number.
+(`gpt_oss.breakdown`) do not add up to the time of a pass. Optimising a kernel can make a pass shorter by at most the time that
+leaving out the kernel saves. Results of an earlier pass replace the results of the kernel, so that all other kernels do the same
+work. Only the kernel's in-place changes are missing. This changes values, and so possibly which experts are selected, but not how
+many.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LeftOut:
     Attributes:
         operator: the operator.
         kernel: the kernel's name.
-        calls: calls per pass.
-        microseconds: how much shorter the pass is without all these calls.
+        calls: number of calls per pass.
+        microseconds: the time that leaving out all these calls saves, in microseconds.
     """
 
     operator: str
@@ -38,12 +38,13 @@ class LeftOut:
 
 
 def leave_out(forward: Callable[[], Any], device: torch.device) -> tuple[float, list[LeftOut]]:
-    """Times a pass, and for each of its kernels the same pass without it.
+    """Times a pass, and times the pass again without each of its kernels.
 
-    If several ranks run a pass together, each must call this; all ranks leave out the same kernel at a time.
+    If several ranks run a pass together, each rank must call this function. All ranks leave out the same kernel at the same time.
 
     Args:
-        forward: launches the pass, which must be capturable. It runs repeatedly, so its outputs must not matter.
+        forward: function that launches the pass. A CUDA graph must be able to capture it. The pass runs repeatedly, so its outputs
+            must not matter.
         device: a GPU.
 
     Returns:
@@ -74,7 +75,7 @@ def leave_out(forward: Callable[[], Any], device: torch.device) -> tuple[float, 
 
 
 def _key(call: Any) -> tuple[str, str] | None:
-    """Operator and kernel; None for a composed operator, whose parts are recorded separately."""
+    """Returns a call's operator and kernel; None for a composed operator, because its parts are recorded separately."""
     operator = f"{call.family}.{call.mode}"
     composed = KernelRegistry.get().get_by_name(call.kernel, operator).solution == "composed"
     return None if composed else (operator, call.kernel)
@@ -91,7 +92,7 @@ def _without(forward: Callable[[], Any], left_out: tuple[str, str], results: lis
 
 
 def _microseconds(forward: Callable[[], Any], device: torch.device) -> float:
-    """The microseconds of a pass in a graph, averaged over consecutive replays."""
+    """Measures the microseconds of a pass in a graph, averaged over consecutive replays."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward()

@@ -1,6 +1,6 @@
-"""The tensors of a model, from a Hugging Face checkpoint or random, under Hugging Face's names.
+"""The tensors of a model, with Hugging Face's names: from a Hugging Face checkpoint, or random.
 
-Both sources are read one tensor at a time, so that a model is never in memory twice. Both can be saved as a checkpoint.
+Tensors of both sources are read one at a time, so that a model is never in memory twice. Both sources can be saved as a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gpt_oss.transfer import Upload
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LISTED = 12  # the most tensors that an error names per kind of problem
+_LISTED = 12  # an error names at most this many tensors per kind of problem
 
-# safetensors' names of the dtypes that weights may have, and of some unsupported ones.
+# PyTorch's names of dtypes, by safetensors' names: dtypes that weights may have, and some unsupported ones.
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -47,7 +47,7 @@ _PACKED_DTYPES = ("uint8",)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or whose tensors are not those of its configuration. The message names the tensors."""
+    """A checkpoint cannot be read, or its tensors do not match its configuration. The message names the tensors."""
 
 
 class TensorSource(Protocol):
@@ -57,14 +57,14 @@ class TensorSource(Protocol):
         """The shape of each tensor, by name. Reads no tensor."""
 
     def dtypes(self) -> Mapping[str, str]:
-        """The dtype of each tensor, by name, spelled as PyTorch does: ``"bfloat16"``. Reads no tensor."""
+        """The dtype of each tensor, by name, in PyTorch's spelling: ``"bfloat16"``. Reads no tensor."""
 
     def get(self, name: str) -> Tensor:
-        """One tensor, in its stored dtype."""
+        """Returns one tensor, in its stored dtype."""
 
 
 def from_files(source: TensorSource) -> bool:
-    """Whether a source's tensors are read from files, so that reading ahead pays off."""
+    """Whether a source reads its tensors from files, so that reading ahead saves time."""
     return bool(getattr(source, "from_files", False))
 
 
@@ -76,8 +76,8 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a model's tensors in a checkpoint.
 
     Dense experts are stored ``[experts, inputs, outputs]``. MXFP4 experts are stored ``[experts, outputs, inputs]``, in blocks of
-    32 elements (16 bytes) along the inputs, with one scale byte per block. In both, gate and up are interleaved along the outputs
-    of ``gate_up_proj``.
+    32 elements (16 bytes) along the inputs, with one scale byte per block. In both formats, gate and up are interleaved along the
+    outputs of ``gate_up_proj``.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
@@ -111,7 +111,8 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def reading_order(config: Config) -> list[str]:
-    """The names of a model's tensors in approximately the order in which a model reads them: output matrix and final norm last."""
+    """Returns the names of a model's tensors in approximately the order of reading. The output matrix and the final norm are
+    last."""
     late = ("model.norm.weight", "lm_head.weight")
     names = expected_tensors(config)
     return [*(name for name in names if name not in late), *(name for name in late if name in names)]
@@ -159,7 +160,7 @@ class Checkpoint:
     """The tensors of a directory with ``model.safetensors``, or with shards and their index.
 
     Raises:
-        CheckpointError: the directory has neither, a file is missing or unreadable, or the index and the shards disagree.
+        CheckpointError: the directory has no tensors, a file is missing or unreadable, or the index and the shards disagree.
     """
 
     from_files = True
@@ -209,14 +210,14 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def read(self, name: str, upload: Upload | None = None) -> Tensor:
-        """Reads one tensor into new memory. This is faster than `get`, which returns a mapped file that is read page by page.
+        """Reads one tensor into new memory. This is faster than `get`, which maps the file, so that it is read page by page.
 
         Args:
             name: the tensor's name.
-            upload: copies the tensor to a device while it is read; without it the tensor is in host memory.
+            upload: copies the tensor to a device while the file is read. None: the tensor stays in host memory.
 
         Raises:
-            CheckpointError: the file ends before the tensor does.
+            CheckpointError: the file is too short for the tensor.
         """
         file = self._file_of[name]
         path = self.directory / file
@@ -243,16 +244,16 @@ class Checkpoint:
         return held.view(getattr(torch, dtype)).view(shape)
 
     def get_part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
-        """The slices ``start`` to ``stop - 1`` of one tensor along an axis. Only these are read."""
+        """Returns the slices ``start`` to ``stop - 1`` of one tensor along an axis. Reads only these slices."""
         whole = self._files[self._file_of[name]].get_slice(name)
         part: Tensor = whole[(*[slice(None)] * axis, slice(start, stop))]
         return part
 
 
 def _entries_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """The dtype and shape of each tensor of a safetensors file, and the range of its bytes.
+    """Returns the dtype, the shape and the range of bytes of each tensor in a safetensors file.
 
-    A file begins with the length of its header in 8 bytes, then the header in JSON; offsets are relative to the header's end.
+    The first 8 bytes of a file are the length of its header. The header follows, in JSON. Offsets count from the header's end.
     """
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -266,7 +267,7 @@ def _entries_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
 
 
 class RandomTensors:
-    """Random tensors of a configuration's shapes. The same seed gives the same tensors, in any order of reading.
+    """Random tensors with the shapes of a configuration. The same seed gives the same tensors, in any order of reading.
 
     The standard deviation of a matrix is one over the square root of its number of inputs, so that activations keep their magnitude
     through many layers. MXFP4 experts are random e2m1 values with scales that give the same deviation.
@@ -275,7 +276,7 @@ class RandomTensors:
         config: the model's configuration.
         seed: seed of the random generator; any int.
         dtype: dtype of all tensors except the MXFP4 ones; floating point.
-        device: the device on which they are created. The values differ between device types.
+        device: the device on which the tensors are created. The values differ between device types.
         bias: standard deviation of biases.
 
     Raises:
@@ -306,7 +307,7 @@ class RandomTensors:
 
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        # 32 bits, because the CPU generator ignores the upper bits of a longer seed.
+        # The seed has 32 bits, because the CPU generator ignores the upper bits of a longer seed.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
 
         def normal(scale: float, mean: float = 0.0) -> Tensor:
@@ -328,7 +329,7 @@ class RandomTensors:
             return normal(0.5)
         if name == "model.embed_tokens.weight":
             return normal(1.0)
-        inputs = shape[1]  # of dense experts [experts, inputs, outputs] as of matrices [outputs, inputs]
+        inputs = shape[1]  # for dense experts, [experts, inputs, outputs], and for matrices, [outputs, inputs]
         return normal(1 / math.sqrt(inputs))
 
 
@@ -339,10 +340,10 @@ def save_checkpoint(directory: str | Path, config: Config, source: TensorSource,
         directory: the target; created if it does not exist.
         config: the configuration, written as ``config.json``.
         source: the tensors.
-        shard_bytes: a new file is started once a file has this many bytes; None writes a single file.
+        shard_bytes: when a file has this many bytes, a new file is started; None writes a single file.
 
     Raises:
-        TypeError, ValueError: shard_bytes is not an int of at least 1; nothing has been written then.
+        TypeError, ValueError: shard_bytes is not an int of at least 1. In this case nothing has been written.
     """
     optional(COUNT).check("shard_bytes", shard_bytes)
     target = Path(directory)

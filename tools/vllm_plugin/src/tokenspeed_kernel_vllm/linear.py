@@ -1,4 +1,4 @@
-"""Unquantised linear layers, by the core's `mm`."""
+"""Unquantised linear layers that use the core's `mm`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUTER = ".mlp.router"
 
 
 class Linear(UnquantizedLinearMethod):
-    """vLLM's method with the GEMM replaced by the core's `mm`, whose kernel is selected by the number of tokens."""
+    """vLLM's method of unquantised linear layers, with the core's `mm` as the GEMM. The number of tokens determines the kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class Linear(UnquantizedLinearMethod):
         """Keeps the weight as loaded. vLLM's own method would pack it on a CPU."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ layer.weight.T + bias``.
+        """Computes ``x @ layer.weight.T + bias``.
 
         Args:
-            layer: its ``weight`` is ``[out_features, in_features]``.
+            layer: the layer, with ``weight`` ``[out_features, in_features]``.
             x: ``[..., in_features]`` of the weight's dtype.
             bias: ``[out_features]``.
 
@@ -38,7 +38,7 @@ class Linear(UnquantizedLinearMethod):
         """
         weight: Any = layer.weight
         product: Tensor = self.ops.mm(x.flatten(0, -2), weight.t(), bias=bias)
-        # Not `len(weight)`: PyTorch 2.11 cannot trace it for vLLM's parameter class.
+        # `len(weight)` would not do: PyTorch 2.11 cannot trace it for vLLM's parameter class.
         return product.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -1,4 +1,4 @@
-"""RMS norms by the core's kernel, as a provider of vLLM's IR. vLLM uses it if its option ``--ir-op-priority`` names it.
+"""RMS norms of the core, as a provider of vLLM's IR. vLLM uses the provider if the option ``--ir-op-priority`` names it.
 
 Importing this module registers the provider, which has no effect by itself.
 """
@@ -18,7 +18,7 @@ _INSTALLED = core_is_there()
 
 
 def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    """Whether the call is supported: the whole row is normalised, and multiplied by a weight of its dtype."""
+    """Whether the call is supported: the whole row is normalised, and multiplied by a weight of the same dtype."""
     return weight is not None and weight.dtype == x.dtype and variance_size is None and x.stride(-1) == 1
 
 
@@ -41,10 +41,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
         x: ``[..., hidden]``.
         weight: ``[hidden]`` of x's dtype.
         epsilon: added to the mean of squares.
-        variance_size: None.
+        variance_size: must be None.
 
     Returns:
-        A tensor like x.
+        The result, with shape and dtype of x.
     """
     out: Tensor = _rmsnorm(x, weight, epsilon)
     return out
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norm of x plus the residual, and that sum. See `rms_norm`."""
+    """Adds the residual to x. Returns the norm of the sum, and the sum. See `rms_norm`."""
     out, total = _rmsnorm(x, weight, epsilon, residual=x_residual)
     return out, total
 

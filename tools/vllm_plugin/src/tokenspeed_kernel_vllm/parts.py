@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from tokenspeed_kernel_base.installation import wrong_distributions
 from tokenspeed_kernel_vllm.settings import Settings, core_is_there
 
-# A child of vLLM's logger, so that its logging settings apply here too.
+# The logger is a child of vLLM's logger, so that vLLM's logging settings apply here, too.
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
@@ -37,7 +37,7 @@ def register_parts(settings: Settings) -> None:
             continue
         try:
             add()
-        except (ImportError, AttributeError, TypeError) as error:  # raised by a moved or changed hook
+        except (ImportError, AttributeError, TypeError) as error:  # a moved or changed hook raises one of these
             import vllm
 
             logger.error("tokenspeed_kernel_vllm: no %s, because a hook of vLLM %s is missing: %s", name, vllm.__version__, error)
@@ -47,7 +47,8 @@ def _register_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
-    # vLLM receives a name and imports the class when a layer needs it. Importing it here makes a failure visible now.
+    # vLLM gets the name of the class, and imports the class when a layer needs it. Importing the module here makes a failure
+    # visible now.
     import_module(BACKEND.rpartition(".")[0])
     taken = custom.get_path() if custom.is_overridden() else BACKEND
     if taken != BACKEND:
@@ -81,12 +82,12 @@ def _register_dense_experts() -> None:
 
 
 def _register_norms() -> None:
-    # Importing it registers it, once per process.
+    # Importing the module registers the norms, once per process.
     import_module("tokenspeed_kernel_vllm.norms")
 
 
 def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
-    """Replaces vLLM's class of that name with ours, unless another replacement is registered."""
+    """Replaces vLLM's class with this name by ours, unless another replacement is registered."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     if name not in op_registry_oot:

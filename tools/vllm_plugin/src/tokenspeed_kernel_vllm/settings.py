@@ -1,4 +1,4 @@
-"""The switches of this package: environment variables, because vLLM passes these on to all of its processes."""
+"""The switches of this package. They are environment variables, because vLLM passes these on to all of its processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
-    """The powers of 2 below ``most``, and ``most``.
+    """Yields the powers of 2 below ``most``, and ``most``.
 
     >>> list(sizes_up_to(12))
     [1, 2, 4, 8, 12]
@@ -30,11 +30,13 @@ def sizes_up_to(most: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def warming(what: str) -> Iterator[None]:
-    """Logs the duration of its block, which is most of the start-up time that this package adds to vLLM, and how many programs were
-    compiled in it. The compile policy applies: if it forbids compiling, a program that no pack has ends vLLM's start.
+    """Logs the duration of its block, and the number of programs that the block compiled.
+
+    Warm-up is most of the start-up time that this package adds to vLLM. The compile policy applies: if it forbids compiling and no
+    pack has a program, vLLM does not start.
 
     Args:
-        what: the name of what is warmed up.
+        what: the name of the warmed-up layers, for the log.
     """
     begun, before = time.perf_counter(), len(compilations())
     yield

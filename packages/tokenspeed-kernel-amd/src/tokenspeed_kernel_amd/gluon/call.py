@@ -138,7 +138,7 @@ class Call:
     """The kernels' arguments, with defaults and outputs filled in. `called` creates it.
 
     Attributes:
-        q, k_cache, v_cache: with contiguous rows.
+        q, k_cache, v_cache: the operator's tensors, with contiguous rows.
         cu_seqlens_q: None if every sequence has exactly max_seqlen_q new tokens.
         max_seqlen_q: the operator's, at most the number of tokens in the batch.
         scale, cap: see `score_scaling`.

@@ -39,8 +39,8 @@ class Router(NamedTuple):
 
     Attributes:
         logits: [tokens, experts], rows contiguous.
-        scaling: multiplies the weights.
-        routing: how.
+        scaling: factor by which the weights are multiplied.
+        routing: the rule by which experts are chosen.
     """
 
     logits: Tensor

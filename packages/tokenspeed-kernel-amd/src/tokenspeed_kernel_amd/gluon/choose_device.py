@@ -60,8 +60,8 @@ def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
 
     Args:
         logits: points to the first token's logits; rows are ``stride`` apart.
-        tokens: that there are.
-        scaling: multiplies the weights.
+        tokens: number of tokens.
+        scaling: factor by which the weights are multiplied.
         routing: see `few`.
 
     Returns:

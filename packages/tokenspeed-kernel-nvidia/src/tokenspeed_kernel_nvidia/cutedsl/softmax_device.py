@@ -134,12 +134,12 @@ def softmax_step(
     lazy: cutlass.Constexpr[float],
     lift: cutlass.Constexpr[float] = 0.0,
 ):
-    """The exponentials of a further block of keys (online softmax).
+    """Computes the exponentials of a further block of keys (online softmax).
 
     Args:
-        scale: of the scores; a pair if this thread's two rows have different scales.
+        scale: factor of the scores; a pair if this thread's two rows have different scales.
         lazy: log2 of how far exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling).
-        lift: as of `softmax_first`.
+        lift: as for `softmax_first`.
 
     Returns:
         whether any of this thread's maxima grew by more than ``lazy``; for each row, the rescale factor of its earlier accumulator;

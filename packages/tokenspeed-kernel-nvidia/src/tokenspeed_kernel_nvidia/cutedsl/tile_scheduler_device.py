@@ -71,8 +71,8 @@ class Raster:
     Attributes:
         step: see `own_indices`.
         m, n: the result's rows and columns.
-        rows, columns: of a tile.
-        band: rows of tiles of a band; the last band may have fewer.
+        rows, columns: numbers of rows and columns of a tile.
+        band: number of rows of tiles in a band; the last band may have fewer.
     """
 
     step: Int32

@@ -39,7 +39,7 @@ class FlashInferWeights(MoEWeights, Resource):
 
     Attributes:
         alpha, beta, limit: float32 ``[experts]``, or all None for the plain activation.
-        hidden_size: of a token as the kernels see it, padding included.
+        hidden_size: number of elements of a token as the kernels read it, padding included.
     """
 
     alpha: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Runs every kernel that a receipt names on a small case, against the reference, on the device that it will serve on.
+"""Runs every kernel of a receipt on a small case, on the server's device, and compares the result with the reference.
 
-A driver, a compiler or a machine can make a kernel wrong that was right where it was tested. The check takes seconds, so a server
-can afford it at each start.
+A kernel that was right where it was tested can be wrong with another driver, compiler or machine. The check takes seconds, so a
+server can run it at each start.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Wrong:
     """A wrong kernel.
 
     Attributes:
-        result: the case on which it is wrong, with its faults.
-        disabled: whether selection rejects it from now on.
-        successor: the kernel that is selected for this case without it; empty if there is none.
+        result: the case on which the kernel is wrong, with the faults.
+        disabled: whether selection rejects the kernel from now on.
+        successor: the kernel that is selected for this case instead; empty if no other kernel is eligible.
     """
 
     result: CaseResult
@@ -47,10 +47,10 @@ class SelfCheck:
     """The result of a self-check.
 
     Attributes:
-        passed: the cases that each right kernel passed, by name.
+        passed: names of the cases that each right kernel passed, by the kernel's name.
         wrong: the wrong kernels.
-        not_reached: kernels that ran on no case, with the reason: the time was over, or no small case of the operator selects them.
-        seconds: duration.
+        not_reached: kernels that ran on no case, with the reason: the time was over, or the kernel is eligible for no small case.
+        seconds: duration of the check in seconds.
     """
 
     passed: dict[str, list[str]]
@@ -60,7 +60,7 @@ class SelfCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether no kernel is wrong. Kernels that were not reached do not count."""
+        """Whether no kernel is wrong. Kernels that ran on no case do not count as wrong."""
         return not self.wrong
 
     def __str__(self) -> str:
@@ -80,17 +80,17 @@ def self_check(
     disable: bool = False,
     device: torch.device | str | None = None,
 ) -> SelfCheck:
-    """Runs each kernel of a receipt on small cases of its operator, the most similar one to the receipt's calls first.
+    """Runs each kernel of a receipt on small cases of its operator. Cases that are most similar to the receipt's calls run first.
 
-    Each kernel runs on one case before any runs on a second one. No case starts after the time is over; the first cases of a
-    process may compile. Run it before weights are prepared and CUDA graphs are captured, because these keep the kernel that they
-    were made for. References are not run: they define what is right.
+    Each kernel runs on one case before any kernel runs on a second one. No case starts after ``seconds``, but a case that compiles
+    may end much later. Run the check before weights are prepared and CUDA graphs are captured, because prepared weights and graphs
+    keep their kernel. References are not checked, because they define the right results.
 
     Args:
-        subject: a model as `receipt` takes it, or a receipt; None for the selections that this process has made so far.
-        seconds: time after which no further case starts.
-        disable: make selection reject wrong kernels in this process. The kernels that are selected instead are checked, too.
-        device: the device to run on; by default the one that kernels of this process run on.
+        subject: a receipt, or a model as the argument of `receipt`; None for the selections that this process has made so far.
+        seconds: time in seconds after which no further case starts.
+        disable: make selection reject wrong kernels in this process. The kernels that replace them are checked, too.
+        device: the device to run on; by default the device on which this process runs kernels.
 
     Raises:
         ModelError: see `receipt`.
@@ -107,7 +107,7 @@ def self_check(
 
 
 class _Checking:
-    """Kernels and the cases that they have still to run."""
+    """The kernels to check, each with the cases on which it has not run yet."""
 
     def __init__(self, device: torch.device, platform: PlatformInfo, disable: bool) -> None:
         self._device, self._platform, self._disable = device, platform, disable
@@ -118,7 +118,7 @@ class _Checking:
         self.not_reached: dict[str, str] = {}
 
     def add(self, name: str, rows: list[Row]) -> None:
-        """Adds a kernel, unless it is known or a reference."""
+        """Adds a kernel to the waiting ones, unless it was added before or is a reference."""
         known = {*self._waiting, *self.passed, *self.not_reached, *(each.result.kernel for each in self.wrong)}
         try:
             spec = KernelRegistry.get().get_by_name(name)
@@ -129,7 +129,7 @@ class _Checking:
             self._waiting[name] = self._cases(spec, rows)
 
     def run(self, until: float) -> None:
-        """Runs the kernels in turn, one case each."""
+        """Runs the kernels in turn, one case each, until all cases have run or the time is over."""
         while self._waiting:
             for name in [*self._waiting]:
                 if time.monotonic() >= until:
@@ -168,7 +168,7 @@ class _Checking:
             self.add(then, [])
 
     def _cases(self, spec: KernelSpec, rows: list[Row]) -> Iterator[Case]:
-        """The small cases of one process that the kernel is eligible for, those most similar to the rows first."""
+        """Yields the small single-process cases for which the kernel is eligible, the cases most similar to the rows first."""
         op = get_operator(spec.operator)
         fitting: list[tuple[int, Case]] = []
         for case in op.all_cases():
@@ -184,7 +184,7 @@ class _Checking:
 
 
 def _likeness(request: Request, row: Row) -> int:
-    """The number of traits that a request shares with a row, and one more for equal formats."""
+    """Counts the traits that a request shares with a row, plus one if the formats are equal."""
     traits = request.traits.items()
     shared = [name for name, value in traits if type(row.traits.get(name)) is type(value) and row.traits[name] == value]
     return len(shared) + (str(request.signature) == row.formats)

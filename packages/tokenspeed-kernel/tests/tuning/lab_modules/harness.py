@@ -1,4 +1,7 @@
-"""Tuners that are killed, and concurrent tuners. ``harness.py kill TURNS`` and ``harness.py together TUNERS ENTRIES``."""
+"""Runs tuners that are killed, and concurrent tuners.
+
+``harness.py kill TURNS`` runs the first, ``harness.py together TUNERS ENTRIES`` the second.
+"""
 
 from __future__ import annotations
 

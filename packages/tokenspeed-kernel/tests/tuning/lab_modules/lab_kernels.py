@@ -39,7 +39,7 @@ def writing(x, total, *, wait=3000):
 
 
 def fragile(x, out, *, good_for=10**6):
-    """Faster than the others, until it fails."""
+    """Takes less time than the other kernels, until it fails."""
     calls.append(("fragile", {"good_for": good_for}))
     if sum(name == "fragile" for name, _ in calls) > good_for:
         raise RuntimeError("no more of it")

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch that never reads a value on the host, as a GPU kernel must not. `Fault` selects the fault."""
+"""Attention in plain PyTorch that reads no value on the host, as a GPU kernel must not do. `Fault` selects the fault."""
 
 import dataclasses
 import math

@@ -11,8 +11,8 @@ from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
-# The memory order of blocks, heads, tokens and content: axes of `get_kv_cache_shape`, by vLLM's name of the order. If all layers
-# are in one tensor, these axes are counted from 1, and axis 0 is the layer.
+# By vLLM's name of a memory order: the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. In the second
+# tuple all layers are in one tensor, so axis 0 is the layer and the other axes are counted from 1.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
@@ -32,7 +32,7 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """vLLM finds its entry for the backend by this name."""
+        """The name by which vLLM finds the backend's entry."""
         return "CUSTOM"
 
     @staticmethod
@@ -47,7 +47,7 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens of a page, whatever the layer."""
+        """The supported numbers of tokens per page, for every layer."""
         return list(PAGE_SIZES)
 
     @staticmethod
@@ -59,9 +59,9 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The axes of the cache in memory order. Kernels use strides, so both of vLLM's orders work.
+        """Returns the axes of the cache in memory order. Kernels use strides, so both of vLLM's orders work.
 
-        Newer releases decide the shape and the order themselves, and call neither function.
+        Newer releases of vLLM decide the shape and the order themselves, and call neither this function nor `get_kv_cache_shape`.
         """
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
@@ -69,7 +69,7 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Sinks: an additional score per head in the softmax's denominator."""
+        """Sinks are supported: an additional score per head in the softmax's denominator."""
         return True
 
     @classmethod
@@ -84,5 +84,6 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """TMA and vector loads need rows of a multiple of 16 bytes; the kernels decide which of these sizes are supported."""
+        """Whether a head size may be supported. TMA and vector loads need rows of a multiple of 16 bytes. The kernels decide which
+        of these sizes they support."""
         return head_size % 16 == 0

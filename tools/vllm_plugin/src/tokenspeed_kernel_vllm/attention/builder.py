@@ -26,7 +26,8 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._mixed_as_one = _serves_mixed(vllm_config)
-        # Decode requests come first. With speculative decoding, requests that verify a draft count as decode if kernels support it.
+        # Decode requests come first. With speculative decoding, requests that verify a draft count as decode requests if the decode
+        # kernels support several new tokens.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
         if device.type != "cpu" and read_settings().warmup:  # no compilation on a CPU
             layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -34,11 +35,11 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches in which all requests have the same number of new tokens can be captured whole.
+        """Returns which batches can be captured whole: at least those in which all requests have the same number of new tokens.
 
-        Mixed batches can be captured whole if one kernel handles them, because it does not touch the padding rows of a captured
-        batch. If decode and other requests go to two kernels, the host must know the number of each. vLLM then captures such
-        batches piecewise, with attention outside of the graphs.
+        Mixed batches can be captured whole if one kernel handles mixed batches, because this kernel does not touch the padding rows
+        of a captured batch. If decode requests and other requests go to two kernels, the host must know the numbers of both. vLLM
+        then captures mixed batches piecewise, with attention outside the graphs.
         """
         if _serves_mixed(vllm_config):
             return AttentionCGSupport.ALWAYS
@@ -49,10 +50,11 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TokenspeedMetadata:
-        """The metadata of a step. Cascade attention is never used: a common prefix is processed as any other part of the cache.
+        """Returns the metadata of a step. Cascade attention is never used: a common prefix is handled as any other part of the
+        cache.
 
         Raises:
-            ValueError: the batch needs an unsupported feature, which the message names.
+            ValueError: the batch needs an unsupported feature. The message names the feature.
         """
         common = common_attn_metadata
         _refuse_what_is_not_served(common)
@@ -60,7 +62,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
             common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
         if self._mixed_as_one and common.max_query_len > self.reorder_batch_threshold:
-            # A graph of mixed batches is captured with one-token requests, but replayed for requests with more tokens.
+            # vLLM captures a graph of mixed batches with one-token requests, but replays the graph for requests with more tokens.
             decodes, decode_tokens, rest_tokens = 0, 0, common.num_actual_tokens
         offsets = common.query_start_loc
         if rest_tokens == 0:
@@ -71,7 +73,8 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=offsets,
-            # Graphs are captured with the model's longest sequence, which may exceed the capacity of the block table.
+            # vLLM captures graphs with the length of the model's longest sequence, which may exceed the capacity of the block
+            # table.
             max_seq_len=min(common.max_seq_len, common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size),
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
@@ -82,7 +85,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         )
 
     def update_block_table(self, metadata: TokenspeedMetadata, blk_table: Tensor, slot_mapping: Tensor) -> TokenspeedMetadata:
-        """The metadata of the same batch for the cache of other layers."""
+        """Returns the metadata of the same batch for the cache of other layers."""
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 

@@ -37,10 +37,10 @@ class TokenspeedImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Finds the kernels. A vLLM window of 128 tokens includes the token itself; ``window_left`` does not.
+        """Finds the kernels of the layer. A vLLM window of 128 tokens includes the token itself; ``window_left`` does not.
 
         Raises:
-            ValueError: the layer has an unsupported feature; if kernels decide this, the message has each kernel's reason.
+            ValueError: the layer has an unsupported feature. If no kernel supports it, the message has each kernel's reason.
         """
         if alibi_slopes is not None:
             raise ValueError("tokenspeed_kernel_vllm has no kernel for alibi_slopes; choose another attention backend")
@@ -100,7 +100,7 @@ class TokenspeedImpl(AttentionImpl):
         """Runs attention over the cache, which already contains the new keys and values.
 
         Args:
-            layer: vLLM's layer; has the scales of an fp8 cache.
+            layer: vLLM's layer. It has the scales of an fp8 cache.
             query: ``[rows, heads, head_size]``; rows after the batch's tokens are padding.
             key, value: not read.
             kv_cache: ``[blocks, kv_heads, block_size, 2 * head_size]``, in any order in memory.
@@ -111,7 +111,7 @@ class TokenspeedImpl(AttentionImpl):
             output.
 
         Raises:
-            NotImplementedError: the output is to be quantised.
+            NotImplementedError: vLLM requests a quantised output.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("tokenspeed_kernel_vllm does not quantise the output of attention")
@@ -161,12 +161,12 @@ class TokenspeedImpl(AttentionImpl):
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Writes new keys and values to their slots; those of negative slots are not written.
+        """Writes new keys and values to their cache slots. Tokens with a negative slot are skipped.
 
         Args:
-            layer: vLLM's layer; has the scales of an fp8 cache.
+            layer: vLLM's layer. It has the scales of an fp8 cache.
             key, value: ``[rows, kv_heads, head_size]``; rows beyond the length of slot_mapping are padding.
-            kv_cache: see `forward`; written to.
+            kv_cache: the cache to write to, see `forward`.
             slot_mapping: int64 ``[tokens]``.
         """
         if self.serving.store is None:
@@ -181,7 +181,7 @@ class TokenspeedImpl(AttentionImpl):
         self.serving.store(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping, *scales)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[blocks, block_size, kv_heads, head_size]``, as views."""
+        """Returns views of the cache's keys and values, ``[blocks, block_size, kv_heads, head_size]``."""
         if self.fp8:  # vLLM's dtype is uint8
             kv_cache = kv_cache.view(self.fp8_dtype)
         k_cache, v_cache = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)

@@ -9,20 +9,20 @@ from torch import Tensor
 
 @dataclass
 class TokenspeedMetadata:
-    """A batch: first the decode requests, all with the same number of new tokens, then the others.
+    """The metadata of a batch. The decode requests come first, all with the same number of new tokens; then the other requests.
 
-    The tensors are vLLM's own persistent buffers, so a captured graph reads what the next step writes there.
+    The tensors are vLLM's own persistent buffers. So a captured graph reads the values that a later step writes to these buffers.
 
     Attributes:
-        num_actual_tokens: valid rows of the query, including those of a captured batch's padding requests.
-        max_query_len: the most new tokens of a request.
-        query_start_loc: int32 ``[num_reqs + 1]``.
+        num_actual_tokens: number of valid query rows, including those of a captured batch's padding requests.
+        max_query_len: the largest number of new tokens of a request.
+        query_start_loc: int32 ``[num_reqs + 1]``, the first query row of each request, and the end.
         max_seq_len: an upper bound of seq_lens.
-        seq_lens: int32 ``[num_reqs]``, new tokens included; 0 for padding requests.
-        block_table: int32 ``[num_reqs, max_blocks]``.
+        seq_lens: int32 ``[num_reqs]``, the length of each request, new tokens included; 0 for padding requests.
+        block_table: int32 ``[num_reqs, max_blocks]``, the cache blocks of each request.
         slot_mapping: int64 ``[num_actual_tokens]``, -1 for padding.
         num_decodes: number of decode requests.
-        decode_query_len: new tokens of each decode request.
+        decode_query_len: number of new tokens of each decode request.
         rest_start_loc: query_start_loc of the other requests, relative to their first token; None if there are none.
     """
 
@@ -39,7 +39,7 @@ class TokenspeedMetadata:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Query rows of decode requests."""
+        """The number of query rows of decode requests."""
         return self.num_decodes * self.decode_query_len
 
     @property

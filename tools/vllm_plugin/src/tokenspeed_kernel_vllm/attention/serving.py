@@ -15,12 +15,12 @@ from torch import Tensor
 from tokenspeed_kernel_base.installation import wrong_distributions
 from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 
-# The entry point group by which wheels register with the core. Without the core, it lists the installed wheels.
+# The entry point group by which wheels register with the core. Without the core, this group still lists the installed wheels.
 WHEELS = "tokenspeed_kernel.plugins"
 
-# Page sizes that every kernel of every wheel supports; the first one is used to test a layer.
+# Page sizes that every kernel of every wheel supports. Layers are tested with the first one.
 PAGE_SIZES = (16, 32, 64, 128)
-# In the order of the fields of `Serving`.
+# The functions of a layer, in the order of the fields of `Serving`.
 _FUNCTIONS = ("mha_decode_with_kvcache", "mha_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
 
 
@@ -32,9 +32,9 @@ class LayerShape:
         heads, kv_heads, head_dim: sizes on this rank.
         dtype: dtype of queries and outputs.
         cache_dtype: dtype of keys and values in the cache.
-        window_left: visible tokens before the token itself; -1 for all.
-        logit_cap: 0 for none.
-        sinks: whether each head has one.
+        window_left: number of visible tokens before the token itself; -1 for all.
+        logit_cap: soft cap of the scores; 0 for none.
+        sinks: whether each head has a sink.
         device: the layer's device.
     """
 
@@ -59,12 +59,12 @@ class Serving:
     """The attention functions of a layer.
 
     Attributes:
-        package: the functions' package.
-        decode: `mha_decode_with_kvcache`.
-        mixed: `mha_with_kvcache`; None if the package lacks it or has better separate kernels for decode and extend. Mixed batches
-            are then split.
-        extend: `mha_extend_with_kvcache`, causal; None if mixed is set.
-        store: `store_kv_cache`; None if the package lacks it, in which case vLLM's own function writes the cache.
+        package: the package of the functions.
+        decode: the package's `mha_decode_with_kvcache`.
+        mixed: the package's `mha_with_kvcache`. None if the package lacks it, or has better separate kernels for decode and extend.
+            Mixed batches are then split.
+        extend: the package's `mha_extend_with_kvcache`, causal; None if ``mixed`` is set.
+        store: the package's `store_kv_cache`. None if the package lacks it; vLLM's own function then writes the cache.
         kernels: the names of the kernels that are selected for a call with one token.
     """
 
@@ -77,7 +77,7 @@ class Serving:
 
 
 class NotServedError(ValueError):
-    """No installed package has an eligible kernel for a layer's attention; the message has every kernel's reason."""
+    """No installed package has an eligible kernel for a layer's attention. The message has the reason for each kernel."""
 
 
 @functools.cache
@@ -144,12 +144,12 @@ def _asked(module: ModuleType, name: str, shape: LayerShape) -> _Answer:
 def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
     try:
         explanation = function.explain(**arguments)
-    except (TypeError, ValueError) as error:  # the operator itself rejects the call
+    except (TypeError, ValueError) as error:  # the operator's own checks reject the call
         return _Answer(reason=str(error))
     chosen = explanation.chosen
     if chosen is None:
         return _Answer(reason=str(explanation))
-    # References and some kernels read lengths on the host; on a GPU this would block the engine's asynchronous scheduling.
+    # References and some kernels read lengths on the host. On a GPU, this would block the engine's asynchronous scheduling.
     waits = "waits" in chosen.tags or chosen.solution == "reference"
     if waits and not explanation.request.platform.is_cpu:
         return _Answer(reason=f"{chosen.name} waits for the device")
@@ -157,7 +157,7 @@ def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
 
 
 def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:
-    """The arguments of a call with one sequence of ``tokens`` new tokens and a one-page cache in vLLM's layout."""
+    """Returns the arguments of a call with one sequence of ``tokens`` new tokens, and a cache of one page in vLLM's layout."""
     make = functools.partial(torch.empty, device=shape.device)
     page_size = PAGE_SIZES[0]
     kv = make(tokens, shape.kv_heads, 2 * shape.head_dim, dtype=shape.dtype)

@@ -1,4 +1,4 @@
-"""Warm-up of attention layers with batches of all sizes, before the first request. `sizes` says why."""
+"""Runs attention layers with batches of all sizes before the first request. The module `sizes` gives the reason."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Largest:
     """The limits in vLLM's configuration.
 
     Attributes:
-        requests, tokens: the most requests and tokens of a batch.
-        length: the most tokens of a request.
-        decode_query_len: new tokens of a decode request; more than one with speculative decoding.
+        requests, tokens: the largest numbers of requests and of tokens in a batch.
+        length: the largest number of tokens of a request.
+        decode_query_len: number of new tokens of a decode request; more than one with speculative decoding.
     """
 
     requests: int
@@ -29,16 +29,17 @@ class Largest:
     decode_query_len: int = 1
 
 
-# Layers that were warmed up in this process, with their sizes: vLLM may create several builders for a layer.
+# Kinds of layers that were warmed up in this process, with their sizes. vLLM may create several builders for a layer, but one
+# warm-up suffices.
 _warmed: set[tuple[Any, ...]] = set()
 
 
 def warm_layers(layers: Iterable[Any], block_size: int, largest: Largest) -> None:
-    """Runs one layer of each kind, cache write and attention, on a one-block cache that all requests share.
+    """Runs the cache write and the attention of one layer of each kind. All requests share a cache of one block.
 
     Args:
-        layers: vLLM's layers. Layers of other backends are skipped, and layers equal to one that was warmed up before.
-        block_size: tokens of a block.
+        layers: vLLM's layers. Layers of other backends are skipped, as are layers of a kind that was warmed up before.
+        block_size: number of tokens per block.
         largest: the upper limits of the sizes.
     """
     for layer in layers:
@@ -51,9 +52,9 @@ def warm_layers(layers: Iterable[Any], block_size: int, largest: Largest) -> Non
 
 
 def batches(device: torch.device, block_size: int, largest: Largest) -> Iterator[TokenspeedMetadata]:
-    """Batches of decode requests and of other requests, in all sizes; all tokens are in block 0, and none is written.
+    """Yields batches of decode requests and of other requests, in all sizes. All tokens are in block 0, and no token is written.
 
-    Decode batches use short and long length bounds, because kernels are selected by the longest possible sequence.
+    Decode batches have short and long bounds of the lengths, because the longest possible sequence determines the selected kernel.
     """
     for requests in sizes_up_to(largest.requests):
         for length in dict.fromkeys((block_size, max(block_size, largest.length // 2), largest.length)):
@@ -66,7 +67,8 @@ def batches(device: torch.device, block_size: int, largest: Largest) -> Iterator
 
 
 def _batch(device: torch.device, block_size: int, requests: int, new: int, length: int, decode: bool) -> TokenspeedMetadata:
-    """Requests with ``new`` new tokens each and no earlier ones, with ``length`` as the upper bound of their lengths."""
+    """Returns a batch of requests that have ``new`` new tokens each and no earlier tokens. ``length`` is the upper bound of their
+    lengths."""
     offsets = torch.arange(0, (requests + 1) * new, new, dtype=torch.int32, device=device)
     return TokenspeedMetadata(
         num_actual_tokens=requests * new,

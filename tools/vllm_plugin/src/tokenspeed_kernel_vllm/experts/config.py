@@ -28,10 +28,10 @@ ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 
 
 class GptOssConfig(GptOssMxfp4Config):
-    """vLLM's configuration, except for layers with an eligible kernel of ours."""
+    """vLLM's configuration of GPT-OSS, but layers with an eligible kernel of ours run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer. If experts fall back to vLLM's own method, one line of the log says why."""
+        """Returns the method of a layer. If experts fall back to vLLM's own method, one line of the log gives the reason."""
         settings = read_settings()
         if isinstance(layer, LinearBase) and settings.linear and core_is_there():
             return Linear()
@@ -46,10 +46,10 @@ class GptOssConfig(GptOssMxfp4Config):
 
 
 def plan_of(layer: Any) -> Any:
-    """The plan of a layer of experts: its sizes and the selected kernel.
+    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel.
 
     Args:
-        layer: vLLM's `RoutedExperts`; its weights need not exist yet.
+        layer: vLLM's `RoutedExperts`. The weights of this layer need not exist yet.
 
     Returns:
         The core's `MoEPlan`.

@@ -139,7 +139,7 @@ def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any
 
 
 def ids_of_rank(layer: Any, ids: Tensor) -> Tensor:
-    """Local expert ids of this rank; -1 for experts of other ranks, which are skipped.
+    """Returns the local expert ids of this rank. Experts of other ranks become -1, and kernels skip them.
 
     Args:
         layer: vLLM's `RoutedExperts`.

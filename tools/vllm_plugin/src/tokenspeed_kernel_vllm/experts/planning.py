@@ -11,17 +11,17 @@ from tokenspeed_kernel_vllm.settings import core_is_there
 
 
 class NotServedError(ValueError):
-    """No kernel of ours is eligible for a layer of experts; the message says why."""
+    """No kernel of ours is eligible for a layer of experts. The message has the reason."""
 
 
 def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **options: Any) -> Any:
-    """The plan of a layer of experts: its sizes and the selected kernel.
+    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel.
 
     Args:
         moe: vLLM's `FusedMoEConfig`.
-        refused: features that the layer's method does not support, and whether the layer uses them. Features that no method here
-            supports are added: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
-        intermediate_size: size on this rank.
+        refused: features that the layer's method does not support, each with whether the layer uses it. This function adds the
+            features that no method supports: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
+        intermediate_size: the intermediate size on this rank.
         options: further arguments of the core's `moe_apply.plan`.
 
     Returns:
@@ -53,7 +53,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     except (NoKernelFoundError, TypeError, ValueError) as error:
         raise NotServedError(str(error)) from error
     spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
-    # The layer is inside captured graphs, where a kernel must not synchronise with the device.
+    # vLLM captures the layer in graphs, so its kernel must not synchronise with the device.
     if not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
         explanation = experts.consider_plan(plan, platform, solution=None, override=None, package=None)
         raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")

@@ -1,4 +1,5 @@
-"""Unquantised experts, and fp8 experts with 128 x 128 block scales: vLLM routes, a kernel of the core computes."""
+"""Unquantised experts, and fp8 experts with 128 x 128 block scales: vLLM does the routing, a kernel of the core computes
+experts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _warmed: set[Any] = set()
 
 
 class _Served:
-    """A layer's weights in the kernel's layout, and the call."""
+    """A layer that a kernel of ours runs: arranges the layer's weights, and calls the kernel."""
 
     def __init__(self, plan: Any, scale: str) -> None:
         self.plan = plan
@@ -48,7 +49,7 @@ class _Served:
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Compiles the kernels: calls the layer with each of `sizes_up_to` except the last, which vLLM runs itself."""
+        """Compiles the kernels. Calls the layer with each of `sizes_up_to` except the last size, which vLLM itself runs."""
         plan = self.plan
         slot = torch.arange(plan.top_k, device=device)
         for size in sizes_up_to(tokens):
@@ -97,18 +98,18 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         if served is None:
             super().__init__(moe)
         else:
-            # vLLM's selection among its own kernels is skipped.
+            # vLLM need not select among its own kernels, so the constructor of its method is skipped.
             super(UnquantizedFusedMoEMethod, self).__init__(moe)
         self.served = served
 
     @property
     def is_monolithic(self) -> bool:
-        """False if a kernel of ours runs the layer, because vLLM routes then."""
+        """False if a kernel of ours runs the layer, because vLLM then does the routing."""
         return self.served is None and super().is_monolithic
 
     @property
     def supports_eplb(self) -> bool:
-        """As for vLLM's method, to which a layer with expert load balancing falls back."""
+        """False if a kernel of ours runs the layer. Layers with expert load balancing fall back to vLLM's method."""
         return self.served is None and super().supports_eplb
 
     def maybe_roundup_sizes(
@@ -118,7 +119,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The sizes of this rank's shard; those of the plan if a kernel of ours runs the layer."""
+        """Returns the sizes of this rank's shard. If a kernel of ours runs the layer, these are the sizes of the plan."""
         if self.served is None:
             sizes: tuple[int, int] = super().maybe_roundup_sizes(
                 hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
@@ -134,7 +135,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
             self.served.arrange(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None if a kernel of ours runs the layer, because this configuration is for vLLM's kernels."""
+        """Returns vLLM's configuration for its own kernels; None if a kernel of ours runs the layer."""
         return super().get_fused_moe_quant_config(layer) if self.served is None else None
 
     def apply(
@@ -146,16 +147,16 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum over the top-k experts. Does not synchronise with the device.
+        """Computes the weighted sum over the top-k experts. Does not synchronise with the device.
 
         Args:
-            layer: vLLM's `RoutedExperts`; its map from global to local expert ids is used if it has one.
+            layer: vLLM's `RoutedExperts`. If it has a map from global to local expert ids, the map is used.
             x: ``[tokens, hidden]``.
             topk_weights, topk_ids: ``[tokens, top_k]``, with global expert ids.
             shared_experts, shared_experts_input: not read; vLLM calls shared experts itself.
 
         Returns:
-            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks, which vLLM adds (all-reduce).
+            This rank's partial sum, ``[tokens, hidden]`` of x's dtype. vLLM adds the partial sums of all ranks (all-reduce).
         """
         if self.served is None:
             out: Tensor = super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
@@ -164,10 +165,10 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
 
 class BlockFp8Config(Fp8Config):
-    """vLLM's configuration of fp8 checkpoints, except for experts with an eligible kernel of ours."""
+    """vLLM's configuration of fp8 checkpoints, but experts with an eligible kernel of ours run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer. If experts fall back to vLLM's own method, one line of the log says why."""
+        """Returns the method of a layer. If experts fall back to vLLM's own method, one line of the log gives the reason."""
         own = super().get_quant_method(layer, prefix)
         if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
             return own
@@ -196,7 +197,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """False, because vLLM routes."""
+        """False, because vLLM does the routing."""
         return False
 
     def create_weights(
@@ -208,7 +209,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM's loader fills, under the names that it expects."""
+        """Adds the parameters that vLLM's loader fills, with the names that the loader expects."""
         h, i = hidden_size, intermediate_size_per_partition
         layer.weight_block_size = [BLOCK, BLOCK]
         biases = {"w13_bias": (2 * i,), "w2_bias": (h,)} if self.moe.has_bias else {}

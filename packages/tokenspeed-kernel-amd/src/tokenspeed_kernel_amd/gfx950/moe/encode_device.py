@@ -165,11 +165,13 @@ def either(a, b):
 
 @gluon.jit
 def held_at_least(codes, exponents, encoding: gl.constexpr):
-    """A quick test for `passes_for`, int32 [lanes of the workgroup]. For each lane, the minimum over its blocks of a lower bound:
-    how many elements of a block the planes represent exactly. The result is below ENOUGH if a block takes several passes.
+    """A quick test for `passes_for`, int32 [lanes of the workgroup].
+
+    For each block, this computes a lower bound of the number of elements that the planes represent exactly. A lane's result is the
+    minimum over the lane's blocks. The result is below ENOUGH if a block takes several passes.
 
     Args:
-        codes, exponents: of the first plane, with a layout of `activation_layout`.
+        codes, exponents: codes and block exponents of the first plane, with a layout of `activation_layout`.
     """
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = codes.shape[0]

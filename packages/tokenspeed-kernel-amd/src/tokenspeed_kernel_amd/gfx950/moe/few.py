@@ -36,10 +36,11 @@ class Operands(NamedTuple):
     """Tensors of a GEMM.
 
     Attributes:
-        ids, topk_weights: the operator's, contiguous.
-        x, x_stride: the tokens, and elements from one token to the next; in the down projection the gate/up projection's result.
-        weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
-        out, out_stride: likewise.
+        ids, topk_weights: the operator's tensors, contiguous.
+        x, x_stride: the input of the GEMM, and its row stride in elements. The input is the tokens, or the gate/up projection's
+            result for the down projection.
+        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout`.
+        out, out_stride: the result of the GEMM, and its row stride in elements.
         static, out_static: static scales of the input, and of the gate/up projection's result; or None.
     """
 
@@ -63,8 +64,8 @@ class Shape(NamedTuple):
         rows: how many rows a workgroup encodes at once: pairs of an expert, or slots of a token.
         split: number of parts of k, each with its own warps.
         block: elements of a row, or of a part of it, padded; a power of two where there are more warps than rows.
-        top_k, num_experts: of the plan.
-        bias: whether there is one.
+        top_k, num_experts: as in the plan.
+        bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
         encoding: the encoding of the GEMM's input.
     """

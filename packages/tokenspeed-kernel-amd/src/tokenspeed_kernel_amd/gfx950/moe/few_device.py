@@ -254,10 +254,10 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 
     Args:
         operands, swiglu, shape: see `few`.
-        pairs: how many there are.
+        pairs: number of (token, expert) pairs.
         strips: number of strips of an expert.
         k: the inner dimension.
-        blocks: of strips.
+        blocks: number of blocks of strips.
     """
     pair = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks

@@ -43,12 +43,12 @@ _ENCODED = 4  # rows of a workgroup of the encoding launch, one per warp
 
 @dataclass(frozen=True)
 class Tile:
-    """What a workgroup computes.
+    """The tile that a workgroup computes.
 
     Attributes:
-        columns: tokens.
-        warps: strips of weights.
-        wide: by the kernel that reads tokens from LDS in chunks of 32.
+        columns: number of tokens.
+        warps: number of strips of weights, one per warp.
+        wide: whether the wide kernel computes the tile, which reads tokens from LDS in chunks of 32.
         blocks: number of blocks of strips that a workgroup computes one after another. Used by the wide kernel only.
     """
 
@@ -74,7 +74,7 @@ class Operands(NamedTuple):
 
     Attributes:
         order, tiles: the schedule, see ``schedule_device``.
-        weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
+        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout`.
         codes, scale: the encoded activations, see `encoding`.
         x, x_stride: the unencoded activations, and the stride of their rows in elements.
         out: [rows, features].

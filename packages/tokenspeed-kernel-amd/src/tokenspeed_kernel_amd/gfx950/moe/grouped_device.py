@@ -30,16 +30,16 @@ def copy_layout(row_bytes, warps):
 
 @gluon.aggregate
 class Columns:
-    """A tile of tokens, and where the codes of their rows lie.
+    """A tile of tokens, and the locations of their rows of codes and scales.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
-        plane_codes, plane_scales: from one plane to the next.
-        offsets: int32 [columns, bytes of four steps] of the codes.
+        plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
+        offsets: int32 [columns, bytes of four steps], offsets of the codes.
         place: int32 [1, bytes of four steps], the index of each byte within a row.
         row_bytes: bytes of a row's codes.
-        scale_offsets: int32 [columns, 4, 4] of block scales.
-        quads: groups of four steps.
+        scale_offsets: int32 [columns, 4, 4], offsets of the block scales.
+        quads: number of groups of four steps.
     """
 
     codes: gl.tensor
@@ -133,7 +133,7 @@ def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact,
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """A tile of one GEMM. Workgroups are numbered by tile of tokens and block of strips; the block varies fastest.
+    """Computes a tile of one GEMM. Workgroups are numbered by tile of tokens and block of strips; the block varies fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
@@ -141,7 +141,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         row_bytes: bytes of a row's codes.
         strips: number of strips of an expert.
         k: the inner dimension.
-        blocks: of strips.
+        blocks: number of blocks of strips.
     """
     COLUMNS: gl.constexpr = shape.columns
     warps: gl.constexpr = gl.num_warps()

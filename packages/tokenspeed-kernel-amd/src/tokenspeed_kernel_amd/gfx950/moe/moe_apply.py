@@ -40,12 +40,12 @@ _TRAITS: dict[str, Any] = {
 
 
 class Weights(NamedTuple):
-    """A format of weights of these kernels.
+    """A format of weights that these kernels support.
 
     Attributes:
-        format: of both projections.
-        traits: of kernels for it.
-        prepare: arranges them.
+        format: the tensor format of both projections.
+        traits: the traits of kernels for these weights.
+        prepare: function that arranges the weights in the kernels' layout.
     """
 
     format: TensorFormat

@@ -98,13 +98,13 @@ class Strips:
     """The location of a workgroup's strips, one strip per warp.
 
     Attributes:
-        weight, scale: pointers to the first of them, scale to words of four steps.
+        weight, scale: pointers to the weights and the scales of the first strip. A word of scales is for four steps.
         offsets: int32 [warps, chunk, g, r, b], offsets of the first loads of the first halves of the strips, as many as are loaded
             at once.
-        block: int32 [1, chunk, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
+        block: int32 [1, chunk, g, 1, 1], the index of a lane's 16-byte block in a row, counted from the first step.
         scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
-        blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. Memory beyond these blocks is not read.
-        scale_blocks: of 32 elements that k has, or int32 [warps, 1, 1].
+        blocks: number of 16-byte blocks in a row, a scalar or int32 [warps, 1, 1, 1, 1]. Memory beyond these blocks is not read.
+        scale_blocks: number of 32-element blocks in k, a scalar or int32 [warps, 1, 1].
     """
 
     weight: gl.tensor
@@ -311,8 +311,8 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
     """Adds the dot products of four steps of weights with some planes of tokens.
 
     Args:
-        weight, words: of a `Quad`.
-        codes: of some planes, [512, columns] (packed along k: [256, columns]).
+        weight, words: weights and scale words of a `Quad`.
+        codes: quantised values of some planes, each [512, columns] (packed along k: [256, columns]).
         scales: block scales of the same planes, uint8 [columns, 16]; unused if a token has one scale.
     """
     if weight.dtype == gl.float8e4nv:

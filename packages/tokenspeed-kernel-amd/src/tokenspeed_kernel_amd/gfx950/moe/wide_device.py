@@ -108,7 +108,7 @@ class Columns:
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
-        plane_codes, plane_scales: from one plane to the next.
+        plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
         row_bytes: bytes of a row's codes.
         offsets: int32 [columns, bytes of two steps] of the codes.
         place: int32 [1, bytes of two steps], the index of each byte within a row.
@@ -264,13 +264,13 @@ def no_sums(parts: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """A tile of tokens of one GEMM, and several blocks of strips. Workgroups are numbered by tile of tokens and group of blocks;
-    the group varies fastest.
+    """Computes a tile of tokens for several blocks of strips, in one GEMM. Workgroups are numbered by tile of tokens and group of
+    blocks; the group varies fastest.
 
     The pipeline runs across blocks: during one's epilogue, the weights of the next are in flight.
 
     Args:
-        groups: of blocks of strips; a group has ``shape.blocks`` of them.
+        groups: number of groups of blocks of strips. A group has ``shape.blocks`` blocks.
         others: see `grouped_kernel`.
     """
     warps: gl.constexpr = gl.num_warps()

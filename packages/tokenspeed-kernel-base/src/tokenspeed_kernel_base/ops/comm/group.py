@@ -111,7 +111,7 @@ class ProcessGroup(Resource):
         memory, and kernels that need it are not eligible. ``peer_gap`` and ``explain`` state the reason.
 
         Args:
-            group: as for `of`.
+            group: the process group, as for `of`.
             one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. The protocol
                 takes ``2 * world_size`` times as much memory.
             two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. The protocol takes

@@ -34,7 +34,7 @@ class LinearWeights:
         weight: see above.
         weight_scale: the scales of weight, or None.
         weight_global_scale: float32 ``[]`` or ``[1]``, a factor of all weights in nvfp4, or None.
-        bias: of the plan's dtype or float32 ``[n]``, or None.
+        bias: the bias ``[n]``, of the plan's dtype or float32; or None.
         layout: ``"canonical"``, or the name of the layout that `linear.prepare` converted the tensors to. The kernels
             that declare a layout define its shapes and dtypes.
         input_scale: float32 ``[1]``. The scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, the tokens'

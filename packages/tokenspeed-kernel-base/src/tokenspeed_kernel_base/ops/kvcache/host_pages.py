@@ -49,7 +49,7 @@ class HostPages:
         Args:
             caches: each ``[pages, page_size, kv_heads, head_dim]`` or ``[pages, page_size, width]``, any float dtype, 8-bit
                 floats or uint8; all with the same number of pages, on one device. May be strided.
-            pages: at least 1.
+            pages: number of pages in host memory, at least 1.
             staging_pages: how many pages are copied at a time, at least 1.
 
         Raises:

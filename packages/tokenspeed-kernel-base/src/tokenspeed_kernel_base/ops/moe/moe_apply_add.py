@@ -45,7 +45,7 @@ def moe_apply_add(
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
-        weights: as for `moe_apply`: the result of `moe_apply.prepare` for the plan.
+        weights: the result of `moe_apply.prepare` for the plan.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; a negative id skips the slot.
         plan: the result of `moe_apply.plan`. A fused kernel must support the plan's ``weight_layout``.

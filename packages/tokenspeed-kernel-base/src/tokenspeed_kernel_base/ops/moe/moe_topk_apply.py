@@ -56,7 +56,7 @@ def moe_topk_apply(
         x: the plan's dtype ``[tokens, hidden]``.
         logits: float16, bfloat16, float32 or float64 ``[tokens, plan.num_experts]``, the router's logits of all experts. Under
             expert parallelism call `moe_topk` and `moe_apply` instead.
-        weights: as for `moe_apply`: the result of `moe_apply.prepare` for the plan.
+        weights: the result of `moe_apply.prepare` for the plan.
         plan: the result of `moe_apply.plan`; ``plan.top_k`` experts are selected. A fused kernel must support the plan's
             ``weight_layout``.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and the following parameters are as in `moe_topk`.

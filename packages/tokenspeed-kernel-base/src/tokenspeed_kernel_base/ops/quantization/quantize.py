@@ -153,9 +153,9 @@ def draw_quantization(
         draw: random numbers.
         kind: one of `KINDS`.
         scale_shape, high: the shape of given scales, and their largest value; the smallest is 0.005.
-        global_scale: of nvfp4.
-        to: the dtype that is quantised to, if not float8_e4m3fn.
-        options: further ones of the kind's constructor.
+        global_scale: the global scale of nvfp4.
+        to: the dtype of quantised values; None for float8_e4m3fn.
+        options: further arguments of the kind's constructor.
     """
     if to is not None:
         options["dtype"] = to

@@ -39,7 +39,7 @@ def argmax_with_value(
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to
             ``first_token + vocab - 1``.
-        first_token: at least 0, such that all tokens are below 2^31.
+        first_token: the token of the first column, at least 0. All tokens must be below 2^31.
         values_out: receives the logits.
         tokens_out: receives the tokens.
 

@@ -48,7 +48,7 @@ def token_logprobs(
         tokens: int64 or int32 ``[rows]``. A token that the logits do not cover, such as -1, gives ``-inf``.
         top_k: how many of the most probable tokens to return, 0 to vocab.
         temperature: float32 ``[rows]``; None means 1 for all rows. A temperature that is 0, negative or not finite counts as 1.
-        first_token: at least 0, such that all tokens are below 2^31.
+        first_token: the token of the first column, at least 0. All tokens must be below 2^31.
         normalize: whether lse is subtracted; see above.
         token_out: receives the log-probabilities of the given tokens.
         top_out: receives the log-probabilities of the most probable tokens.

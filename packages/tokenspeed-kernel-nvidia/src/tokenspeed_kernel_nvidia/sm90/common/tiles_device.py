@@ -112,8 +112,8 @@ class Ring:
     """Layout of a ring buffer's tiles in shared memory.
 
     Attributes:
-        rows: of a tile, 64 or more.
-        head_dim: a multiple of ``columns``.
+        rows: number of rows of a tile, 64 or more.
+        head_dim: number of elements of a row, a multiple of ``columns``.
         stages: number of tiles.
         columns: columns of a panel, whose rows have 128 or 64 bytes.
         row_bytes: bytes of a panel's row.

@@ -68,7 +68,7 @@ def softmax_step(state, scores, factor):
 
     Args:
         state: the state of the rows.
-        scores, factor: from `scale_scores`, [M, N]; -inf where a key is not visible.
+        scores, factor: the results of `scale_scores`. Scores are [M, N], and -inf where a key is not visible.
 
     Returns:
         ``(weights, decay, state)``: rescale the accumulator by ``decay`` [M] before adding ``weights @ v``.

@@ -140,8 +140,8 @@ def merge_partials(
 
     Args:
         walk: the `Walk` of the attention kernel; ``capacity`` and ``window_left`` are also the attention kernel's.
-        partial, partial_lse: from `SplitPlan.partials`, filled; the LSE in base 2 and without sinks. Row r of head h is token
-            ``r // group`` and query head ``h * group + r % group`` of the sequence.
+        partial, partial_lse: the tensors of `SplitPlan.partials`, filled. The LSE is in base 2 and without sinks. Row r of head h
+            is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
         capacity: upper bound of lengths, in tokens.
         lse: contiguous.
         cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more queries are

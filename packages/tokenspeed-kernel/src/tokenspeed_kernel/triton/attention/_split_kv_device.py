@@ -18,9 +18,9 @@ class Lengths(NamedTuple):
         cache_seqlens: int32 [batch].
         cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. Sequences with more new
             tokens, or with none, are skipped: they count as sequences without keys.
-        batch: sequences.
-        capacity: keys that the page table has room for. Lengths are clamped to it.
-        window_left: with a window, how many keys before its own position a query sees.
+        batch: number of sequences.
+        capacity: number of keys for which the page table has entries. Lengths are clamped to this number.
+        window_left: with a window, the number of keys before its own position that a query sees.
     """
 
     cache_seqlens: Any

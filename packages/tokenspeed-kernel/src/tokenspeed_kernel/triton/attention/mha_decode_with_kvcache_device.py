@@ -80,12 +80,12 @@ def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.c
 
 
 class WorkItem(NamedTuple):
-    """The range of keys of a program.
+    """The range of keys that a program computes.
 
     Fields:
-        begin, end: its blocks of keys, end exclusive.
-        low, length: the first key that some query sees, and the sequence's keys.
-        work_items: of the sequence; with one, results are final.
+        begin, end: the range's blocks of keys, end exclusive.
+        low, length: the first key that some query sees, and the number of the sequence's keys.
+        work_items: number of work items of the sequence; with one, results are final.
     """
 
     begin: Any

@@ -28,8 +28,8 @@ class Operand(NamedTuple):
     """One operand, as lines along k: a line is a row of a, or a column of b.
 
     Attributes:
-        tensor: as the caller passed it.
-        batch, lines, k: its sizes; k counts elements.
+        tensor: the tensor that the caller passed.
+        batch, lines, k: the operand's sizes; k counts elements.
         format: "dense", "e2m1" or an 8-bit float's name.
         scale, scaling: the scales and their granularity, see above.
         strides: strides of ``tensor`` by matrix, line, and element along k (e2m1: pair of elements), in elements of ``tensor``.

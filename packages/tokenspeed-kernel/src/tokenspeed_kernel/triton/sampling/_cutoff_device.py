@@ -178,7 +178,7 @@ def _narrow(
     keys.
 
     Args:
-        counts, weights: of the tokens from each element of ``ends`` on.
+        counts, weights: number and weight of the tokens from each element of ``ends`` on.
         left: the number of tokens to read, of ``short`` if ``is_short``, else of ``row``.
 
     Returns:
@@ -283,7 +283,7 @@ def find_cutoff(
         base_count, base_weight: int64, number and weight of the tokens above the range, which are kept.
         total: the weight of all of the row's tokens.
         restricted, k, p: whether top-k is in effect, top-k, and top-p.
-        largest, scale, floor: of the row, see `token_weights`.
+        largest, scale, floor: parameters of the row's weights, see `token_weights`.
         complete: whether tokens below low_key have weight 0. Then it does not matter which of them are kept.
 
     Returns:

@@ -200,7 +200,7 @@ def range_of_cutoff(
         restricted, k: whether top-k keeps fewer than all tokens, and top-k.
         p: top-p.
         rank: for top-p alone, the range starts at the largest logit if the cutoff is likely within this many group maxima.
-        largest_key, scale, floor: of the row.
+        largest_key, scale, floor: the row's largest sort key, and the scale and floor of its weights, see `token_weights`.
         SAMPLE, LANES: tokens to sample, and tokens per loop step.
     """
     bin = tl.arange(0, BINS)

@@ -92,7 +92,7 @@ def part_that_holds(low, high, reaching, wanted):
         low, high: int64; at least ``wanted`` keys are >= low.
         reaching: int32 ``[PARTS]``, the number of keys >= the start of each part, ``low + i * stride`` with
             ``stride = ((high - low) // PARTS) + 1``.
-        wanted: at least 1.
+        wanted: number of keys that must reach the threshold, at least 1.
 
     Returns:
         The part's smallest and largest key, int64, and the number of keys >= the smallest, int32.

@@ -139,7 +139,7 @@ def decide_rows(
     """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens instead.
 
     Args:
-        logits: at least one row.
+        logits: the logits; at least one row.
         temperature, top_k, top_p, min_p: see `tokenspeed_kernel.sample_top_k_top_p`.
         drawing: see `Drawing`.
 

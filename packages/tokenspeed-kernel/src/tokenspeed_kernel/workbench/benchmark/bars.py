@@ -21,7 +21,7 @@ class Bar:
         bound: the bound.
         most: whether the bound is an upper one.
         shapes: names of the shapes that must have been measured.
-        measure: from times to the bar's value.
+        measure: function that computes the bar's value from times.
         baselines: the baselines to compare with. Installed ones must have been measured for each shape, and at least one must be
             installed.
     """

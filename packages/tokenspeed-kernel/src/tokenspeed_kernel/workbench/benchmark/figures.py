@@ -28,8 +28,8 @@ class Panel:
     """One row of bars.
 
     Attributes:
-        title: what is plotted.
-        values: by shape and implementation.
+        title: title of the panel.
+        values: the plotted values, by shape and implementation.
         ticks: labels of the shapes.
         digits: decimals of the values above our bars.
         one: whether to draw a line at 1.

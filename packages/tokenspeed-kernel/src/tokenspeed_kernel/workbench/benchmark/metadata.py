@@ -50,7 +50,7 @@ def write_result(file: Path | None, device: torch.device | str | None = None, *,
         file: the JSON file.
         device: see `collect_metadata`.
         command: the command line that repeats the measurement; this process's command line if omitted.
-        values: by name.
+        values: the measured values by name.
     """
     if file is not None:
         metadata = asdict(collect_metadata(command or shlex.join(["python", *sys.argv]), device))

@@ -29,9 +29,9 @@ class Noise:
     """The variation of times; each value is relative to the median.
 
     Attributes:
-        spread: from the 10th to the 90th percentile within a round; the median over rounds.
-        drift: from the first to the last third of a round, signed; the median over rounds.
-        between_rounds: from the fastest to the slowest round.
+        spread: difference between the 90th and the 10th percentile within a round; the median over rounds.
+        drift: difference between the last and the first third of a round, signed; the median over rounds.
+        between_rounds: difference between the slowest and the fastest round.
         modes_apart: the distance between two groups of times that both occur in most rounds; 0 if there is only one group.
     """
 

@@ -68,7 +68,7 @@ class Row:
         status: ``"measured"``, or the status of the verification if the case was not timed.
         reason: why it was not timed.
         timing: None if the kernel was not timed.
-        tflops, gb_per_s: from the operator's cost; None without one.
+        tflops, gb_per_s: rates, computed from the operator's cost; None if the operator declares no cost.
         solution: the backend.
         share: the fraction of the roofline that the kernel reaches; None without a cost or a roofline.
         launch: launch overhead; None on a CPU.

@@ -75,7 +75,7 @@ class Implementation:
     """One of this project's kernels, or a baseline, as measured by a program.
 
     Attributes:
-        name: in tables.
+        name: name of the implementation in tables.
         setup: does the work that an engine does once, and returns the call to time. The program defines the arguments of ``setup``.
         package: the distribution whose version is reported.
         ours: whether the implementation belongs to this project and is no baseline.

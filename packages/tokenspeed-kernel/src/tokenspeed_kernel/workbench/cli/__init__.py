@@ -1,1 +1,4 @@
-"""What the commands of ``tokenspeed-kernel`` do. `tokenspeed_kernel_command` declares them; this needs the extra ``[tools]``."""
+"""The functions that run the commands of ``tokenspeed-kernel``. `tokenspeed_kernel_command` declares the commands.
+
+This package needs the libraries of the extra ``[tools]``.
+"""

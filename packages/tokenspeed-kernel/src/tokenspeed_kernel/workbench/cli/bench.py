@@ -26,7 +26,7 @@ from tokenspeed_kernel.workbench.numerics.verify import Status, default_device
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# Seconds between two writes of the results, which is the most that a killed run loses.
+# Seconds between two writes of the results. A killed run loses at most the results of this time.
 _SAVED_EVERY_S = 10.0
 
 
@@ -140,9 +140,9 @@ def _runs(
     large: bool,
     captured: Path | None,
 ) -> list[tuple[Competitor, Case]]:
-    """Returns the kernels of these backends (all, if none is named) and the baselines, each with its cases.
+    """Returns the kernels of these backends (all kernels, if no backend is named) and the baselines, each with its cases.
 
-    With baselines or several backends the order is by case, so that rows to be compared are measured right after each other.
+    With baselines or several backends, the order is by case, so that rows to be compared are measured one after the other.
     """
     if solutions:
         foreign = {each.solution for each in baselines}
@@ -168,7 +168,7 @@ def _roofline(where: torch.device, no_cache: bool, remeasure: bool) -> Roofline 
 
 
 def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
-    """Returns the report to append to: the one in ``output`` with --append, if there is one; else the empty report."""
+    """Returns the report to append to: with --append the report in ``output`` if this file exists, else the empty report."""
     if not append:
         return empty
     if output is None:
@@ -186,7 +186,7 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 def _measured(
     runs: Sequence[tuple[Competitor, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures, and writes to ``output`` periodically, so that a failure loses little."""
+    """Measures the runs. The results are written to ``output`` periodically, so that a failure loses little."""
     method = empty.method
     assert method is not None
     measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]

@@ -24,7 +24,7 @@ def row_cells(row: Row) -> list[str]:
 
 
 def _launch(row: Row) -> str:
-    """Formats the launch overhead: the time added to the device's if measured, and the time until the call returns on the host."""
+    """Formats the launch overhead: the time that launching adds to the device time, if measured, and the host time of a call."""
     if row.launch is None:
         return ""
     if row.launch.graph_us is None:
@@ -54,8 +54,8 @@ def machine_lines(report: Report) -> list[str]:
 def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Returns columns and rows: one row per case, one column per backend with its fastest kernel's median.
 
-    All but the first also show their time relative to the first: 0.5 is half the time. A ``~`` means that the rounds show no
-    significant difference. A case for which no backend is eligible is left out.
+    All backends but the first also show their time relative to the first backend's: 0.5 is half the time. A ``~`` means that the
+    rounds show no significant difference. A case for which no backend is eligible is left out.
     """
     columns = ["operator", "case", *(f"{solution} us" for solution in solutions), "detail"]
     cells = []
@@ -71,7 +71,8 @@ def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[st
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
-    """Returns the fastest measured row; without one, a row that has the reason: failed rows before skipped ones."""
+    """Returns the fastest measured row. If no row was measured, returns a row with the reason: a failed row rather than a skipped
+    one."""
     timed = [(row.timing.median_us, index) for index, row in enumerate(rows) if row.timing is not None]
     if timed:
         return rows[min(timed)[1]]

@@ -25,7 +25,10 @@ def find_operator(name: str) -> Operator[Any, Any]:
 
 
 def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSpec]:
-    """Returns the kernel with this name, the kernels of the operator with this name, or all; with ``plugin`` only the plugin's."""
+    """Returns the kernel named ``target``, the kernels of the operator named ``target``, or all kernels if ``target`` is None.
+
+    ``plugin`` restricts the result to the kernels of this plugin.
+    """
     registry = KernelRegistry.get()
     specs = {spec.name: spec for spec in registry.list_kernels()}
     modes = [name for op in operators() for name in (op.mode, str(op))]
@@ -50,13 +53,13 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
 def find_runs(
     specs: list[KernelSpec], wanted: Sequence[str], large: bool, captured: Path | None = None
 ) -> list[tuple[KernelSpec, Case]]:
-    """Returns kernels with their cases: the small ones, with ``large`` all, or those whose names equal or contain ``wanted``.
+    """Returns pairs of a kernel and a case: the cases that ``wanted`` names, else all cases with ``large``, else the small cases.
 
     Args:
         specs: the kernels.
-        wanted: names of cases, or parts of names; empty for no filter.
+        wanted: names or parts of names of cases, which may be large; empty for no filter.
         large: include the cases that are sized for a GPU.
-        captured: a file of captured calls, whose cases replace the operators' own.
+        captured: a file of captured calls. Its cases replace the operators' own cases.
     """
     cases = {str(op): op.all_cases() for op in operators()} if captured is None else find_captured(captured)
     pairs = [(spec, case) for spec in specs for case in cases.get(spec.operator, ())]
@@ -73,7 +76,7 @@ def find_runs(
 
 
 def find_captured(file: Path) -> dict[str, list[Case]]:
-    """Returns the cases for the calls captured in a file, by operator."""
+    """Returns the cases for the captured calls in a file, by operator."""
     cases: dict[str, list[Case]] = {}
     try:
         for found in load_cases(file):
@@ -84,16 +87,16 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """Returns the device with this name; None for None. "gpu" is PyTorch's "cuda", for ROCm too.
+    """Returns the device with this name; None for None. "gpu" means PyTorch's "cuda", which is also ROCm's name.
 
-    A device that this machine does not have ends the command.
+    If this machine does not have the device, the command ends.
     """
     if name is None:
         return None
     kind, colon, index = name.lower().partition(":")
     try:
         device = torch.device(("cuda" if kind == "gpu" else kind) + colon + index)
-    except RuntimeError:  # its message lists all device types that PyTorch knows, so it is not shown
+    except RuntimeError:  # the error's message is not shown, because it lists all device types that PyTorch knows
         device = torch.device("meta")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and not gpus:
@@ -105,7 +108,7 @@ def find_device(name: str | None) -> torch.device | None:
 
 
 def made_with(solution: str | None, kernels: list[KernelSpec]) -> list[KernelSpec]:
-    """Returns the kernels with this backend; all if it is None."""
+    """Returns the kernels with this backend; all kernels if the backend is None."""
     chosen = [spec for spec in kernels if solution in (None, spec.solution)]
     if not chosen:
         unknown("solution", str(solution), sorted({spec.solution for spec in kernels}))

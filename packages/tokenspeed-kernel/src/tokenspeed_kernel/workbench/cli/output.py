@@ -55,8 +55,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def print_wrapped(text: str, first: str = "", indent: str = "", **style: Any) -> None:
-    """Prints a text in lines that fit the terminal, 100 columns in a pipe; no word is broken. ``first`` is printed before it, with
-    room for at least 40 columns of text beside it or below; ``indent`` stands before each further line."""
+    """Prints a text in lines that fit the terminal, or 100 columns in a pipe. No word is broken.
+
+    The first line begins with ``first``, and each further line with ``indent``. If ``first`` leaves fewer than 40 columns, the text
+    begins on the next line.
+    """
     width = max(shutil.get_terminal_size((100, 24)).columns, 48)
     if len(first) > width - 40:
         typer.secho(first.rstrip(), **style)
@@ -69,7 +72,7 @@ def print_wrapped(text: str, first: str = "", indent: str = "", **style: Any) ->
 
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """Shows a progress bar on stderr if that is a terminal. Call the yielded function before each step, with the step's name."""
+    """Shows a progress bar if stderr is a terminal. Call the yielded function before each step, with the step's name."""
     if not sys.stderr.isatty():
         yield lambda step: None
         return
@@ -99,7 +102,14 @@ def fail(message: object) -> NoReturn:
 
 
 def unknown(what: str, name: str, known: Iterable[str], many: str = "") -> NoReturn:
-    """Ends the command because of an unknown name. ``many``: where the known names are listed, if there are many."""
+    """Ends the command because of an unknown name.
+
+    Args:
+        what: the kind of name.
+        name: the unknown name.
+        known: the known names; up to eight are printed.
+        many: where more than eight known names are listed.
+    """
     names = list(known)
     apart = "; " if any("," in each for each in names) else ", "
     listed = f"; there are {apart.join(names)}" if 0 < len(names) <= 8 else many and f"; {many}"

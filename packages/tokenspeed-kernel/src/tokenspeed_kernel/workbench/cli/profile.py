@@ -46,7 +46,8 @@ def profile(program: list[str], output: Path | None, sort: str | None, top: int,
 def _run(command: Sequence[str], folder: Path, *, quiet: bool) -> int:
     """Runs a command until it ends. Returns its exit code, or minus the number of the signal that ended it."""
     environment = {**os.environ, config.PREFIX + "PROFILE": str(folder)}
-    # Ctrl-C also reaches the program, which decides whether to stop; its calls so far are shown in any case.
+    # Ctrl-C also reaches the program, and the program decides whether to stop. This process ignores the signal, so that it can show
+    # the calls that the program has made until then.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         restore = (lambda: signal.signal(signal.SIGINT, before)) if os.name == "posix" else None
@@ -70,12 +71,14 @@ def _sorted(found: list[CallTime], by: str | None) -> list[CallTime]:
 
 
 def _device_us(each: CallTime) -> float | None:
-    """Extrapolates the device time of all calls of a kind from the calls timed on the device; None if there are none."""
+    """Extrapolates the device time of all calls of a kind from the calls that were timed on the device. Returns None if no call was
+    timed there."""
     return each.device.total_us / each.device.count * each.host.count if each.device.count else None
 
 
 def _fractions(found: Sequence[CallTime]) -> list[float | None]:
-    """Returns each kind's fraction of the total time, on the device if any call was timed there."""
+    """Returns each kind's fraction of the total time: of the device time if any call was timed on the device, else of the host
+    time."""
     on_device = [_device_us(each) for each in found]
     if not any(on_device):
         on_device = [each.host.total_us for each in found]

@@ -91,7 +91,7 @@ def purpose(op: Operator[Any, Any]) -> str:
 
 
 def _plain_purpose(op: Operator[Any, Any]) -> str:
-    """Returns `purpose` without marks of code."""
+    """Returns `purpose` without backticks."""
     return purpose(op).replace("`", "")
 
 
@@ -174,7 +174,7 @@ def explain(
 
 
 def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
-    """Returns the cases to start from: the one with this name, or the small ones, typical ones first."""
+    """Returns the cases to start from: the case with this name, or all small cases, the typical ones first."""
     if name is None:
         return typical_cases(op) or fail(f"{op} has no small case: name one with --case")
     cases = op.all_cases()
@@ -188,14 +188,14 @@ def _request(op: Operator[Any, Any], case: Case) -> Request:
 
 
 def _request_and_arguments(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """Returns the request of a case and its arguments. A large case uses fake tensors if possible."""
+    """Returns the request of a case, and the case's arguments. The arguments of a large case are fake tensors if possible."""
     return (request_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:
-    """Returns the first case whose recipe can be changed to have the wanted traits and operands.
+    """Returns a case with the wanted traits and operands, made by changing the recipe of the first starting case that allows this.
 
-    Changing the recipe keeps formats, sizes and traits consistent with one call.
+    A recipe draws all arguments of a call, so its formats, sizes and traits stay consistent.
     """
     wanted = dict(_wanted(op, starts[0], change) for change in changes)
     missed = ""
@@ -210,7 +210,7 @@ def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[st
 
 
 def _possible_request(op: Operator[Any, Any], case: Case) -> Request | None:
-    """Returns the request of a case; None if the operator rejects it."""
+    """Returns the request of a case; None if the operator rejects the case."""
     try:
         return _request(op, case)
     except Exception:  # a recipe may raise anything for inconsistent values
@@ -262,7 +262,7 @@ _SOME_DTYPES = "for example float32, bfloat16 (bf16), float16 (fp16), float8_e4m
 
 
 def _dtype(text: str) -> torch.dtype | None:
-    """Returns the dtype with this name, PyTorch's or a short one."""
+    """Returns the dtype with this name: PyTorch's name, or a short name. Returns None for an unknown name."""
     name = _SHORT.get(text.lower(), text)
     return getattr(torch, name) if name in _DTYPES else None
 
@@ -279,12 +279,12 @@ def _value(text: str) -> bool | int | float | str | None:
     return text
 
 
-# Kernels that are rejected for the same reason are counted, not named, if there are more than this.
+# If more kernels than this are rejected for the same reason, they are counted, not named.
 _FEW = 3
 
 
 def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> None:
-    """Prints the request, then the rejected kernels by reason, then the eligible ones; the one that runs is the last line."""
+    """Prints the request, then the rejected kernels by reason, then the eligible kernels. The last line is the selected kernel."""
     request = explanation.request
     facts = {
         "case": case,
@@ -323,7 +323,7 @@ def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> 
 
 
 def _counted(reason: str, kernels: int) -> str:
-    """Returns a reason with the number of kernels, if there are several.
+    """Returns a reason for rejection; for several kernels, a sentence with their number.
 
     >>> _counted("needs an AMD device", 28)
     '28 kernels need an AMD device'

@@ -62,7 +62,7 @@ def tune(
 
 
 def _kernels(wanted: Sequence[str], operators: set[str]) -> set[str]:
-    """Returns the kernels with these names, or of the operators with these names, that implement the tuned operators."""
+    """Returns the kernels that implement the tuned operators and that ``wanted`` names, by the kernel's or the operator's name."""
     found: set[str] = set()
     for name in wanted:
         mine = {spec.name for spec in find_kernels(name) if spec.operator in operators}
@@ -104,7 +104,7 @@ def _tune(
             begin(f"{operator}: {case.name}")
             try:
                 made = tune_case(operator, case, device, kernels=kernels, budget_s=budget)
-            except Exception as error:  # for example out of memory; earlier results must not be lost
+            except Exception as error:  # for example out of memory; an error must not lose earlier results
                 made = [Outcome(operator, case.name, reason=f"{type(error).__name__}: {error}")]
             outcomes += [(outcome, count) for outcome in made]
     wrong = [t for outcome, _ in outcomes for t in outcome.trials if t.reason.startswith("verify:")]

@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
-# The most kernels whose failures are shrunk: if many fail for one reason, a few show it.
+# Failures of at most this many kernels are shrunk. If many kernels fail for one reason, a few examples show the reason.
 _MOST_SHRUNK = 3
 
 
@@ -106,7 +106,7 @@ def _last_line(findings: Sequence[Finding]) -> None:
 def _compare(
     runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, repeat: int | None, seed: int, seconds: float
 ) -> tuple[list[CaseResult], list[Shrunk | None]]:
-    """Returns the result of each run, and for a few failures the smallest call with the fault."""
+    """Returns the result of each run, and for a few failed runs the smallest call that has the same fault."""
     results: list[CaseResult] = []
     smallest: list[Shrunk | None] = []
     shrunk: set[str] = set()
@@ -181,7 +181,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
 
 
 def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
-    """Returns one row per result; with ``fold``, all cases that a kernel skipped at one gate are one row."""
+    """Returns one row per result. With ``fold``, all cases that a kernel skips because of the same gate share a row."""
     rows: list[list[str]] = []
     skipped: dict[tuple[str, str], tuple[int, list[CaseResult]]] = {}
     for result in results:
@@ -209,7 +209,7 @@ def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
 def _conform(
     specs: Sequence[KernelSpec], runs: Sequence[tuple[KernelSpec, Case]] | None, device: torch.device | None, options: Options
 ) -> list[Finding]:
-    """Runs all checks on some kernels, on all cases of their operators or on the selected runs."""
+    """Runs all checks on each kernel: on the cases in ``runs``, or on all cases of its operator if ``runs`` is None."""
     steps = len(find_runs(list(specs), (), options.large) if runs is None else runs) + len(specs) * len(CHECKS)
     findings: list[Finding] = []
     with progress(steps, "verifying") as options.begin:
@@ -239,7 +239,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _folded(rows: list[list[str]]) -> Iterator[list[str]]:
-    """Folds a kernel's rows into one if it skips all checks for the same reason, as for a kernel of another platform."""
+    """Folds the rows of a kernel into one row if all its checks are skipped for the same reason, such as another platform."""
     for kernel in dict.fromkeys(row[0] for row in rows):
         mine = [row for row in rows if row[0] == kernel]
         if len(mine) > 1 and len({(row[2], row[3]) for row in mine}) == 1 and mine[0][2] == Status.SKIPPED.value:

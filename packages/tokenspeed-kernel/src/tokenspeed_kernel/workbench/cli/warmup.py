@@ -1,4 +1,4 @@
-"""``warmup``: compiles ahead of time what plugins would compile at the first call."""
+"""``warmup``: compiles, ahead of time, the kernels that plugins would otherwise compile at the first call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from tokenspeed_kernel.workbench.cli.output import unknown
 from tokenspeed_kernel_base.config import settings
 
-# Entry points of this group are functions that take command-line arguments and return an exit code: 130 after an interrupt
-# (Ctrl-C).
+# Each entry point of this group is a function that takes command-line arguments and returns an exit code. The exit code after an
+# interrupt (Ctrl-C) is 130.
 GROUP = "tokenspeed_kernel.warmup"
 _INTERRUPTED = 130
 

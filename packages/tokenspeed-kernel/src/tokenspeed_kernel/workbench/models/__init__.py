@@ -1,4 +1,4 @@
-"""The operator calls of a model's decode steps and prefills, from its configuration alone: no weights, no device."""
+"""Lists the operator calls of a model's decode steps and prefills from the model's configuration, without weights or a device."""
 
 from tokenspeed_kernel.workbench.models.calls import DECODE_SIZES, PREFILL_SIZES, Call, Step, calls_of, steps_of
 from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model, ModelError, model_of

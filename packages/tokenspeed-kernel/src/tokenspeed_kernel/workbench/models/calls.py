@@ -1,7 +1,8 @@
 """The operator calls of one step of a model: a decode step or the prefill of one prompt.
 
-Large tensors are fake, because only their shapes count; lengths and positions are real, because costs depend on them. The calls are
-those of a runtime that uses the operators which combine most steps, like `tools/gpt_oss` in this repository.
+Large tensors are fake, because only their shapes count. Lengths and positions are real, because costs depend on their values. A
+runtime can combine steps in one operator. The calls here use the operators that combine most steps, as `tools/gpt_oss` in this
+repository does.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Step:
     """One forward pass.
 
     Attributes:
-        phase: ``"decode"``: one token of each of ``size`` sequences; ``"prefill"``: a prompt of ``size`` tokens.
-        size: see ``phase``.
-        context: tokens of each sequence in the cache, for decode.
-        page_size: tokens of a page.
-        dtype: of activations.
-        cache_dtype: of keys and values; None for ``dtype``.
-        activation_dtype: the format that experts quantise their inputs to, see `MoEPlan`.
+        phase: ``"decode"``: one new token for each of ``size`` sequences; ``"prefill"``: a prompt of ``size`` tokens.
+        size: number of sequences or of prompt tokens, see ``phase``.
+        context: number of tokens per sequence in the cache, for decode.
+        page_size: number of tokens per page.
+        dtype: dtype of activations.
+        cache_dtype: dtype of keys and values in the cache; None for ``dtype``.
+        activation_dtype: the format to which experts quantise their inputs, see `MoEPlan`.
     """
 
     phase: str
@@ -54,7 +55,7 @@ class Step:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache after this step, by sequence."""
+        """The number of tokens in the cache after this step, for each sequence."""
         return [self.context] * self.size if self.decodes else [self.size]
 
 
@@ -73,13 +74,13 @@ def steps_of(
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a step.
+    """An operator call of a step.
 
     Attributes:
-        operator: ``"mode"``.
-        role: where the call is made: ``"router"``, ``"lm head"``...
-        times: calls of this kind in a step.
-        arguments: by name; large tensors are fake.
+        operator: the operator's name, ``"mode"``.
+        role: where the model makes the call: ``"router"``, ``"lm head"``...
+        times: number of such calls in a step.
+        arguments: the call's arguments by name. Large tensors are fake.
     """
 
     operator: str
@@ -89,7 +90,7 @@ class Call:
 
 
 def calls_of(model: Model, step: Step) -> list[Call]:
-    """The calls of a step, in the order of a layer."""
+    """Returns the calls of a step, in the order in which a layer makes them."""
     return list(_Calls(model, step))
 
 
@@ -289,7 +290,7 @@ class _Calls:
     def _moe_apply(self, experts: Experts) -> dict[str, Any]:
         tokens, hidden, inner, count = self._tokens, self.model.hidden, experts.intermediate, experts.count
         operator = get_operator("moe_apply")
-        # The reference reads the canonical layout, from which selection derives each kernel's own layout.
+        # The plan is made for the reference, which reads the canonical layout. Selection derives each kernel's own layout from it.
         plan = operator.function.plan(
             count,
             experts.top_k,
@@ -331,7 +332,7 @@ class _Calls:
 
 
 def _class_of(operator: str, parameter: str) -> Any:
-    """The class that an operator declares for a parameter."""
+    """Returns the class that an operator declares for a parameter."""
     return next(each.cls for each in get_operator(operator).parameters if each.name == parameter)
 
 
@@ -356,4 +357,7 @@ _STORED: dict[str, Callable[[int, int], tuple[_Stored, _Stored | None]]] = {
     "fp8_block": _fp8_block,
     "mxfp4": _mxfp4,
 }
-"""Shapes and dtypes of an expert's weight and of its scales, by weight format; dtype None is the model's."""
+"""For each weight format, a function that returns shape and dtype of an expert's weight and of its scales.
+
+The dtype None means the model's dtype. Formats without scales return None for the scales.
+"""

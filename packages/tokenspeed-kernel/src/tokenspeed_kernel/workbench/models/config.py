@@ -16,7 +16,7 @@ MODEL_TYPES = ("deepseek_v3", "gpt_oss", "llama", "qwen3", "qwen3_moe")
 
 
 class ModelError(ValueError):
-    """A model is unknown, or its configuration lacks a field or has an unsupported value; the message names it."""
+    """A model is unknown, or its configuration lacks a field or has an unsupported value. The message names the model or field."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class Experts:
     """The mixture-of-experts layers of a model.
 
     Attributes:
-        count, top_k, intermediate: experts of a layer, experts of a token, features of an expert.
+        count: number of experts per layer.
+        top_k: number of experts per token.
+        intermediate: intermediate size of an expert.
         weight_format: see `MoEPlan`.
         options: further arguments of `moe_apply.plan`.
         routing: further arguments of `moe_topk`, except the correction bias.
-        router_bias, correction_bias: whether the router has them.
-        shared: features of the shared experts together; 0 without.
-        dense_layers: leading layers without experts.
+        router_bias, correction_bias: whether the router has this bias.
+        shared: intermediate size of all shared experts together; 0 if there are none.
+        dense_layers: number of leading layers without experts.
     """
 
     count: int
@@ -47,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention. ``q_rank`` is 0 if queries have no latent."""
+    """Sizes of multi-head latent attention (MLA). ``q_rank`` is 0 if queries are projected without a latent."""
 
     q_rank: int
     kv_rank: int
@@ -58,16 +60,17 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, as far as its operator calls depend on it.
+    """The sizes and options of a model that determine its operator calls.
 
     Attributes:
-        name: for messages and receipts.
-        hidden, intermediate, heads, kv_heads, head_dim, vocab, max_positions, eps: as in the configuration. On a rank of tensor
-            parallelism, its share.
-        windows: the layers: ``window_left`` of `mha_prefill` and the number of layers that have it; -1 for full attention.
-        bias, sinks, qk_norm: whether attention has them.
-        weight_format: of linear layers: ``"dense"``, or ``"fp8_block"`` with blocks of 128 x 128.
-        experts, latent: None if the model has none.
+        name: the model's name in messages and receipts.
+        hidden, intermediate, heads, kv_heads, head_dim, vocab, max_positions, eps: as in the configuration. `on_rank` returns a
+            model with the sizes of one rank.
+        windows: the number of layers for each ``window_left`` of `mha_prefill`; -1 is full attention.
+        bias, sinks, qk_norm: whether attention has biases, attention sinks, or normalised queries and keys.
+        weight_format: format of linear layers: ``"dense"``, or ``"fp8_block"`` with blocks of 128 x 128.
+        experts: the mixture-of-experts layers; None if the model has none.
+        latent: the sizes of latent attention; None if the model has none.
     """
 
     name: str
@@ -92,7 +95,8 @@ class Model:
         return sum(self.windows.values())
 
     def on_rank(self, ranks: int) -> Model:
-        """The share of one of ``ranks`` ranks under tensor parallelism. Raises ModelError for a size that is not divisible."""
+        """Returns the model with the sizes of one rank under tensor parallelism. Raises ModelError if a size is not divisible by
+        ``ranks``."""
         experts = self.experts
         if experts is not None:
             experts = replace(
@@ -117,10 +121,10 @@ def _share(name: str, size: int, ranks: int) -> int:
 
 
 def model_of(source: str | Path | Mapping[str, Any]) -> Model:
-    """A model by the name of a preset, by the path of a config.json or of its folder, or by the contents of a config.json.
+    """Returns a model. The source is the name of a preset, the path of a config.json or its folder, or a config.json's contents.
 
     Raises:
-        ModelError: see there.
+        ModelError: the model is unknown or its configuration cannot be used.
         OSError: the file cannot be read.
     """
     if isinstance(source, Mapping):
@@ -194,8 +198,11 @@ _METHODS: Mapping[Any, tuple[str, ...]] = {
 
 
 def _windows(table: Mapping[str, Any], layers: int) -> Mapping[int, int]:
-    """The layers by ``window_left``. Configurations without layer types alternate if they are of GPT-OSS, else ignore the window
-    unless ``use_sliding_window`` is set."""
+    """Returns the number of layers for each ``window_left``.
+
+    A configuration of GPT-OSS without layer types alternates windowed and full layers. Other configurations without layer types
+    ignore the window unless ``use_sliding_window`` is set.
+    """
     window = table.get("sliding_window")
     kinds = table.get("layer_types")
     if kinds is None and table["model_type"] == "gpt_oss":

@@ -1,4 +1,4 @@
-"""Triton's programs for packs; see `tokenspeed_kernel.workbench.packing`."""
+"""The module that compiles Triton's programs for packs, see `tokenspeed_kernel.workbench.packing`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _cache = DeviceModule("tokenspeed_kernel_base.triton_cache_device")
 _driver = DeviceModule("tokenspeed_kernel.workbench.packing.triton_driver_device")
 
 COMPILER = "triton"
-# What Triton keeps besides: a list of absolute paths, and intermediate representations, which launches do not need.
+# Files of Triton's cache that launches do not need: intermediate representations, and a list of absolute paths (``__grp__``).
 _NEEDLESS = (".source", ".ttir", ".ttgir", ".llir")
 
 
 def toolchain() -> list[str]:
-    """The versions and settings that a program depends on."""
+    """Returns the versions and settings on which a compiled program depends."""
     found: list[str] = _cache.toolchain()
     return found
 

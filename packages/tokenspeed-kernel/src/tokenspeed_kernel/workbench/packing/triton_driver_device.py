@@ -1,4 +1,4 @@
-"""A Triton driver for a device that is not there: Triton compiles for it, and launches nothing."""
+"""A Triton driver for a device that this machine does not have. Triton compiles for this device and launches nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from triton.backends.driver import DriverBase
 
 from tokenspeed_kernel_base.platform import PlatformInfo
 
-# Launches check their shared memory against the device's. A pack leaves that to the device.
+# Triton compares a kernel's shared memory with the device's limit. Here the limit is too large to matter: only the real device
+# checks.
 _PROPERTIES = {"max_shared_mem": 1 << 30, "multiprocessor_count": 1, "warpSize": 32, "max_num_regs": 65536}
 
 
 class _Launcher:
-    """Made by Triton for a compiled kernel, and called for each launch."""
+    """The launcher that Triton makes for each compiled kernel, and calls for each launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         """Needs nothing."""

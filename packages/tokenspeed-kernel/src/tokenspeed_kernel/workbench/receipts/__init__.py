@@ -1,4 +1,4 @@
-"""Receipts: which kernel serves which operator at which size class, why the next best was not taken, and the predicted time."""
+"""Receipts: the kernel that is selected for each call of a model or process, why the next best is not, and the predicted time."""
 
 from tokenspeed_kernel.workbench.receipts.differences import Difference, difference_lines, differences
 from tokenspeed_kernel.workbench.receipts.making import receipt

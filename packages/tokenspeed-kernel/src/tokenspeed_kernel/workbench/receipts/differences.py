@@ -1,4 +1,4 @@
-"""What differs between two receipts: of two releases, machines or days."""
+"""Compares two receipts, for example of two releases, machines or days."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Difference:
     Attributes:
         kind: ``"platform"``, ``"version"``, ``"setting"``, ``"kernel"``, ``"configuration"`` or ``"time"``.
         what: the package, the setting, or the call.
-        sizes: the size classes that differ alike; empty if the call has none.
-        before, after: the two values; empty for a call that only one receipt has.
-        why: for a kernel: what each receipt says of the other's kernel, as far as it does.
+        sizes: the size classes with this difference; empty if the call has no size classes.
+        before, after: the two values. One is empty for a call that only the other receipt has.
+        why: if the kernel differs, the reasons that each receipt gives for not selecting the other's kernel.
     """
 
     kind: str
@@ -33,11 +33,11 @@ class Difference:
 
 
 def differences(before: Receipt, after: Receipt, *, threshold: float = 0.1) -> list[Difference]:
-    """Returns what differs, the platform first.
+    """Returns the differences between two receipts, those of the platform first.
 
     Args:
         before, after: the receipts.
-        threshold: predicted times that differ by less than this fraction are equal.
+        threshold: predicted times that differ by less than this fraction count as equal.
     """
     found = [
         Difference("platform", name, (), one, other)
@@ -58,7 +58,7 @@ _Key = tuple[str, int | None]
 
 
 def _by_call(receipt: Receipt) -> dict[_Key, _At]:
-    """Each row with its prediction, by call and size."""
+    """Returns each row with its predicted time, by call and size."""
     found: dict[_Key, _At] = {}
     for row in receipt.rows:
         traits = sorted(f"{name}={value}" for name, value in row.traits.items()) if row.phase == "process" else [row.role]
@@ -88,7 +88,7 @@ def _of_calls(olds: dict[_Key, _At], news: dict[_Key, _At], threshold: float) ->
 
 
 def _merged(found: Iterator[Difference]) -> list[Difference]:
-    """Joins sizes that differ alike."""
+    """Joins differences that are equal but for their sizes."""
     merged: dict[tuple[str, str, str, str, str], list[int]] = {}
     for each in found:
         merged.setdefault((each.kind, each.what, each.before, each.after, each.why), []).extend(each.sizes)

@@ -1,4 +1,4 @@
-"""A receipt as data, and its file: JSON."""
+"""A receipt as data, and its JSON file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ FORMAT = 1
 
 
 class ReceiptError(ValueError):
-    """A file is no receipt; the message names it."""
+    """A file is no receipt. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Which kernel serves which call.
+    """The kernels that are selected for the calls of a model or a process.
 
     Attributes:
         subject: the model's name, or ``"process"``.
-        device, arch: the platform.
-        versions: of the packages that decide: by distribution, and the driver's.
-        settings: what the rows were made with: context, page size, dtypes...
-        notes: settings without effect, and plugins that failed.
-        rows: one per kind of call and outcome.
-        date: ISO 8601.
+        device, arch: the device's name and architecture.
+        versions: versions of the distributions that affect selection, and of the driver.
+        settings: the arguments of `receipt` for a model: context, page size, dtypes...
+        notes: settings that have no effect, and plugins that failed to load.
+        rows: the rows, one per kind of call and outcome.
+        date: the date and time of the selection, in ISO 8601.
     """
 
     subject: str
@@ -47,7 +47,7 @@ class Receipt:
 
     @property
     def kernels(self) -> list[str]:
-        """The names of all kernels that serve a row."""
+        """The names of the kernels of all rows."""
         return sorted({row.kernel for row in self.rows} - {""})
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Receipt:
         replace_file(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
-        """Text of at most 100 columns."""
+        """Formats the receipt as text of at most 100 columns."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [f"{self.subject} on {self.device} [{self.arch}], {self.date}", *wrapped(versions, "  ")]
         lines += wrapped(format_traits(self.settings), "  ")
@@ -79,7 +79,7 @@ def read_receipt(path: str | Path) -> Receipt:
 
     Raises:
         OSError: the file cannot be read.
-        ReceiptError: it is no receipt, or of another format.
+        ReceiptError: the file is no receipt, or has another format version.
     """
     try:
         table = json.loads(Path(path).read_bytes())

@@ -1,4 +1,4 @@
-"""One kind of call in a receipt, and the kernels that were not taken for it."""
+"""One kind of call in a receipt, and the kernels that were not selected for these calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Passed:
-    """A kernel that was not taken.
+    """A kernel that was not selected.
 
     Attributes:
-        kernel: its name.
-        gate: the gate of selection that it failed, one of `GATES`; empty if it is eligible.
-        rank: the first of `RANKS` in which it is behind the chosen kernel; empty if it is not eligible.
-        reason: selection's reason for the verdict on it.
+        kernel: the kernel's name.
+        gate: the gate of selection that rejected the kernel, one of `GATES`; empty if the kernel is eligible.
+        rank: the first of `RANKS` in which the kernel is behind the selected one; empty if the kernel is not eligible.
+        reason: selection's reason for the verdict on the kernel.
     """
 
     kernel: str
@@ -32,17 +32,17 @@ class Row:
         phase: ``"decode"``, ``"prefill"``, or ``"process"`` for calls that this process has made.
         operator: ``"family.mode"``.
         role: where a model makes the call; empty for a process.
-        times: such calls in one step; of a capture, the number of captured calls. 0 if unknown.
-        sizes: the size classes with this outcome: sequences of a decode step, tokens of a prefill. Empty for a process.
-        kernel: the kernel; empty if none is eligible.
-        solution: its backend.
-        reason: selection's reason for it, or why no kernel is eligible.
-        config: its measured configuration; empty for its defaults.
-        passed: kernels that were not taken, the nearest first.
-        formats, traits: of the request; of a model's calls those of the smallest size.
-        predicted_us: the predicted microseconds at each of ``sizes``; None where nothing was measured.
-        predicted_by: the source of each prediction: ``"table"``: a tuned result of this kernel; ``"roofline"``: the time that the
-            device's measured roofline allows at least; empty for none.
+        times: number of such calls in one step, or in the capture; 0 if unknown.
+        sizes: the size classes with this outcome: sequences per decode step, or tokens per prefill. Empty for a process.
+        kernel: the selected kernel; empty if no kernel is eligible.
+        solution: the kernel's backend.
+        reason: why selection chose the kernel, or why no kernel is eligible.
+        config: the kernel's configuration from tuning; empty for its defaults.
+        passed: kernels that were not selected: first rejected ones of higher priority, then the next best eligible one.
+        formats, traits: formats and traits of the request. For a model, those of the call with the smallest size.
+        predicted_us: the predicted time in microseconds at each of ``sizes``; None where nothing was measured.
+        predicted_by: the source of each prediction. ``"table"``: a tuned result of this kernel. ``"roofline"``: the shortest time
+            that the device's measured roofline allows. Empty: no prediction.
     """
 
     phase: str

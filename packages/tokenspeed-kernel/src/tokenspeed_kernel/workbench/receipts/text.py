@@ -1,4 +1,4 @@
-"""Rows of receipts as text of at most 100 columns."""
+"""Formats rows of receipts as text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PHASES = {
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows of one phase: each call on a line of its own, then a line per outcome, with the reasons below."""
+    """Yields the lines for the rows of one phase. Each call has a line, followed by one line per outcome with its reasons below."""
     cells = [(sizes_of(row), row.kernel or "NO KERNEL", times_of(row)) for row in rows]
     sizes, kernels = max(len(cell[0]) for cell in cells), max(len(cell[1]) for cell in cells)
     yield _PHASES.get(rows[0].phase, rows[0].phase)
@@ -35,25 +35,26 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def call_of(row: Row) -> str:
-    """The call of a row: its operator, and its role, or its formats and traits that are set."""
+    """Describes the call of a row: the operator, and either the call's role or its formats and traits."""
     traits = {name: value for name, value in row.traits.items() if value not in (False, None)}
     details = row.role or ", ".join(filter(None, (row.formats, format_traits(traits))))
     return f"{row.operator} ({details})" if details else row.operator
 
 
 def why_not(passed: Passed) -> str:
-    """Why a kernel was not taken, in a phrase."""
+    """Says in a phrase why a kernel was not selected."""
     return f"{passed.gate}: {passed.reason}" if passed.gate else f"eligible, behind in {passed.rank} ({passed.reason})"
 
 
 def sizes_of(row: Row) -> str:
-    """The size classes: ``"1, 4"``, or ``"1 to 64"`` for more than two; ``"all"`` if there are none."""
+    """Formats the size classes: ``"1, 4"``, or ``"1 to 64"`` for more than two; ``"all"`` if there are none."""
     sizes = row.sizes
     return "all" if not sizes else f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 2 else ", ".join(map(str, sizes))
 
 
 def times_of(row: Row) -> str:
-    """The predictions of the smallest and the largest size: ``"at least 3.1 to 12 us (roofline)"``; empty where there are none."""
+    """Formats the predictions of the smallest and the largest size: ``"at least 3.1 to 12 us (roofline)"``; empty if there are
+    none."""
     known = [(us, by) for us, by in zip(row.predicted_us, row.predicted_by, strict=True) if us is not None]
     if not known:
         return ""
@@ -64,7 +65,7 @@ def times_of(row: Row) -> str:
 
 
 def wrapped(text: str, first: str = "", further: str | None = None) -> list[str]:
-    """The text in lines; ``first`` stands before the first line, and ``further`` (or ``first``) before the others."""
+    """Wraps a text into lines. The first line begins with ``first``, the others with ``further`` or, by default, ``first``."""
     return textwrap.wrap(
         text,
         WIDTH,

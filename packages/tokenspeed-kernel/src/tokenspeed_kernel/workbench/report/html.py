@@ -18,7 +18,7 @@ def rendered(template: str, title: str, **values: Any) -> str:
     Args:
         template: the file's name.
         title: title of the page.
-        values: what the template names besides.
+        values: values of the template's further variables, by name.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),

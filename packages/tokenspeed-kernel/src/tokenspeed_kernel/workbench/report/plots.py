@@ -51,7 +51,7 @@ class Drawing:
 
     Attributes:
         title: description of the figure, also for screen readers.
-        width, height: in pixels.
+        width, height: size in pixels.
     """
 
     def __init__(self, title: str, width: float, height: float, paint: Paint) -> None:

@@ -135,7 +135,7 @@ def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Map
     Args:
         operator: ``"family.mode"``.
         formats: the format signature, as an object or as text.
-        traits, buckets: of the request.
+        traits, buckets: traits and size buckets of the request.
         platform: the platform to run on. An emulated device has no results, because its times are meaningless.
     """
     if platform.emulated:

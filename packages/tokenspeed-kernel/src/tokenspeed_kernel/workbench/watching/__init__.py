@@ -1,6 +1,6 @@
 """Watches a program's calls: ranges in a profile, times of calls, captures of their shapes, and replays of captured calls.
 
-The first three are watchers of calls (see `tokenspeed_kernel_base.watch`) and cost nothing while they are off.
+Ranges, times and captures are watchers of calls, see `tokenspeed_kernel_base.watch`. They cost nothing while they are off.
 """
 
 from tokenspeed_kernel.workbench.watching.captures import (

@@ -1,4 +1,7 @@
-"""Base class of watchers that keep a file: it is written periodically, when the process ends, and by each forked process."""
+"""Base class of watchers that keep their counts in a file.
+
+The file is written periodically and when the process ends. A forked process writes its own counts.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from pathlib import Path
 
 
 class Background:
-    """Counts in memory that a thread periodically writes to a file. A failed write gives a warning and is retried.
+    """Counts in memory, and a thread that periodically writes them to a file. A failed write gives a warning and is retried.
 
     Args:
-        place: the file or folder; None to write nothing.
-        content: the name of the content in warnings.
-        seconds: seconds between two writes, which is the most that a killed process loses.
+        place: the file or folder to write to; None to write nothing.
+        content: name of the content, for warnings.
+        seconds: seconds between two writes. A killed process loses at most the counts of this time.
     """
 
     def __init__(self, place: Path | None, content: str, seconds: float) -> None:
@@ -29,7 +32,7 @@ class Background:
             util.register_after_fork(self, lambda kept: util.Finalize(kept, Background.finish, (kept,), exitpriority=0))
 
     def _restart(self) -> None:
-        """Resets the counts; also called in a forked process, because its parent writes the counts from before the fork."""
+        """Resets the counts. Also called in a forked process, because the parent writes the counts from before the fork."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
@@ -38,12 +41,12 @@ class Background:
         """Writes the changes.
 
         Raises:
-            OSError: the file cannot be written; nothing is lost.
+            OSError: the file cannot be written. The changes stay in memory.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Writes for the last time. Nothing may be counted afterwards.
+        """Writes the changes for the last time. Nothing may be counted afterwards.
 
         Raises:
             OSError: the file cannot be written.
@@ -54,7 +57,7 @@ class Background:
             self.write()
 
     def _written_from_now_on(self) -> None:
-        """Starts the writer thread at the first count of this process. Call it under the lock."""
+        """Starts the writer thread at the first count of this process. The caller must hold the lock."""
         if self._writer is None and self._place is not None:
             self._writer = threading.Thread(target=self._write_on, name=f"tokenspeed-kernel: {self._content}", daemon=True)
             self._writer.start()

@@ -19,9 +19,9 @@ from tokenspeed_kernel_base.config import ConfigurationError
 from tokenspeed_kernel_base.signature import dtype_name
 
 MAX_RECORDS = 10_000
-# The most values of a sample; longer lists are thinned.
+# A sample has at most this many values; longer lists are thinned.
 _LONGEST_SAMPLE = 1024
-# The time between two reads of values for one record, because reading values synchronises with the device.
+# Seconds between two reads of values for one record. Reading values synchronises with the device, so it must be rare.
 _SECONDS_BETWEEN_READS = 0.5
 _SECONDS_BETWEEN_WRITES = 0.25
 
@@ -48,14 +48,14 @@ def described(value: Any) -> Any:
 class ShapeCapture(Background):
     """Counts operator calls by shapes, dtypes and options, with the kernel that ran and the values that determine the work.
 
-    Memory is bounded: after ``max_records`` distinct combinations, new ones are only counted, in ``dropped``.
+    Memory is bounded: after ``max_records`` distinct combinations, calls with new combinations are only counted, in ``dropped``.
 
     Args:
-        path: a file that the records are also added to, while they are counted. Other processes may add to it, too.
-        max_records: the most distinct combinations.
+        path: a file to which the records are also added, while calls are counted. Other processes may add to the same file.
+        max_records: the largest number of distinct combinations.
 
     Raises:
-        OSError: the file cannot be written, or holds something else.
+        OSError: the file cannot be written, or is no capture.
     """
 
     def __init__(self, path: str | Path | None = None, max_records: int = MAX_RECORDS) -> None:
@@ -68,7 +68,7 @@ class ShapeCapture(Background):
         super()._restart()
         self._numbers: dict[Hashable, int] = {}
         self._read_at: list[float] = []
-        # By number: all counts, and the counts that are not in the file yet.
+        # Records by number: one with all counts, and one with the counts that are not in the file yet.
         self._records: dict[int, Record] = {}
         self._unsaved: dict[int, Record] = {}
         self._dropped: dict[str, int] = {}
@@ -81,7 +81,7 @@ class ShapeCapture(Background):
             return sum(self._dropped.values())
 
     def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Counts a call: the watcher to register."""
+        """Counts a call. This method is the watcher to register, see `watch.start`."""
         self.record(f"{call.family}.{call.mode}", call.kernel, call.key, call.arguments, call.traits, call.read_work)
         return run
 
@@ -100,9 +100,9 @@ class ShapeCapture(Background):
             operator: ``"family.mode"``.
             kernel: the kernel that runs the call.
             key: equal for calls of one operator with the same description.
-            arguments, traits: by name. They are described if the key is new.
-            read_work: reads the values that determine the call's work; it may synchronise with the device. It is not called every
-                time, and not while a CUDA graph is captured.
+            arguments, traits: the call's arguments and traits by name. They are described if the key is new.
+            read_work: function that reads the values that determine the call's work, and may synchronise with the device. It is
+                called for some of the calls only, and never while a CUDA graph is captured.
         """
         with self._lock:
             self._written_from_now_on()
@@ -128,7 +128,7 @@ class ShapeCapture(Background):
                     record["work"] = merged_work(record["work"], _work_of_one(work))
 
     def _copies(self, number: int) -> list[Record]:
-        """Returns the copies of a record to count in: the total, and the unsaved counts if there is a file."""
+        """Returns the copies of a record in which a call is counted: the total, and the unsaved counts if there is a file."""
         record = self._records[number]
         if self._place is None:
             return [record]
@@ -154,7 +154,7 @@ class ShapeCapture(Background):
     reset = clear
 
     def contents(self) -> Contents:
-        """Returns the records, and the numbers of dropped calls."""
+        """Returns the records, and the number of dropped calls per operator."""
         records = self.get()
         with self._lock:
             return Contents(records, dict(self._dropped))
@@ -208,7 +208,7 @@ def _work_of_one(work: Work) -> dict[str, Any]:
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
-    """Returns the values, or evenly spaced ones if there are too many."""
+    """Returns the values; if there are more than `_LONGEST_SAMPLE`, that many evenly spaced ones."""
     if len(values) <= _LONGEST_SAMPLE:
         return list(values)
     return [values[i * len(values) // _LONGEST_SAMPLE] for i in range(_LONGEST_SAMPLE)]
@@ -228,11 +228,11 @@ def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
     """Records every operator call of this process from now on. Returns the capture, or the previous one if it still runs.
 
     Args:
-        path: a file that the records are added to; other processes may add to it concurrently. Records are in the file within a
-            second, also if the process is killed. `tokenspeed_kernel.workbench.watching.load` reads it.
+        path: a file to which the records are added. Other processes may add to the same file concurrently. Each call is in the file
+            within a second, even if the process is killed later. `tokenspeed_kernel.workbench.watching.load` reads the file.
 
     Raises:
-        OSError: the file cannot be written, or holds something else.
+        OSError: the file cannot be written, or is no capture.
     """
     global _started
     with _lock:
@@ -243,7 +243,8 @@ def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
 
 
 def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
-    """Ends the capture of `start_shape_capture`, and writes it if a path is given. Returns the records; none without a capture."""
+    """Ends the capture of `start_shape_capture`, and writes the records to ``output_path`` if given. Returns the records; an empty
+    list if no capture runs."""
     global _started
     with _lock:
         capture, _started = _started, None
@@ -258,7 +259,7 @@ def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
 
 @contextlib.contextmanager
 def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCapture]:
-    """Records the calls of all threads while the block runs. Blocks may be nested; each has its own capture.
+    """Records the calls of all threads while the block runs. Blocks may be nested; each block has its own capture.
 
     Args:
         output_path: see `start_shape_capture`.
@@ -273,7 +274,7 @@ def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCaptur
 
 
 def capture_to_file(path: Path) -> None:
-    """Records the whole process.
+    """Records every operator call of this process in a file, until the process ends.
 
     Raises:
         ConfigurationError: the file cannot be written.

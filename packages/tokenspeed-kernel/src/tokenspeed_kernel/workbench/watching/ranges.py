@@ -26,13 +26,13 @@ def kernel_scope(
 ) -> Iterator[None]:
     """Opens a named range while profiling is on; does nothing otherwise.
 
-    These profilers show it: ``torch.profiler``; profilers that read NVTX (Nsight Systems) or, with PyTorch for ROCm, ROCTX
-    (rocprof); and Triton's Proton, if a session has been started.
+    These profilers show the range: ``torch.profiler``; Nsight Systems and other profilers that read NVTX; with PyTorch for ROCm,
+    rocprof and other profilers that read ROCTX; and Triton's Proton, if a session has been started.
 
     Args:
         family, mode: the operator.
-        dtype, kernel_name, shape: shown in the range's name; ``shape`` is the shape of the operands, ``"64x2880"``.
-        metrics: shown as the range's arguments by ``torch.profiler``.
+        dtype, kernel_name, shape: parts of the range's name. ``shape`` is the shape of the operands, such as ``"64x2880"``.
+        metrics: values that ``torch.profiler`` shows as the range's arguments.
     """
     if not _profiling:
         yield
@@ -45,7 +45,7 @@ def kernel_scope(
         if _MARKS_RANGES:
             torch.cuda.nvtx.range_push(label)
             ranges.callback(torch.cuda.nvtx.range_pop)
-        # A session can only have been started if the module has been imported.
+        # If Proton has not been imported, no session has been started, and there is nothing to do.
         proton = getattr(sys.modules.get("triton.profiler.scope"), "scope", None)
         if proton is not None:
             ranges.enter_context(proton(label))
@@ -53,7 +53,7 @@ def kernel_scope(
 
 
 def start_profiling() -> None:
-    """Wraps every operator call in its own `kernel_scope`. Idempotent."""
+    """Wraps every operator call in its own `kernel_scope`. Does nothing if profiling is already on."""
     global _profiling
     with _lock:
         if not _profiling:

@@ -1,8 +1,8 @@
 """Files of captured calls: records of calls, their counts, and the values that determined their work.
 
-A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes may add to it concurrently, it stays
-consistent if one of them is killed, and it can be copied like any file. Captures of earlier releases, which were JSON lines, are
-not supported.
+A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes may add to the file concurrently. The
+file stays consistent if one of these processes is killed, and can be copied like any file. Captures of earlier releases were JSON
+lines, and are not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenspeed_kernel_base.storage import DamagedFileError, Database, part_of, set_aside
 
-MAX_SAMPLES = 4  # samples per record of the values that determine the work
+MAX_SAMPLES = 4  # a record keeps the work-determining values of at most this many calls
 _CONTENT, _VERSION = "tkca", 2
 _DROPPED = "dropped "
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 class UnreadableCaptureError(OSError, ValueError):
-    """A file has no captured calls, or is from another release; the message names it."""
+    """A file is no capture, or a capture of another release. The message names the file."""
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Contents:
     """The contents of a capture.
 
     Attributes:
-        records: each has a call's description (``operator``, ``kernel``, ``traits``, ``arguments``), its ``count``, and ``work``,
-            see `merged_work`.
-        dropped: calls per operator that were not recorded because there were too many distinct ones.
+        records: one per kind of call, with the call's description (``operator``, ``kernel``, ``traits``, ``arguments``), its
+            ``count``, and its ``work``, see `merged_work`.
+        dropped: number of calls per operator that were not recorded because there were too many distinct calls.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Contents:
 
 
 def _key(record: Mapping[str, Any]) -> str:
-    """Returns the key of a record, which is equal for records of the same call."""
+    """Returns the key of a record. Records of the same call have equal keys."""
     described = json.dumps([record[name] for name in ("operator", "kernel", "traits", "arguments")], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
 
@@ -68,9 +68,9 @@ def merged(mine: Record | None, other: Record) -> Record:
 def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the work of two records of one call.
 
-    ``seen``: the number of calls whose values were read. ``samples``: the values of a few of them: the first, often the largest,
-    and the latest. ``histograms``: counts of all values that were read, by name and by the smallest power of two that is not below
-    the value (``"0"`` for 0).
+    The work has three entries. ``seen`` is the number of calls whose values were read. ``samples`` has the values of a few of these
+    calls: of the first call, which often has the largest values, and of the latest ones. ``histograms`` counts all values that were
+    read, by name and bin. The bin is the smallest power of two that is not below the value (``"0"`` for 0).
     """
     samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
     if len(samples) > MAX_SAMPLES:
@@ -87,11 +87,11 @@ def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def load(path: str | Path) -> Contents:
-    """Reads a capture, the most frequent calls first. It works while processes add to the file, and after they were killed.
+    """Reads a capture, the most frequent calls first. Other processes may add to the file meanwhile, or may have been killed.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableCaptureError: the file holds something else.
+        UnreadableCaptureError: the file is no capture.
     """
     try:
         rows = Database(Path(path), _CONTENT, _VERSION).read()
@@ -105,12 +105,12 @@ def load(path: str | Path) -> Contents:
 
 
 def add_to(path: Path, contents: Contents) -> None:
-    """Adds contents to a file: all of them, or nothing if this raises. Other processes may do the same concurrently.
+    """Adds contents to a file. If this function raises, it has added nothing. Other processes may add to the file concurrently.
 
-    A damaged capture is set aside with a warning, and a new one is begun.
+    A damaged capture is renamed with a warning, and a new file is begun.
 
     Raises:
-        UnreadableCaptureError: the file holds something else, and is left unchanged.
+        UnreadableCaptureError: the file is no capture, and is left unchanged.
         OSError: the file cannot be written.
     """
     database = Database(path, _CONTENT, _VERSION)
@@ -146,7 +146,7 @@ def merge(paths: Iterable[str | Path], output: str | Path) -> Contents:
     """Merges captures, and writes the result to ``output``, replacing an existing file.
 
     Raises:
-        FileNotFoundError, UnreadableCaptureError: see `load`; nothing is written then.
+        FileNotFoundError, UnreadableCaptureError: see `load`. In these cases nothing is written.
     """
     total = Contents()
     for path in paths:

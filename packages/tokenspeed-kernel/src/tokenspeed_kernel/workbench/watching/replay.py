@@ -25,7 +25,7 @@ Make = Callable[[Draw], dict[str, Any]]
 
 
 class ReplayError(ValueError):
-    """A captured call cannot be recreated; the message says why."""
+    """A captured call cannot be recreated; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CapturedCase:
 
     Attributes:
         operator: ``"family.mode"``.
-        case: tagged ``"captured"``, and named after the calls.
-        count: the number of calls.
-        kernel: the kernel that ran them.
+        case: the case, tagged ``"captured"`` and named after the calls.
+        count: the number of captured calls.
+        kernel: the kernel that ran the calls.
     """
 
     operator: str
@@ -46,7 +46,8 @@ class CapturedCase:
 
 
 def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCase]:
-    """Returns cases for the calls in a capture, the most frequent first. Equal calls that different kernels ran are one case.
+    """Returns cases for the calls in a capture, the most frequent first. Equal calls share a case, even if different kernels ran
+    them.
 
     Args:
         path: the capture's file.
@@ -95,12 +96,13 @@ def _amount(sample: Mapping[str, Sequence[int]]) -> int:
 
 @recipe
 def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> Make:
-    """Recreates the arguments of a captured call: by the operator's ``vary`` hook, and otherwise from their descriptions.
+    """Recreates the arguments of a captured call. The operator's ``vary`` hook makes arguments with the captured work; the other
+    arguments are drawn from their descriptions.
 
     Args:
         operator: the operator.
-        arguments: descriptions of its arguments.
-        work: the values that determined its work.
+        arguments: descriptions of the call's arguments.
+        work: the values that determined the call's work.
     """
     op = get_operator(operator)
 
@@ -126,7 +128,7 @@ def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Seq
 
 
 def _described(parameter: Parameter, told: Any) -> Any:
-    """Recreates an argument from its description: tensors are on the meta device, and objects without a description are None."""
+    """Recreates an argument from its description. Tensors are on the meta device; an object without a description becomes None."""
     if _is_tensor(told):
         return torch.empty(told["shape"], dtype=_dtype(told["dtype"]), device="meta")
     if told is None or parameter.kind is Kind.HINT:
@@ -167,7 +169,8 @@ def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tenso
 
 
 def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """Returns the same values with the captured strides; the first axis may have had another size (a cache with more pages)."""
+    """Copies a tensor so that it has the captured strides. The first axis may have had another size, as for a cache with more
+    pages."""
     if stride is None or tuple(stride) == tensor.stride() or not tensor.numel():
         return tensor
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
@@ -181,7 +184,7 @@ def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
 
 
 def _name(op: Operator[Any, Any], arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> str:
-    """Summarises a call in one line: shapes of the operands, options that are not the default, and lengths."""
+    """Summarises a call in one line: shapes of the operands, options that differ from the default, and lengths."""
     words = []
     for parameter in op.parameters:
         told = arguments[parameter.name]

@@ -1,12 +1,12 @@
 """Times the calls of a running program, by operator, kernel and shapes.
 
-Memory is bounded, however long the program runs. Times of each kind of call are counted in bins that are 1% wide, so a median is
-accurate to 0.5%, and the counts of several processes can be added. Each process has its own file in a common folder, which it
-replaces every second and when it ends, so a killed process loses at most one second.
+Memory is bounded, however long the program runs. The times of each kind of call are counted in bins that are 1% wide. So a median
+is accurate to 0.5%, and the counts of several processes can be added. Each process has its own file in a common folder. The process
+replaces this file every second and when it ends, so a killed process loses at most one second.
 
-On a GPU a call is timed by events on its stream. If the device waits for the host, as it does when a program launches one small
-kernel after another, the time between two events would be the host's. So the device spins while the host issues a call. A call
-whose issuing took longer than the spin (such as the first one, which is compiled) gets no device time.
+On a GPU, events on the call's stream measure the device time. A program that launches one small kernel after another makes the
+device wait for the host. Two events would then measure the host's time. So the device spins while the host issues a call. A call
+gets no device time if issuing took longer than the spin, for example because the call was compiled.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.storage import StorageWarning, replace_file
 
 FORMAT, VERSION = "tokenspeed-kernel call times", 2
-# The most kinds of calls that are counted separately. The shapes of further ones are ignored.
+# At most this many kinds of calls are counted separately. Further calls are counted without their shapes.
 MAX_KINDS = 10_000
 OTHER_SHAPES = "other shapes"
 _BINS_PER_E = 1 / math.log(1.01)
 _SECONDS_BETWEEN_WRITES = 1.0
-# Calls with unread events from which reading is attempted, and from which it waits for the device.
+# With _SOME_PENDING calls whose events are unread, finished events are read. With _MAX_PENDING such calls, reading waits for the
+# device.
 _SOME_PENDING, _MAX_PENDING = 32, 1024
-# The device spins for twice the shortest time to issue such a call: _FIRST_SPIN_US at first, later at most _LONGEST_SPIN_US. No
-# device's clock is faster than _CYCLES_PER_US.
+# The device spins for twice the shortest time in which a call of the kind was issued, at most _LONGEST_SPIN_US. It spins for
+# _FIRST_SPIN_US before the first call. No device's clock is faster than _CYCLES_PER_US.
 _CYCLES_PER_US = 2500
 _FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
 
@@ -60,7 +61,7 @@ class CallKind:
 
 @dataclass
 class Times:
-    """Times of calls, in microseconds: count, sum, minimum, and counts per bin; bin i begins at 1.01**i us."""
+    """Times of calls in microseconds: their count, sum, minimum, and counts per bin. Bin i begins at 1.01**i us."""
 
     count: int = 0
     total_us: float = 0.0
@@ -102,9 +103,10 @@ class Times:
 
 @dataclass
 class CallTime:
-    """Times of one kind of calls: ``host`` until each returned to its caller, and ``device`` on the device.
+    """Times of one kind of call: ``host`` until the call returned to its caller, and ``device`` on the device.
 
-    ``device`` has fewer calls than ``host``, and none on a CPU or in a CUDA graph: see the module's docstring.
+    ``device`` counts fewer calls than ``host``, because some calls get no device time: see the module's docstring. Calls on a CPU
+    and calls captured in a CUDA graph never get a device time.
     """
 
     kind: CallKind
@@ -147,12 +149,13 @@ class CallTimes(Background):
         self._local = threading.local()
 
     def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Times a call: the watcher to register."""
+        """Times a call. This method is the watcher to register, see `watch.start`."""
         kind = CallKind(f"{call.family}.{call.mode}", call.kernel, dtype_name(call.first.dtype), call.operand_shapes)
         return self.timed(kind, call.first.device, run)
 
     def timed(self, kind: CallKind, device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``call`` so that its time is counted. A nested call is part of the outer one; a call that raises is not counted."""
+        """Wraps ``call`` so that its time is counted. A nested call counts as part of the outer call. A call that raises is not
+        counted."""
 
         def run(*args: Any) -> Any:
             if getattr(self._local, "inside", False):
@@ -171,7 +174,7 @@ class CallTimes(Background):
         return run
 
     def _run(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float]:
-        """Runs a call, and returns its result and the microseconds until it returned."""
+        """Runs a call. Returns its result, and the microseconds until the call returned."""
         start = time.perf_counter_ns()
         result = call(*args)
         host_us = (time.perf_counter_ns() - start) / 1e3
@@ -189,7 +192,7 @@ class CallTimes(Background):
         if host_us < spin_us:
             with self._lock:
                 self._pending.append((found, begin, end))
-        # Not in the writer thread: querying events would invalidate a graph capture, even one in another thread.
+        # The writer thread must not read events, because a query would invalidate a graph capture, even in another thread.
         if len(self._pending) >= _SOME_PENDING:
             self._read_events(len(self._pending) // 2 if len(self._pending) >= _MAX_PENDING else 0)
         return result
@@ -204,7 +207,7 @@ class CallTimes(Background):
             return self._found[kind]
 
     def _read_events(self, waited_for: int) -> None:
-        """Reads the times of calls that the device has finished, after waiting for the first ``waited_for`` of them."""
+        """Reads the times of calls that the device has finished. Waits for the first ``waited_for`` calls."""
         with self._lock:
             try:
                 while self._pending:
@@ -227,7 +230,7 @@ class CallTimes(Background):
             replace_file(self._file, json.dumps({"format": FORMAT, "version": VERSION, "process": process, "calls": calls}))
 
     def finish(self) -> None:
-        """Synchronises with the device, and writes for the last time."""
+        """Waits until the device has finished all timed calls, and writes for the last time."""
         self._read_events(len(self._pending))
         super().finish()
 
@@ -238,10 +241,10 @@ def to_list(found: Iterable[CallTime]) -> list[Any]:
 
 
 def read_times(folder: Path) -> tuple[list[Process], list[CallTime]]:
-    """Reads all files of a folder: returns the processes, the longest-running first, and the sums of their calls' times.
+    """Reads all files of a folder. Returns the processes, the longest-running first, and the total times of each kind of call.
 
     Warns:
-        StorageWarning: for each file that holds something else, which is skipped.
+        StorageWarning: a file holds no times, and is skipped.
     """
     processes, total = [], dict[CallKind, CallTime]()
     for path in sorted(folder.glob("*.json")):
@@ -266,7 +269,7 @@ _lock = threading.Lock()
 
 
 def time_calls(folder: Path) -> None:
-    """Times every operator call from now until the process ends, in a folder that other processes may also use.
+    """Times every operator call from now until the process ends. Other processes may write their times to the same folder.
 
     Raises:
         ConfigurationError: the folder cannot be written.

@@ -192,11 +192,11 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Accumulates a warp's tiles of a sequence: the ``index``-th of the CTA, then every ``parts``-th.
+        """Accumulates a warp's tiles of a sequence: the CTA's tile number ``index``, then every ``parts``-th tile.
 
         Args:
             tiles_at: byte offset of the warp's tiles in a stage.
-            shift: to add to a tile's index to get its index in the sequence.
+            shift: the difference between a tile's index in the sequence and its index in the CTA.
             length, begin: the sequence's length, and the first position that a query sees.
         """
         c = self.config

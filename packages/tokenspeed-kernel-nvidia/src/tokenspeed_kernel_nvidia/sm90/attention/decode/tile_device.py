@@ -112,12 +112,12 @@ class Panels:
 
     Attributes:
         width: elements of a key or value vector.
-        columns, row_bytes: of a panel's row.
-        count: panels.
+        columns, row_bytes: numbers of elements and of bytes in a panel's row.
+        count: number of panels.
         begin: offset of the first panel in the stage, in elements.
-        bytes: of a panel, with the rows of all KV heads.
-        box: consecutive rows of a KV head.
-        heads: KV heads of a CTA.
+        bytes: number of bytes of a panel, with the rows of all KV heads.
+        box: number of consecutive rows of a KV head.
+        heads: number of KV heads of a CTA.
     """
 
     width: int

@@ -57,8 +57,8 @@ class Sums:
     """A lane's part of a merged tile: two rows, 8 apart.
 
     Attributes:
-        values: of each 8 columns of the tile two values of the first row, then two of the second.
-        row_max, row_sum: of the two rows.
+        values: for each 8 columns of the tile, two values of the first row, then two of the second row.
+        row_max, row_sum: row max and row sum of the two rows.
     """
 
     values: cute.Tensor

@@ -89,8 +89,8 @@ class Epilogue:
     """The epilogue of a work item.
 
     Attributes:
-        results: where records lie.
-        store: stores of values: `Store` or `Fp8Store`.
+        results: the location of the records.
+        store: the object that stores values, `Store` or `Fp8Store`.
     """
 
     config: Config

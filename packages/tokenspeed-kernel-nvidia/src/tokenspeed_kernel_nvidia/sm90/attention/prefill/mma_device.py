@@ -445,7 +445,7 @@ class Consumers(Queries):
         """Waits for P @ V, and rescales the accumulator where a lane's row max has grown.
 
         Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on them. Without the
-        condition, ptxas moved the wait for P @ V above the exponentials. Most of these then did not overlap an MMA.
+        condition, ptxas moved the wait for P @ V above the exponentials. Most exponentials then did not overlap an MMA.
         """
         if registers.any_lane(grown | (of_block[0] < 0.0) | (of_block[1] < 0.0)):
             warpgroup.wait_group(0)

@@ -113,7 +113,7 @@ class Work:
         eps: added to the mean square.
         hidden: elements of a token.
         row_shift: log2 of the warps that read a token together.
-        positions, slots: of tokens; the address of slots is 0 if nothing is written to a cache.
+        positions, slots: positions and cache slots of tokens. The address of slots is 0 if nothing is written to a cache.
         table: cosines and sines.
         k, v: the caches.
         page_size: slots of a page.

@@ -222,7 +222,7 @@ class Formats:
 
         Args:
             begin: the group's first row, relative to this CTA's first.
-            done: where the chunk begins, in bytes of this CTA's part of a row.
+            done: begin of the chunk, in bytes of this CTA's part of a row.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -279,7 +279,7 @@ class Formats:
         Args:
             row: the tile's first row in the group.
             edge: rows of the group before the next 128-row block of scales.
-            unit_bytes: where the lane's first load begins in the chunk.
+            unit_bytes: begin of the lane's first load in the chunk, in bytes.
             loads: the lane's loads of weights.
         """
         config = self.config

@@ -149,10 +149,10 @@ def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
 def arguments_of(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """The kernel's arguments. All tensors must stay alive until the launch.
+    """Returns the kernel's arguments. All tensors must stay alive until the launch.
 
     Args:
-        numbers: from `_launch_of`.
+        numbers: the numbers that `_launch_of` returns.
     """
     if b.dtype == E4M3:  # kernels take fp8 as uint8, which every version of PyTorch can pass
         b = b.view(torch.uint8)

@@ -26,10 +26,10 @@ class Config:
     """Configuration of a kernel.
 
     Attributes:
-        scales: their granularity.
-        stored: how they are stored.
-        block: elements along k of a scale, 128 or 64.
-        halves: wgmmas side by side in a tile, of 128 columns each.
+        scales: granularity of the scales.
+        stored: how the scales are stored.
+        block: number of elements along k that share a scale, 128 or 64.
+        halves: number of wgmmas side by side in a tile, each of 128 columns.
     """
 
     scales: Scales

@@ -265,7 +265,7 @@ class Consumers(WarpMainloop, PanelMainloop):
             following: A registers for the next k step.
             weights: position of the next k step in the ring buffer.
             before: the previous stage of columns, which may still be in use.
-            words: of the next k step.
+            words: packed weights of the next k step.
             ready: whether this k step's columns are known to have arrived.
             first: whether this is the item's first k step.
             fresh: whether the accumulators start at zero with this k step.

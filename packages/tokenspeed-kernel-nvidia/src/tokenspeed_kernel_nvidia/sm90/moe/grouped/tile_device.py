@@ -37,7 +37,7 @@ class Call:
         tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
         tile_count: int32, the number of tiles.
         out, out_stride: the results, one row for each column, and the row pitch in elements.
-        alpha, limit, beta: of the activation; an infinite limit means none.
+        alpha, limit, beta: parameters of the activation; an infinite limit means none.
     """
 
     weights: Int64
@@ -78,7 +78,7 @@ class Item:
     """A work item: a tile of the schedule times some rows of weights.
 
     Attributes:
-        expert: whose weights.
+        expert: the expert that has the weights.
         first: the tile's first column, counted over the columns of all experts.
         count: columns; 0 if another kernel computes the item, or if it needs no repair.
         strip: the first strip.

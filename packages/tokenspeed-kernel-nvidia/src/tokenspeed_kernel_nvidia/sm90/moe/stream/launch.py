@@ -56,7 +56,7 @@ class _Launch(NamedTuple):
     Attributes:
         program: the compiled kernel.
         ctas: the number of CTAs.
-        turns: how many ranges of each GEMM a CTA takes on average.
+        turns: average number of ranges of each GEMM that a CTA computes.
         slots_at: offset of the second GEMM's results in the workspace's memory.
         nbytes: bytes of that memory.
         counters: the number of counters in global memory.

@@ -1,4 +1,4 @@
-"""The conformance kit: checks everything that a kernel must do, and reports the findings in a table.
+"""The conformance kit: checks all requirements on kernels, and reports the findings in a table.
 
 ::
 

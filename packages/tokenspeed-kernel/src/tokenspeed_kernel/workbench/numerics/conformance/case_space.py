@@ -1,6 +1,6 @@
 """Generates cases at the edges of a kernel's declared constraints, and empty cases.
 
-They are made by changing the operator's own small cases, see `tokenspeed_kernel.workbench.numerics.recipes`.
+The cases are made by changing the operator's own small cases, see `tokenspeed_kernel.workbench.numerics.recipes`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tokenspeed_kernel_base.selection import gate
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import Constraint
 
-# The most elements over all arguments; larger cases take too long for a check.
+# The largest number of elements of all arguments together. Larger cases take too long for a check.
 _MOST_ELEMENTS = 1 << 22
 _MOST_TRIES = 400
 
 
 def edge_values(constraint: Constraint) -> tuple[list[Any], list[Any]]:
-    """Returns the values at the edges of a constraint: those that it accepts, and neighbours that it rejects.
+    """Returns the values at the edges of a constraint: values that the constraint accepts, and neighbours that it rejects.
 
     Example:
         >>> from tokenspeed_kernel_base.traits import at_most, multiple_of
@@ -79,12 +79,12 @@ class Known:
 
 @dataclass
 class CaseSpace:
-    """The small cases of an operator on one device, from which edge cases are made.
+    """The small cases of an operator on one device. Edge cases are made from these cases.
 
     Attributes:
         taken: the cases that the kernel is eligible for, the smallest first.
         wrong: names of the cases with wrong results.
-        said: the kernel's known faults besides wrong results, by `Fault.check`.
+        said: the kinds (`Fault.check`) of the kernel's known faults other than wrong results.
     """
 
     op: Operator[Any, Any]
@@ -104,7 +104,7 @@ class CaseSpace:
         return space
 
     def look(self, case: Case) -> Known | None:
-        """Returns a case with its traits; None if the operator rejects it or it is too large."""
+        """Returns a case with its traits; None if the operator rejects the case or the case is too large."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             check_with_values(self.op, arguments)
@@ -115,7 +115,7 @@ class CaseSpace:
         return Known(case, dict(request.traits), elements) if elements <= _MOST_ELEMENTS else None
 
     def gap(self, case: Case) -> tuple[str, str] | None:
-        """Returns the gate at which selection rejects the kernel for this case, and the reason; None if it is eligible."""
+        """Returns the gate that rejects the kernel for this case, and the reason; None if the kernel is eligible."""
         arguments = self.op.complete(case.build(self.device, self.seed))
         rejected = refusal(self.op, self.spec, arguments)
         return rejected or gate(self.spec, self.op.request(self.op.prepared(arguments, self.spec)))
@@ -127,11 +127,11 @@ class CaseSpace:
         """Returns cases in which a trait has this value.
 
         Args:
-            trait, value: the wanted trait value.
-            taken: True: cases that the kernel is eligible for; False: cases for which its traits reject it.
-            most: the most cases to return; at most one is made from each case.
+            trait, value: the wanted trait, and its wanted value.
+            taken: True for cases for which the kernel is eligible; False for cases that the kernel's traits reject.
+            most: the largest number of cases to return. At most one of them is made from each case of the operator.
 
-        Cases with known wrong results are left out; the comparison with the reference reports them.
+        Cases with known wrong results are left out, because the comparison with the reference reports these.
         """
 
         def fits(known: Known | None) -> bool:
@@ -142,7 +142,7 @@ class CaseSpace:
 
         usable = [known for known in self.taken if known.elements and known.case.name not in self.wrong]
         found = [known.case for known in _spread([known for known in usable if fits(known)], most)]
-        # The smallest cases hide faults (a single token attends only to itself, whatever its score), so larger ones are tried, too.
+        # The smallest cases hide faults: a single token attends only to itself, whatever its score. So larger cases are tried, too.
         for known in _spread([known for known in usable if isinstance(known.case.make, Recipe)], 4):
             if len(found) >= most:
                 break
@@ -151,10 +151,10 @@ class CaseSpace:
         return found
 
     def _changed(self, known: Known, trait: str, value: Any) -> Iterator[Case]:
-        """Yields a case with one value changed, then with two."""
+        """Yields versions of a case with one changed value, then versions with two changed values."""
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
-        # A case must be drawn to know its size, so changes that may make it huge are left out beforehand.
+        # The size of a case is known only after it is drawn, so changes that may make a case huge are left out beforehand.
         found = changes_towards(self.op, recipe, known.traits.get(trait), trait, value)
         changes = [(change, growth(recipe, change)) for change in found]
         room = _MOST_ELEMENTS / known.elements
@@ -167,14 +167,14 @@ class CaseSpace:
 
 
 def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
-    """Selects a few of many, from the middle down to the smallest, so that the first are neither trivial nor slow."""
+    """Selects a few cases, from the middle size down to the smallest, so that the first ones are neither trivial nor slow."""
     middle = len(sorted_by_size) // 2
     steps = max((middle + 1) // most, 1)
     return sorted_by_size[middle::-steps][:most] if sorted_by_size else []
 
 
 def empty_cases(space: CaseSpace, most: int = 12) -> Iterator[Case]:
-    """Yields empty calls, and calls with some empty items: sizes of 0, lengths of 0, no items at all."""
+    """Yields calls with nothing to do, and calls in which some items are empty: sizes of 0, lengths of 0, no items at all."""
     seen: set[str] = set()
     makers: dict[Any, int] = {}
     count = 0

@@ -1,9 +1,9 @@
 """Conformance checks beyond correct results: a kernel fulfils its declaration, and accesses only its own memory.
 
-`tokenspeed_kernel.workbench.numerics.verify` compares results. The checks here run the same cases in every way that a caller may:
-at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards around every
-tensor, with strides, without synchronisation with the device, in a CUDA graph, and alone instead of in a batch. Each check yields
-one `CaseResult` per call and writes no file.
+`tokenspeed_kernel.workbench.numerics.verify` compares results. The checks of this module repeat the same cases under other
+conditions: at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards
+around every tensor, with tensors that are not contiguous, in a CUDA graph, and alone instead of in a batch. A check also detects
+synchronisation with the device. Each check yields one `CaseResult` per call and writes no file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# The tag of a kernel that synchronises with the device. It cannot be captured in a graph, and is exempt from that check.
+# The tag of a kernel that synchronises with the device. Such a kernel cannot be captured in a CUDA graph, and skips this check.
 WAITS = "waits"
 BATCH_INVARIANT = "batch_invariant"
 # The values of `Fault.check` that mean wrong results.
@@ -50,7 +50,7 @@ RESULTS = frozenset({"values", "error"})
 
 
 class Changed:
-    """Draws a case's arguments and then changes them: ``change`` maps complete arguments to complete arguments."""
+    """Draws a case's arguments, then changes them. ``change`` gets all arguments and returns all changed arguments."""
 
     def __init__(self, op: Operator[Any, Any], base: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.op, self.base, self.change = op, base, change
@@ -60,10 +60,13 @@ class Changed:
 
 
 def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callable[[Case], bool] = lambda case: True) -> list[Case]:
-    """Returns a few cases that the kernel is eligible for: the smallest nonempty case for each combination of flags.
+    """Returns a few cases for which the kernel is eligible: the smallest nonempty case of each combination of boolean traits.
 
-    ``right``: only cases with correct results. A check that looks for changed results needs them.
-    ``suits``: whether a case is useful; called for no more cases than needed.
+    Args:
+        space: the cases.
+        most: the largest number of cases to return.
+        right: return only cases with correct results. Checks that look for changed results need correct ones.
+        suits: whether a case is useful; called for no more cases than needed.
     """
     found: dict[tuple[Any, ...], Case] = {}
     for known in space.taken:
@@ -78,7 +81,8 @@ def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callab
 
 
 def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Runs cases at the edges of every trait that the kernel constrains: correct within the constraint, rejected beyond it."""
+    """Runs cases at the edges of every trait that the kernel constrains. Results within the constraint must be correct, and
+    selection must reject the kernel beyond the constraint."""
     spec = space.spec
     result = functools.partial(CaseResult, spec.name, spec.operator)
     for trait, constraint in sorted(spec.traits.items()):
@@ -101,7 +105,7 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
     """Rewords an outcome for the check that made the case.
 
-    Faults other than wrong results that the unchanged cases also have are left out, because they are reported there.
+    Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of these cases reports them.
     """
     if not outcome.wrong:
         return replace(outcome, case=case)
@@ -113,14 +117,15 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Sets integer options to 0, -1 and the limits of 32 and 64 bits: results are correct, or the operator rejects the call."""
+    """Sets integer options to 0, -1 and the limits of 32 and 64 bits. The results must be correct, or the operator must reject the
+    call."""
     op = space.op
     options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]
     for case, option in itertools.product(sample(space, most=1), options):
         largest = NO_LIMIT if option.unlimited else 1 << 31
         given = {case.build(space.device, space.seed).get(option.name)}
         for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
-            normal = option.normal(value)  # the value that kernels get, which several values may map to
+            normal = option.normal(value)  # the value that kernels receive; several option values may map to one
             if normal not in given:
                 given.add(normal)
                 edge = replace(case, name=f"{option.name}={value}, {case.name}")
@@ -147,7 +152,7 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> lis
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:
-    """Runs empty calls, and calls with some empty items."""
+    """Runs calls with nothing to do, and calls in which some items are empty."""
     for case in empty_cases(space):
         outcome = verify_case(space.spec, case, space.device, seed=space.seed)
         yield _blamed(space, outcome, case.name, "is wrong where there is nothing to do", "empty")
@@ -170,7 +175,7 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
         make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
         outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
         yield _blamed(space, outcome, case.name, said, "unused")
-    if device.type == "cuda":  # on a CPU an index out of range has raised an error above, and the process goes on
+    if device.type == "cuda":  # on a CPU, the comparison above has already found an index out of range: it raises an error
         for outcome in reach(space.spec, cases, device, seed):
             yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
@@ -192,13 +197,15 @@ def _laid_out(op: Operator[Any, Any], layout: Callable[[Tensor], Tensor], argume
 
 
 def bounds(space: CaseSpace) -> Iterator[CaseResult]:
-    """Repeats calls with guards before and after every tensor, outputs included: a kernel must neither write nor use them."""
+    """Repeats calls with guard elements before and after every tensor, outputs included. A kernel must not write the guards, and
+    its results must not depend on them."""
     for case in sample(space):
         yield _attempt(space, case, "bounds", functools.partial(_bounds_faults, space, case))
 
 
 def _attempt(space: CaseSpace, case: Case, kind: str, check: Callable[[], list[str]]) -> CaseResult:
-    """Returns the outcome of a check that returns faults as text, raises LookupError to be skipped, or raises another error."""
+    """Runs a check on a case, and returns the outcome. The check returns faults as text. A LookupError means skipped; any
+    other error is a fault."""
     result = functools.partial(CaseResult, space.spec.name, space.spec.operator, case.name)
     try:
         with torch.no_grad():
@@ -263,11 +270,11 @@ def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
     arguments = op.complete(case.build(space.device, space.seed))
     for parameter in op.parameters:
         if parameter.kind is Kind.HINT:
-            arguments[parameter.name] = None  # a hint is in host memory, where kernels may read it
+            arguments[parameter.name] = None  # kernels may read hints without synchronisation, because hints are in host memory
     arguments = op.prepared(arguments, spec)
     implementation = KernelRegistry.get().get_impl(spec.name)
     call = functools.partial(implementation, *arguments.values())
-    call()  # the first call may compile or autotune, and wait for that
+    call()  # the first call may compile or autotune, and may then synchronise with the device
     if space.device.type == "cuda":
         try:
             with waiting.refusing():
@@ -283,7 +290,7 @@ def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
 
 
 def graphs(space: CaseSpace) -> Iterator[CaseResult]:
-    """Captures calls in a CUDA graph and replays it, also on other values. On a GPU only."""
+    """Captures each call in a CUDA graph and replays the graph, also on other values. Runs on a GPU only."""
     if space.device.type == "cuda" and not host_kernel(space):
         for case in sample(space):
             yield _attempt(space, case, "graph", functools.partial(replay_faults, space.spec, case, space.device, space.seed))
@@ -293,9 +300,10 @@ def graphs(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
-    """Checks kernels tagged `BATCH_INVARIANT`: the first items of a batch have the same bits when computed without the others."""
+    """Checks kernels tagged `BATCH_INVARIANT`: the first items of a batch must have the same bits when computed without the other
+    items."""
     if BATCH_INVARIANT in space.spec.tags:
-        # If all cases have a single item, run them anyway: their results say that there is no batch.
+        # If every case has a single item, the cases run anyway, and their results report that there is no batch.
         for case in sample(space, right=False, suits=functools.partial(_has_items, space)) or sample(space, right=False):
             yield _attempt(space, case, "batch", functools.partial(_batch_faults, space, case))
 
@@ -306,7 +314,7 @@ def _has_items(space: CaseSpace, case: Case) -> bool:
 
 
 def _values(op: Operator[Any, Any], arguments: dict[str, Any], outputs: list[Tensor]) -> list[Tensor]:
-    """Returns the decoded values of outputs that are quantised values and scales."""
+    """Returns the outputs, with quantised values and scales decoded to values."""
     return [part.values if isinstance(part, Decoded) else part for part in decoded_outputs(op, arguments, outputs)]
 
 
@@ -319,7 +327,7 @@ def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
     arguments = op.complete(build())
     whole = lowering.as_list(without_padding(op, arguments, run_kernel(op, spec, op.prepared(arguments, spec))))
     complete, total = first_items(op, op.complete(build()), items)
-    # Scales in tiles cannot be split by rows, but the decoded values can.
+    # Scales that are stored in tiles cannot be split by rows. The decoded values can.
     in_rows = not op.has_hook("decoded") or all(output.shape[:1] == (total,) for output in whole)
     whole = whole if in_rows else _values(op, complete, whole)
     faults = []

@@ -1,8 +1,8 @@
 """Checks that a kernel gives correct results when a CUDA graph of it is replayed. Needs a GPU.
 
-A graph repeats launches as they were captured. A kernel that reads a length on the host, sizes its grid by it, or frees its
-workspace gives wrong results in a replay. So each graph is replayed on the inputs of the capture, and on other inputs copied over
-them, which the operator's ``vary`` hook makes.
+A graph repeats launches as they were captured. A replay is wrong if the kernel reads a length on the host, sizes its grid by this
+length, or frees its workspace. So each graph is replayed on the inputs of the capture. Then other inputs, which the operator's
+``vary`` hook makes, are copied over these, and the graph is replayed again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Inputs:
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensor arguments that preparation leaves unchanged. Tensors in objects are model weights, and stay
-        constant."""
+        """Returns the tensor arguments that preparation leaves unchanged. Tensors inside objects are model weights, which stay
+        constant, and are left out."""
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -60,9 +60,10 @@ class Inputs:
 
 
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
-    """Returns other valid inputs of the same shapes and with the same host values.
+    """Returns other valid inputs with the same shapes and the same host values.
 
-    They are inputs drawn with another seed, if these meet the conditions, further changed by the operator's ``vary`` hook.
+    Inputs drawn with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
+    further values.
     """
     op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
     on_host = [p.name for p in op.parameters if p.kind in (Kind.VALUE, Kind.HINT) and not isinstance(inputs.plain[p.name], Tensor)]
@@ -71,7 +72,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # otherwise some tensors are in a kernel-specific layout
+    if changed.keys() <= values.keys():  # otherwise the kernel has some of these tensors in its own layout
         values.update(changed)
     return values
 
@@ -93,7 +94,7 @@ def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int 
 
     Raises:
         RuntimeError: the call cannot be captured, for example because it synchronises with the device.
-        LookupError: the kernel is not eligible for the case; the message has the reason.
+        LookupError: the kernel is not eligible for the case. The message has the reason.
     """
     with torch.no_grad():
         return _replay(spec, case, device, seed)
@@ -112,7 +113,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
 
     def run() -> tuple[Any, dict[str, Tensor]]:
-        """Runs eagerly, then restores the mutated arguments."""
+        """Runs the call eagerly, copies what it wrote, then restores the mutated arguments."""
         result = call(*arguments)
         written = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
         put_back()

@@ -50,7 +50,8 @@ class Guarded:
 
 
 def guard(name: str, tensor: Tensor) -> Guarded:
-    """Copies a tensor into a buffer filled with NaN or huge integers, with the same strides unless it overlaps itself."""
+    """Copies a tensor into a buffer filled by `filled`. The copy has the tensor's strides, or is contiguous if the tensor overlaps
+    itself."""
     strides = tensor.stride()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     if tensor.numel() > reach:  # it overlaps itself
@@ -67,8 +68,8 @@ def guard(name: str, tensor: Tensor) -> Guarded:
 def filled(count: int, like: Tensor) -> Tensor:
     """Returns elements that no kernel may use: NaN, or integers larger than every size.
 
-    Integers on a GPU are 0: a kernel that used a huge integer as an index would make an illegal access, after which the process can
-    check nothing more.
+    Integers on a GPU are 0. If a kernel used a huge integer as an index, the illegal access would make all further checks in the
+    process fail.
     """
     made = torch.empty(count, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
@@ -86,8 +87,8 @@ def _codes(tensor: Tensor) -> Tensor:
 
 
 def _gaps(count: int, like: Tensor) -> Tensor:
-    """Returns elements for gaps: NaN, or 0 for integers, because a kernel that ignores strides reads these as lengths or
-    indices."""
+    """Returns elements for gaps: NaN, or 0 for integers. A kernel that ignores strides would use gap integers as lengths or
+    indices, so these must be harmless."""
     return filled(count, like) if like.is_floating_point() else torch.zeros(count, dtype=like.dtype, device=like.device)
 
 

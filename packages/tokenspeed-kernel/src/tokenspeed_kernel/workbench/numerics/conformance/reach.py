@@ -1,7 +1,8 @@
-"""Checks that a kernel does not use indices beyond the given lengths. On a GPU that is an illegal access, which ends the process.
+"""Checks that a kernel does not use indices beyond the given lengths.
 
-So the kernel runs in a separate process. The operator's ``vary`` hook runs on the host, where it replaces unused entries of a page
-table by invalid ones. Then everything is copied to the device, and the kernel runs.
+On a GPU such an index makes an illegal access, which ends the process. So the kernel runs in a separate process. The operator's
+``vary`` hook runs on the host and replaces unused entries, such as those of a page table, by invalid ones. Then all arguments are
+copied to the device, and the kernel runs.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Seconds. Importing, compiling and running a few small calls takes seconds.
+# Time limit in seconds. Importing, compiling and running a few small calls takes seconds.
 _TIMEOUT_S = 300
 
 
 def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: int) -> Iterator[CaseResult]:
-    """Runs a kernel in another process, on cases with other values where values must not matter.
+    """Runs a kernel in another process, on cases whose unused values are replaced.
 
     Args:
-        spec: the kernel. The other process must find it by importing tokenspeed_kernel, which registers the kernels of installed
-            plugins; otherwise the check is skipped.
+        spec: the kernel. The other process imports tokenspeed_kernel, which registers the kernels of installed plugins. The check
+            is skipped if the kernel is not among the registered ones.
         cases: cases of the operator. Cases that the operator does not list, such as captured ones, are left out.
         device: the device that the kernel runs on.
         seed: seed of the inputs.
 
     Yields:
-        One result per case, up to the first that ends the process.
+        One result per case, up to the first case that ends the process.
     """
     known = {case.name for case in get_operator(spec.operator).all_cases()}
     names = [case.name for case in cases if case.name in known and _looks_up(spec.operator, case, seed)]
@@ -69,20 +70,20 @@ def _fault(error: str) -> tuple[Fault, ...]:
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether a case has integer indices that must not matter; the comparison of results checks other values."""
+    """Whether a case has unused integer indices. Other unused values need no separate process: `unused_values` compares results."""
     changed = _changed_on_host(operator, case, seed)[1]
     return any(isinstance(value, Tensor) and not value.is_floating_point() for value in changed.values())
 
 
 def _changed_on_host(operator: str, case: Case, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a case's arguments on the CPU, and the changed arguments for values that must not matter."""
+    """Returns a case's arguments on the CPU, and those arguments whose unused values are replaced."""
     op = get_operator(operator)
     arguments = op.complete(case.build("cpu", seed))
     return arguments, op.varied(arguments, Variation(Want.UNUSED, Draw("cpu", seed)))
 
 
 def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
-    """Returns a case's prepared arguments on the device, with other values where values must not matter."""
+    """Returns a case's prepared arguments on the device, with replaced unused values."""
     op = get_operator(spec.operator)
     arguments, changed = _changed_on_host(spec.operator, case, seed)
     moved = with_tensors(op.parameters, {**arguments, **changed}, lambda tensor: tensor.to(device))
@@ -109,7 +110,7 @@ def _main() -> None:
         except Exception as error:  # the parent process reports any error
             line = (str(error).strip() or "no message").splitlines()[0]
             print(json.dumps({"case": name, "error": f"{type(error).__name__}: {line}"}), flush=True)
-            # Nothing can be freed after an illegal access: exit immediately.
+            # After an illegal access no device memory can be freed, so the process exits without cleaning up.
             os._exit(1)
         print(json.dumps({"case": name, "error": ""}), flush=True)
 

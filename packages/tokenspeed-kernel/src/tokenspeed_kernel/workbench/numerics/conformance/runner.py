@@ -32,11 +32,11 @@ class Finding:
     Attributes:
         kernel, operator: names.
         check: see `CHECKS`.
-        status: FAILED if any case failed, PASSED if any was run, UNREACHED if no case reaches the kernel, else SKIPPED.
-        detail: the fault, or the number of calls checked, or why none was checked.
-        results: one per case.
-        shrunk: the smallest call with the fault, if it was searched for.
-        seconds: duration of the check; 0 for a check that reads the results of another one.
+        status: FAILED if any case failed, else PASSED if any case ran, UNREACHED if no case selects the kernel, else SKIPPED.
+        detail: the fault, or the number of checked calls, or the reason why no call was checked.
+        results: the results, one per case.
+        shrunk: the smallest call with the fault; None if no smaller call was searched for.
+        seconds: duration of the check in seconds; 0 for a check that reads the results of another one.
     """
 
     kernel: str
@@ -63,8 +63,8 @@ class Finding:
         return {**told, "smallest": smallest}
 
 
-# _COMPARED: checks that read the results of the comparison with the reference, with the faults (by `Fault.check`) that each
-# reports. _RUN: checks that run the kernel themselves.
+# _COMPARED: checks that read the results of the comparison with the reference, each with the kinds of faults (`Fault.check`) that
+# this check reports. _RUN: checks that run the kernel themselves.
 _COMPARED = {
     "values": ("values", "error"),
     "out=": ("out=",),
@@ -92,11 +92,11 @@ class Options:
 
     Attributes:
         large: also run the cases that are sized for a GPU.
-        repeat: number of runs that must give the same bits, for every kernel; None requires two runs of kernels tagged
-            ``determinism`` only.
+        repeat: number of runs of every kernel that must give the same bits. None: two runs, and only for kernels tagged
+            ``determinism``.
         seed: seed of the inputs.
         shrink_seconds: time limit of the search for a smaller call, per failing kernel and check; 0 for no search.
-        leave_out: checks to skip because they would take too long; the comparison with the reference always runs.
+        leave_out: names of checks to skip because they would take too long. The comparison with the reference always runs.
         begin: called before each step, with its name.
     """
 
@@ -118,13 +118,13 @@ def conformance(
     """Runs all checks on some kernels.
 
     Args:
-        specs: the kernels; those of the plugin if not given.
+        specs: the kernels; the plugin's kernels if not given.
         device: the device; `tokenspeed_kernel.workbench.numerics.default_device` if not given.
-        plugin: the name of a loaded plugin.
+        plugin: the name of a loaded plugin; used if ``specs`` is not given.
         options: the extent of the checks.
 
     Returns:
-        One finding per kernel and check, in order; a wrong kernel raises nothing.
+        One finding per kernel and check, in order. Faults of kernels are findings, and raise no error.
 
     Raises:
         LookupError: no plugin of that name is loaded.
@@ -136,7 +136,7 @@ def conformance(
 
 
 def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
-    """Returns the kernels of a loaded plugin. Raises LookupError with the reason if it is not loaded."""
+    """Returns the kernels of a loaded plugin. Raises LookupError with the reason if the plugin is not loaded."""
     loaded = {info.name: info for info in list_plugins()}
     if plugin in loaded:
         return [spec for spec in KernelRegistry.get().list_kernels() if spec.name in loaded[plugin].kernel_names]
@@ -148,8 +148,14 @@ def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
-    """Runs all checks on one kernel. ``cases``: the cases to run and vary; the operator's if not given, one of which must reach
-    it."""
+    """Runs all checks on one kernel.
+
+    Args:
+        spec: the kernel.
+        device: the device to run on.
+        options: the extent of the checks.
+        cases: the cases to run and vary. By default all cases of the operator; then at least one of them must select the kernel.
+    """
     if (wrong := undeclared(spec)) is not None:
         return [Finding(spec.name, spec.operator, "values", wrong.status, wrong.reason)]
     op = get_operator(spec.operator)
@@ -193,7 +199,8 @@ def _took(finding: Finding, seconds: float) -> Finding:
 
 
 def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: list[CaseResult], options: Options) -> Finding:
-    """Returns the finding of a check that reads the comparison with the reference: only faults of these kinds fail a case."""
+    """Returns the finding of a check that reads the results of the comparison with the reference. A case fails this check only if
+    it has a fault of one of these kinds."""
     judged = []
     for result in results:
         mine = tuple(fault for fault in result.faults if fault.check in kinds)
@@ -215,7 +222,7 @@ def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: lis
 
 
 def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing: str) -> Finding:
-    """Summarises a check's results as one row."""
+    """Summarises a check's results as one finding."""
     wrong = [result for result in results if result.wrong]
     ran = [result for result in results if result.status is not Status.SKIPPED]
     if wrong:
@@ -250,8 +257,8 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
 
 
 def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
-    """Describes the traits common to the failing calls: ``only where sinks=True`` if no passing call has them, ``all with
-    sinks=True`` if few passing calls have them."""
+    """Describes the traits that all failing calls share. ``only where sinks=True``: no passing call has the trait value.
+    ``all with sinks=True``: few passing calls have the trait value."""
     if not right:
         return ""
     said = []
@@ -284,7 +291,7 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
 
 
 def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
-    """Adds the smallest call with the fault of the first wrong case, which is often the smallest case already."""
+    """Adds the smallest call that has the fault of the first wrong case. The first wrong case is often the smallest one already."""
     wrong = [result for result in finding.results if result.wrong and result.faults]
     if not wrong or not options.shrink_seconds:
         return finding

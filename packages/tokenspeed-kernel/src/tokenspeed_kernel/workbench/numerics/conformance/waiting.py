@@ -1,8 +1,8 @@
 """Detects kernels that synchronise with the device.
 
-On a GPU PyTorch reports synchronisation. On a CPU nothing synchronises, so this module detects calls that would on a GPU: calls
-that read a tensor's values on the host, like ``lengths.tolist()``, and operations whose output size depends on values. It does not
-see waits inside compiled code; the capture of a graph on a GPU finds those.
+On a GPU, PyTorch reports synchronisation. On a CPU nothing synchronises, so this module detects calls that would synchronise on a
+GPU: calls that read a tensor's values on the host, like ``lengths.tolist()``, and operations whose output size depends on values.
+The module does not see synchronisation inside compiled code; the capture of a graph on a GPU finds this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WAITING_OPS = frozenset(
         "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
     }
 )  # fmt: skip
-# Modules that emulate a device on the host, and so read values on its behalf.
+# Modules that emulate a device on the host. Their reads of values are the device's, and do not count.
 _EMULATORS = ("triton.",)
 
 
@@ -45,7 +45,7 @@ class Wait:
 
 
 class Waits:
-    """The waits seen in a `watching` block, one per line of code."""
+    """The synchronising calls that were seen in a `watching` block, one per line of code."""
 
     def __init__(self) -> None:
         self.found: list[Wait] = []
@@ -69,7 +69,7 @@ class Waits:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Waits]:
-    """Records calls in the block that read values on the host. For machines whose tensors are all in host memory."""
+    """Records the calls in the block that read values on the host. Use it where all tensors are in host memory."""
     waits = Waits()
     with _Calls(waits), _Operations(waits):
         yield waits
@@ -117,7 +117,8 @@ class _Operations(TorchDispatchMode):
 
 
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask whose true elements must be counted. Writing a single value through a mask needs no count."""
+    """Whether indexing must count the true elements of a mask, which synchronises on a GPU. Writing a single value through one mask
+    needs no count."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     masks = any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return masks and not ("put" in name and len(indices) == 1 and args[2].numel() == 1)
