@@ -1,4 +1,4 @@
-"""``pack``: makes kernel packs, and checks which programs of a pack are usable and which are missing."""
+"""``pack``: makes kernel packs, and says what a pack has and lacks."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _jobs(given: int | None) -> int:
     return given or max(1, len(os.sched_getaffinity(0)))
 
 
-def _followed(source: str, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
-    """Returns all outcomes. Shows a progress bar while it waits for them."""
+def _followed(source: Source, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
+    """All outcomes, with a progress bar."""
     done = []
     try:
         with progress(len(source.calls()), what) as begin:

@@ -1,15 +1,11 @@
-"""Makes kernel packs, on a machine without a GPU: runs calls as on a device, compiles the kernels of these calls, launches nothing.
+"""Makes kernel packs, on a machine without a GPU: runs calls as on a device, compiles what they need, and launches nothing.
 
-The calls come from a capture, or are the operators' cases of a model. Each call goes through the operator's function, so selection,
-launchers and configurations are those of the device. Several worker processes run the calls.
+The calls are those of a capture or of a model. Each call goes through the operator's function, so selection, launchers and
+configurations are those of the device. Worker processes share the work.
 
-Each compiler is a module with the names below. An entry point of the group ``tokenspeed_kernel.packing`` names this module.
-`tokenspeed_kernel.workbench.packing.triton` is the module for Triton, and needs no entry point.
-
-* ``COMPILER``: the compiler's name.
-* ``toolchain()``: returns the compiler's versions and settings.
-* ``is_program(name)``: whether a file belongs into a pack.
-* ``compiling_into(folder, platform)``: a context manager; inside, the compiler compiles into the folder and launches nothing.
+A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``, a module with ``COMPILER``, its name;
+``toolchain()``, its versions; ``is_program(name)``, whether a file belongs into a pack; and ``compiling_into(folder, platform)``, a
+context manager in which it compiles into a folder and launches nothing. `tokenspeed_kernel.workbench.packing.triton` is Triton's.
 """
 
 from __future__ import annotations
@@ -43,32 +39,31 @@ from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
 
 GROUP = "tokenspeed_kernel.packing"
-# The number of SMs/CUs of the largest device of each architecture. This number affects only a kernel's choice of configuration.
+# SMs/CUs of the largest device of an architecture. They only affect a kernel's choice of configuration.
 SM_COUNTS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _OTHER_SM_COUNT = 256
-# An unfinished pack keeps its programs in this subfolder, so that an interrupted build can go on.
+# While a pack is made, its programs are in this folder of it, so that an interrupted build goes on.
 BUILDING = ".building"
-# Backends in plain PyTorch. Their kernels are not run, because they compile nothing and would take long on a CPU.
+# Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
 _UNCOMPILED = frozenset({"reference", "torch"})
 
 Call = tuple[str, Case]
 
 
 def device_of(arch: str) -> PlatformInfo:
-    """Returns the device or architecture with this name, with a number of SMs/CUs. This machine need not have the device."""
+    """A pretended device by its architecture's or its own name, with a number of SMs/CUs."""
     platform = named_platform(arch)
     return dataclasses.replace(platform, sm_count=SM_COUNTS.get(platform.arch, _OTHER_SM_COUNT))
 
 
-def calls_of(source: str) -> list[Call]:
-    """Returns the calls in a capture, or the operators' cases of a model.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the calls of a pack come from.
 
-    Args:
-        source: a capture's file, or a part of the cases' names, such as the name of a model.
-
-    Raises:
-        OSError, ReplayError: the file cannot be read, or one of its calls cannot be recreated.
-        LookupError: there is no such file, and no case's name contains the source.
+    Attributes:
+        name: a file of captured calls; or a model, as `models.model_of` takes it: a preset, or a config.json or its folder.
+        steps: the steps of the model that the pack covers.
+        ranks: ranks of tensor parallelism of the model; the calls are those of one rank, without communication.
     """
 
     name: str
@@ -112,7 +107,7 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compilers() -> list[Any]:
-    """Returns the modules of the compilers that can compile for packs, sorted by the compilers' names."""
+    """The modules that compile programs for packs, by the compiler's name."""
     found = [entry.load() for entry in metadata.entry_points(group=GROUP) if not config.settings().plugin_disabled(entry.name)]
     if importlib.util.find_spec("triton") is not None:
         found.append(import_module(f"{__name__}.triton"))
@@ -121,14 +116,14 @@ def compilers() -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one call.
+    """What became of one call.
 
     Attributes:
-        operator, case: the operator and the case of the call.
-        kernel: the selected kernel.
-        compiled: the programs that were compiled for the call.
-        missing: the first program of the call that the pack does not have, with the reason; empty if the pack has all programs.
-        error: why the call could not be run; empty if it ran.
+        operator, case: the call.
+        kernel: the kernel that was selected.
+        compiled: programs that were compiled for it.
+        missing: the program that it needs and a pack does not have, with the reason; empty if there is none.
+        error: why the call could not be run; empty if it could.
     """
 
     operator: str
@@ -143,8 +138,8 @@ def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcom
     """Makes a pack. Yields the outcome of each call as it completes; the pack is complete when the iterator is exhausted.
 
     Raises:
-        FileExistsError: the folder has files that do not come from an interrupted build.
-        ValueError, OSError, LookupError: the architecture or the source is unknown, see `device_of` and `calls_of`.
+        FileExistsError: the folder has files that are not an interrupted build's.
+        ValueError, OSError: the architecture or the source is unknown, see `device_of` and `Source.calls`.
     """
     platform, building = device_of(arch), folder / BUILDING
     if folder.exists() and {path.name for path in folder.iterdir()} - {BUILDING}:
@@ -177,7 +172,7 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
         source: the calls.
         arch: see `device_of`.
         cache: the folder that programs are compiled into.
-        pack: find the programs that this pack does not have, and compile nothing; None to compile.
+        pack: compile nothing, but find what the pack does not have; None compiles.
         jobs: the number of processes.
     """
     count = len(source.calls())
@@ -193,7 +188,7 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
 
 
 def _gather(source: Path, target: Path, compiler: Any) -> None:
-    """Moves a compiler's programs from ``source`` to ``target``, and leaves locks and temporary files behind."""
+    """Moves a compiler's programs, without its locks and temporary files."""
     for path in [path for path in source.rglob("*") if path.is_file() and compiler.is_program(path.name)]:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +196,7 @@ def _gather(source: Path, target: Path, compiler: Any) -> None:
 
 
 def _distributions() -> dict[str, str]:
-    """Returns the versions of this project's distributions, and of the distributions that register kernels."""
+    """The versions of this project's distributions and of those that register kernels."""
     from tokenspeed_kernel_base.registry import KernelRegistry
 
     packages = {spec.package for spec in KernelRegistry.get().list_kernels()} | {"tokenspeed_kernel_base", "tokenspeed_kernel"}
@@ -212,7 +207,7 @@ def _distributions() -> dict[str, str]:
 # -- a worker process --------------------------------------------------------------------------------------------------------------
 
 _calls: list[Call] = []
-_open = contextlib.ExitStack()  # contexts that stay open until the process ends
+_open = contextlib.ExitStack()  # until the process ends
 
 
 def _end_with_parent() -> None:
@@ -222,15 +217,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _begin(source: str, arch: str, cache: str, pack: str | None) -> None:
-    # If the parent was killed, the worker would wait for work for ever. So a thread ends the worker.
+def _begin(source: Source, arch: str, cache: str, pack: str | None) -> None:
+    # A worker whose parent was killed would wait for work for ever.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ[config.PREFIX + "PACKS"] = pack or config.OFF
     config.reload_settings()
     set_compile_policy("forbid" if pack else "allow")
-    _calls[:] = calls_of(source)
-    # On an emulated platform, the kernels of the device accept CPU tensors.
+    _calls[:] = source.calls()
+    # Emulated: kernels take CPU tensors.
     platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
     _open.enter_context(torch.no_grad())
     for compiler in compilers():
@@ -259,7 +254,7 @@ def _run(index: int) -> Outcome:
 
 
 def blank_draw() -> Draw:
-    """Returns a `Draw` whose large random tensors are uninitialised. Only shapes matter, and untouched memory costs nothing."""
+    """A `Draw` whose large random tensors have shapes but uninitialised values, because untouched memory costs nothing."""
 
     class Blank(Draw):
         def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

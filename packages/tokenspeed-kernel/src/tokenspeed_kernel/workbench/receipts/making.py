@@ -1,4 +1,4 @@
-"""Makes receipts: of a model from its configuration, and of a process from the selections that the process has made."""
+"""Makes receipts: of a model from its configuration, and of a process from the selections that it has made."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.selection import RANKS, Explanation, Request, consider, override_in_force, selections_made
 from tokenspeed_kernel_base.signature import dtype_name
 
-DECODE_SIZES = (1, 4, 16, 64, 256)
-PREFILL_SIZES = (128, 1024, 4096, 8192)
-_MOST_PASSED = 3  # a row names at most this many rejected kernels
-# Kernels that these gates reject are for other devices, callers or formats. Calls of the same model can never select them, so rows
-# do not name them.
+_MOST_PASSED = 3  # rejected kernels that a row names
+# Kernels that these gates reject are for other devices, callers or formats: no call of the same model could take them.
 _FOR_OTHERS = (None, "package", "solution", "platform", "formats")
 
 Source = str | Path | Mapping[str, Any] | Model
@@ -73,25 +70,24 @@ def receipt(
     ranks: int = 1,
     roofline: Roofline | None = None,
 ) -> Receipt:
-    """Returns, for each call, the selected kernel, why the next best kernel was not selected, and the predicted time.
+    """Which kernel serves which operator, why the next best was not taken, and the predicted time.
 
-    Nothing is launched, compiled or measured. Without arguments, the calls are those for which this process has selected kernels so
-    far. Kernels are selected again for these calls. A prediction comes from a tuned result of the kernel, else from a measured
-    roofline. Without either, there is no prediction.
+    Nothing is launched, compiled or measured. Without arguments: the selections that this process has made so far, decided again
+    now. Predictions come from tuned results of the kernel, else from a measured roofline; where there is neither, there is none.
 
     Args:
-        model: the name of a preset, the path of a Hugging Face config.json or of its folder, or the contents of a config.json.
-        calls: a capture (`start_shape_capture`) to use instead of a model.
+        model: the name of a preset, the path of a Hugging Face config.json or its folder, or its contents.
+        calls: a file of captured calls (`start_shape_capture`) instead of a model.
         platform: the platform to select for; the current one if not given.
-        decode_sizes: batch sizes of the decode steps, in sequences.
-        prefill_sizes: lengths of the prefills, in prompt tokens.
-        context: number of tokens per sequence in the cache during a decode step.
-        page_size: number of tokens per page of the cache.
-        dtype: dtype of the model's activations.
-        cache_dtype: dtype of keys and values in the cache; ``dtype`` if not given.
-        activation_dtype: the format to which experts quantise their inputs, see `MoEPlan`.
-        ranks: number of ranks of tensor parallelism. The calls are those of one rank, without communication.
-        roofline: the device's roofline. By default the roofline that `tokenspeed-kernel bench` has measured on this device.
+        decode_sizes: numbers of sequences of the decode steps.
+        prefill_sizes: numbers of prompt tokens of the prefills.
+        context: tokens of each sequence in the cache during a decode step.
+        page_size: tokens of a page of the cache.
+        dtype: of the model's activations.
+        cache_dtype: of keys and values in the cache; ``dtype`` if not given.
+        activation_dtype: the format that experts quantise their inputs to, see `MoEPlan`.
+        ranks: ranks of tensor parallelism; the calls are those of one rank, without communication.
+        roofline: the device's roofline; if not given, the one that `tokenspeed-kernel bench` has measured on this device.
 
     Raises:
         ModelError: the model is unknown or its configuration cannot be used.
@@ -148,7 +144,7 @@ def _notes(platform: PlatformInfo) -> Iterator[str]:
 
 
 def _model_rows(model: Model, steps: Iterable[Step], platform: PlatformInfo, roofline: Roofline | None) -> list[Row]:
-    """Returns one row per kind of call and outcome. Sizes with the same outcome share a row."""
+    """One row per kind of call and outcome; sizes with the same outcome share a row."""
     by_call: dict[tuple[str, str, str], list[_Outcome]] = {}
     for step in steps:
         for call in calls_of(model, step):
@@ -194,8 +190,7 @@ def _row(phase: str, outcomes: Sequence[_Outcome]) -> Row:
 
 
 def _captured_row(record: Record, platform: PlatformInfo, roofline: Roofline | None) -> Row:
-    """Returns the row of a captured call. The kernel is selected now. If another kernel ran when the call was captured, the reason
-    says so."""
+    """The row of a captured call. The selection is made now; a kernel that ran then, and would not run now, is noted."""
     op = get_operator(record["operator"])
     case = replay(record)
     found = request_without_values(op, case) if case.large else asked(op, case)
@@ -234,8 +229,7 @@ def _request_row(explanation: Explanation) -> Row:
 
 
 def _passed(explanation: Explanation) -> list[Passed]:
-    """Returns the kernels that were not selected: rejected kernels with a higher priority than the selected one, then the next best
-    eligible kernel."""
+    """The kernels that were not taken: rejected ones of a higher priority than the chosen one, then the next best eligible one."""
     chosen = explanation.chosen
     accepted = [verdict for verdict in explanation.verdicts if verdict.accepted]
     rejected = [verdict for verdict in explanation.verdicts if verdict.gate not in _FOR_OTHERS]
@@ -250,7 +244,7 @@ def _passed(explanation: Explanation) -> list[Passed]:
 
 
 def _predicted(explanation: Explanation, cost: Cost | None, roofline: Roofline | None) -> tuple[float | None, str]:
-    """Returns the predicted time of the selected kernel in microseconds, and the source of the prediction."""
+    """The microseconds of the chosen kernel, and the source of the figure."""
     if explanation.chosen is None:
         return None, ""
     request: Request = explanation.request
@@ -261,5 +255,5 @@ def _predicted(explanation: Explanation, cost: Cost | None, roofline: Roofline |
     if roofline is None or cost is None:
         return None, ""
     operands = [fmt.storage_dtype for _, fmt in request.signature.roles]
-    # If a call that takes 1 us reaches the fraction f of the roofline, the roofline's time is f us.
+    # A call that takes 1 us reaches this part of the roofline, so the roofline allows this many microseconds.
     return share_of(cost, 1.0, operands, roofline).part, "roofline"
