@@ -36,7 +36,7 @@ def attend(
     copied if their last axis is not contiguous. If pages left of the window were freed (-1), page 0 must hold finite values.
     """
     written = rows_to_write(out, q, *q.shape)
-    if not q.numel():
+    if not q.numel() or cu_seqlens_q.shape[0] < 2:
         return deliver(written, out)
     _attend(
         rows(q),

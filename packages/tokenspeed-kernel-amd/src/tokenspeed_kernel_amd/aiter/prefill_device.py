@@ -37,7 +37,7 @@ def mha_prefill(
     device.
     """
     written = rows_to_write(out, q, *q.shape[:2], v.shape[2])
-    if not q.numel():  # AITER rejects an empty batch
+    if not q.numel() or cu_seqlens.shape[0] < 2:  # AITER rejects an empty batch
         out = deliver(written, out)
         return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
     longest = _longest(q, cu_seqlens_cpu, max_seqlen)
