@@ -25,6 +25,7 @@ def program(programs: Callable[[str], ModuleType]) -> ModuleType:
     return programs("timing_model_moe")
 
 
+@pytest.mark.slow
 def test_whole_layers(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

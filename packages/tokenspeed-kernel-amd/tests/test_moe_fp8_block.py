@@ -175,6 +175,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
             assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
 
 
+@pytest.mark.slow
 def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
     """Runs the conformance kit on a call of few tokens, and on a call with so many tokens that they are sorted by expert."""
     (case,) = (case for case in cases("moe_apply") if case.name == "fp8 blocks, fp8 activations")

@@ -6,6 +6,7 @@ CPU can run are run, and the others are skipped with the missing requirement.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,16 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
 
 
+# Each of these cases takes Triton's interpreter 15 s to a minute. GPUs and the emulators run them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LONG_MODES = ("mha_prefill", "mha_extend_with_kvcache", "mha_with_kvcache", "sample_top_k_top_p")
+LONG_CASES = ("gpt-oss", "llama", "requests of all kinds")
+
+
+def _takes_long(spec: KernelSpec, case: Case) -> bool:
+    return INTERPRETED and spec.solution == "triton" and spec.mode in LONG_MODES and case.name.startswith(LONG_CASES)
+
+
 def _runs() -> Iterator[Any]:
     """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
     for op in operators():
@@ -49,7 +60,8 @@ def _runs() -> Iterator[Any]:
                 # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
                 unknown = arguments is None or case.world_size > 1
                 if not runs_here or unknown or refusal(op, spec, arguments) is None:
-                    yield pytest.param(spec, case, marks=_marks(spec), id=f"{spec.name}-{case.name}")
+                    marks = [*_marks(spec), *([pytest.mark.slow] if _takes_long(spec, case) else [])]
+                    yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
 
 
 @pytest.mark.parametrize(("spec", "case"), [*_runs()])
