@@ -120,7 +120,7 @@ def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
 
 @pytest.mark.parametrize("launch", ["few tokens", "16 columns"])
 def test_exact_plans_lose_no_number(gfx950: torch.device, launch: str) -> None:
-    """Two values of a row are small beside the others. Only the weights of these two values are not zero."""
+    """Each row has two small values beside large ones. Only the small values have nonzero weights."""
     apply, tokens = LAUNCHES[launch]
     arguments: dict[str, Any] = {"exact_activations": True}
     layer = RandomLayer(gfx950, 2, 1, 64, 64, **arguments)

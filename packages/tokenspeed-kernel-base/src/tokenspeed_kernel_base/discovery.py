@@ -26,8 +26,8 @@ def import_modules(package: str) -> list[str]:
         The names of the imported modules.
 
     Raises:
-        ImportError: a folder holds modules but no ``__init__.py``, so its declarations would be missed. Any exception of a module;
-        its traceback names file and line.
+        ImportError: a folder holds modules but no ``__init__.py``, so its declarations would be missed.
+        Exception: any error of an imported module, unchanged.
     """
     module = importlib.import_module(package)
     names = [package]

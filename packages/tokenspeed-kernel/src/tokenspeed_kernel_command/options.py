@@ -189,7 +189,7 @@ ReceiptFile = Annotated[Path | None, typer.Option("--output", help="Also write i
 Warmed = Annotated[str | None, typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]
 
-_CALLS = "A file of captured calls; or a model: gpt-oss-120b, or the path of a config.json. Options from --batch on are a model's."
+_CALLS = "A file of captured calls; or a model: gpt-oss-120b, or a config.json. The options from --batch to --ranks are for models."
 PackSource = Annotated[str, typer.Argument(metavar="CALLS|MODEL", help=_CALLS)]
 CheckedSource = Annotated[str | None, typer.Argument(metavar="[CALLS|MODEL]", help=_CALLS)]
 PackName = Annotated[Path, typer.Argument(metavar="FOLDER", help="The pack.")]

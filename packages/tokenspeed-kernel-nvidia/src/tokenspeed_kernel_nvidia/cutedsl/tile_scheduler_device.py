@@ -174,7 +174,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Queue:
-    """A counter in global memory, from which CTAs take their next indices. A CTA's first index is its own number.
+    """A work queue: CTAs increment a counter in global memory to get their next work item's index. A CTA's first index is its rank.
 
     Attributes:
         counter: int32 ``[2]``: indices drawn, and CTAs that have finished. Both counts are 0 before and after a launch.

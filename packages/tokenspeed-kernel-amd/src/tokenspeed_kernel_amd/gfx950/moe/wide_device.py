@@ -151,8 +151,8 @@ def columns_at(operands, rows, row_bytes, first_row, count, k, size: gl.constexp
 
 @gluon.aggregate
 class Shared:
-    """Two steps of a tile of tokens in LDS, for each plane: codes [planes, columns, bytes], and block scales, uint8 [planes,
-    columns, g, step]. Without block scales, the codes are in their place."""
+    """LDS for two k steps of a tile of tokens. Each plane has quantised values, [planes, columns, bytes], and block scales, uint8
+    [planes, columns, g, step]. Without block scales, ``scales`` is the same memory as ``codes``."""
 
     codes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor

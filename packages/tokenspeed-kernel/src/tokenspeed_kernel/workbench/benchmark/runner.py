@@ -47,9 +47,8 @@ Call = Callable[[], Any]
 Errors = Callable[[Any], tuple[float, float]]
 JsonRow = Mapping[str, Any]
 
-# The launch of a graph, about ten microseconds, is part of the measurement. A graph therefore has so many calls that they would
-# take GRAPH_US at a rate that no kernel reaches, but at most IN_GRAPH. The launch then costs less than a tenth of a microsecond per
-# call.
+# A measurement includes the launch of the graph, about ten microseconds. So a graph repeats the call until its lower bound on time
+# reaches GRAPH_US, but at most IN_GRAPH times. The launch then adds half a percent, or a tenth of a microsecond per call.
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
