@@ -86,7 +86,7 @@ def test_it_looks_like_its_body(toy: Any) -> None:
     assert [*signature.parameters] == ["x", "factor", "residual", "out", "override", "solution"]
     assert signature.parameters["factor"].default == 2.0
     assert signature.parameters["override"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert toy.__doc__ == "x times factor."
+    assert toy.__doc__ == "Returns x times factor."
     assert toy.__qualname__ == "scale"
     assert toy.__module__ == __name__
     assert inspect.isfunction(toy)
