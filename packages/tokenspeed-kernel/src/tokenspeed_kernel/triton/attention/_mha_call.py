@@ -85,8 +85,8 @@ class Call(NamedTuple):
         return 0 if self.page_table is None else self.k.shape[1]
 
     def slots(self, rows: int) -> int:
-        """The number of slots of ``rows`` rows."""
-        return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] else 0
+        """The number of slots of ``rows`` rows. Zero without sequences: rows that belong to no sequence have no slots."""
+        return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] and self.batch else 0
 
     def operands(self) -> list[Any]:
         """The first arguments of a kernel."""
