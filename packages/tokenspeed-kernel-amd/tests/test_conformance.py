@@ -57,6 +57,7 @@ def check_small_call(spec: KernelSpec, device: torch.device) -> None:
     assert {finding.check for finding in findings if finding.status == "passed"} >= FOUND_OUT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", SMALL)
 def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) -> None:
     check_small_call(kernel_of(mode), gfx950)
@@ -124,6 +125,7 @@ def wrong_kernel(request: pytest.FixtureRequest) -> Iterator[KernelSpec]:
     registry.unregister(name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrong_kernel", SMALL, indirect=True)
 def test_the_kit_finds_a_wrong_stride_in_a_small_call(gfx950: torch.device, wrong_kernel: KernelSpec) -> None:
     with pytest.raises(AssertionError, match=f"wrong_{wrong_kernel.mode}, strides: "):

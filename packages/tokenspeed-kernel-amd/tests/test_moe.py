@@ -50,6 +50,7 @@ TILES_OF = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
     """The sizes end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
@@ -65,6 +66,7 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
     assert relative_error(got, wanted) <= allowed_error(layer, x, weights, ids, wanted)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("tokens", "top_k", "options"), FEW)
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
@@ -140,6 +142,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
         assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mxfp4, concatenated, fp8 activations", "mxfp4, float16"])
 def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
     """Runs the conformance kit on a call of few tokens, and on a call with so many tokens that they are sorted by expert."""
@@ -208,6 +211,7 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
         assert "s_cbranch_execnz" not in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
     """The layer has GPT-OSS-120B's sizes, but only eight experts, so that four tokens share experts. With 128 experts, tokens
@@ -222,6 +226,7 @@ def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
     assert torch.equal(moe_apply(x, layer.prepared, weights, ids, layer.plan), got)
 
 
+@pytest.mark.slow
 def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
     layer = RandomLayer(gfx950, 5, 4, 32, 32, activation_dtype="fp8")
     x, weights, ids = layer.tokens(1100)

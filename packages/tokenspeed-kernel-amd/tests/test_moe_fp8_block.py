@@ -93,6 +93,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, "moe_apply_fp8_block", case)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
@@ -111,6 +112,7 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
     check(layer, got, x, weights, ids)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "options"),
     [

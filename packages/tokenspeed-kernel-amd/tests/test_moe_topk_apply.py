@@ -61,6 +61,7 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
         torch.testing.assert_close(weights, wanted[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:

@@ -168,6 +168,7 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("on_emulator")
 @FORMATS
 @pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])

@@ -149,6 +149,7 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
     torch.testing.assert_close(got.float() / magnitude, wanted.float() / magnitude, rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("heads", "lengths", "sm_count", "options"),
     [(128, [130, 1], 2, FP8[0]), (16, [300, 2], 1, {"new": 3, "softmax_scale": 1.0, **FP8[1]})],

@@ -143,6 +143,7 @@ def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
 emulated = partial(launched.emulated, mla_extend._programs_of)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("heads", "lengths", "new", "sm_count", "options"),
     [
@@ -164,6 +165,7 @@ def test_on_the_emulator(
         check(arguments_of(lengths, new, heads, **options))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("heads", "lengths", "new", "sm_count", "options"),
     [

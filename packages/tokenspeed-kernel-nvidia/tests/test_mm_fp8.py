@@ -77,6 +77,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "config_of", chosen)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", SCALES)
 def test_scales(sm: torch.device, name: str) -> None:

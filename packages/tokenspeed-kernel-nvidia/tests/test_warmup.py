@@ -168,6 +168,7 @@ def test_an_interrupted_run_says_how_far_it_came(
     assert lines[2:] == ["", "interrupted after 2 of 4, which are kept; the same command goes on with the rest"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "kill -INT"])
 def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, whole_group: bool) -> None:
     (tmp_path / "slowly.py").write_text(SLOW)

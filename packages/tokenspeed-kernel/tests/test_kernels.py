@@ -37,14 +37,32 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
 
 
-# Each of these cases takes Triton's interpreter 15 s to a minute. GPUs and the emulators run them.
+# What takes Triton's interpreter longest: an operator, and how names of its cases begin. GPUs and the emulators run these cases.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LONG_MODES = ("mha_prefill", "mha_extend_with_kvcache", "mha_with_kvcache", "sample_top_k_top_p")
-LONG_CASES = ("gpt-oss", "llama", "requests of all kinds")
+MODEL = ("gpt-oss", "llama")
+SEARCHES = ("requests of all kinds", "ties across", "flat", "all ")
+PADDED_SCALES = ("scales in tiles, two", "gpt-oss", "scales rounded up")
+LONG_CASES = {
+    "argmax": MODEL,
+    "mha_decode_with_kvcache": MODEL,
+    "mha_extend_with_kvcache": MODEL,
+    "mha_prefill": MODEL,
+    "mha_with_kvcache": (*MODEL, "trees"),
+    "mla_prefill": ("deepseek-v3, 8",),
+    "quantize_fp8": ("tiles of", "per token, gpt-oss", "blocks of 128, "),
+    "quantize_mxfp4": PADDED_SCALES,
+    "quantize_mxfp8": PADDED_SCALES,
+    "quantize_nvfp4": PADDED_SCALES,
+    "rmsnorm_moe_topk": MODEL,
+    "rmsnorm_qkv_rope": ("gpt-oss",),
+    "sample_top_k_top_p": SEARCHES,
+    "ssd_prefill": ("one sequence of many", "nemotron-h"),
+    "top_k_top_p_probs": SEARCHES,
+}
 
 
 def _takes_long(spec: KernelSpec, case: Case) -> bool:
-    return INTERPRETED and spec.solution == "triton" and spec.mode in LONG_MODES and case.name.startswith(LONG_CASES)
+    return INTERPRETED and spec.solution == "triton" and case.name.startswith(LONG_CASES.get(spec.mode, ()))
 
 
 def _runs() -> Iterator[Any]:

@@ -21,8 +21,8 @@ from tokenspeed_kernel_base.spec import KernelSpec
 CPU = torch.device("cpu")
 # The number of a kernel's cases that run by default: the first, the last, and some in between. The other cases are marked slow.
 FAST = 3
-# Cases that search down to the last bit, with ten million wave instructions.
-HEAVY = ("ties across top-k and top-p",)
+# Cases of ten million wave instructions: one that searches down to the last bit, and one with long prompts.
+HEAVY = ("ties across top-k and top-p", "deepseek-v3, 16 of its heads, 1 to 100 new")
 
 
 def _runs() -> list[Any]:

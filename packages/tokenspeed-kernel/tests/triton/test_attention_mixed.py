@@ -43,6 +43,7 @@ def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"sinks": True, "logit_cap": 4.0}], ids=["full", "window", "cap"])

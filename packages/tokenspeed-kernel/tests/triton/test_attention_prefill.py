@@ -42,6 +42,7 @@ def _agrees(operator: Any, arguments: dict[str, Any]) -> None:
     _close(operator(**arguments, solution="triton"), operator(**arguments, solution="reference"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiles", SMALL_TILES, ids=lambda tiles: f"{tiles.edges}-{tiles.descriptors}")
 @pytest.mark.parametrize("options", [{}, {"window_left": 21}, {"window_left": 70, "sinks": True, "logit_cap": 3.0}], ids=str)
 def test_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Any, options: dict[str, Any]) -> None:
@@ -55,6 +56,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Any, options: dict[str, A
         _agrees(tk.mha_extend_with_kvcache, _draw(make))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("block_m", "heads"), [(32, 8), (16, 6), (16, 1)], ids=str)
 @pytest.mark.parametrize("window_left", [15, 20])
 def test_band(monkeypatch: pytest.MonkeyPatch, block_m: int, heads: int, window_left: int) -> None:

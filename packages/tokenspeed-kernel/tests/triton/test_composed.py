@@ -37,6 +37,7 @@ def run(mode: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     return getattr(tk, mode)(**arguments, override=FUSED[mode])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("target", ["residual", "x"])
 @pytest.mark.parametrize("mode", FUSED)
 def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
@@ -49,6 +50,7 @@ def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", FUSED)
 def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
     """Each call must leave the counters at zero for the next call."""
@@ -63,6 +65,7 @@ def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
     assert not keeper.get(index, stream, 0, 1).counters.any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", FUSED)
 def test_weights_in_another_order(mode: str) -> None:
     """The input axis of the weights is contiguous, instead of the output axis."""

@@ -36,6 +36,7 @@ def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(selection, "search_of", lambda *_: SMALL._replace(**changes))
 
 
+@pytest.mark.sampled(3)
 @each_search
 @pytest.mark.parametrize("deviations", [-2.0, 4.0, 30.0], ids=["too high", "as usual", "too low"])
 def test_bounds_estimated_from_a_sample(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def test_direct_gemms_of_fp8_with_e8m0_scales(kind: str) -> None:
     _close(out, tk.mm(*codes, *scales, out_dtype=F32, override="reference_mm"), 1e-3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("kind", ["whole", "line", "block"])
 @pytest.mark.parametrize("descriptors", [False, True])

@@ -61,6 +61,7 @@ def test_every_bit_of_a_conversion(dtype: torch.dtype, cache_dtype: torch.dtype,
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_layouts(page_size: int, cache_dtype: torch.dtype) -> None:

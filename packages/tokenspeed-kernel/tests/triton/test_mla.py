@@ -63,6 +63,7 @@ def test_decoding_with_every_tile(options: dict[str, Any]) -> None:
     _agrees(tk.mla_decode_with_kvcache, _draw([1, 300, 0, 64], **SMALL, **options, page_size=64, stale=True, return_lse=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("causal", [True, False])
 def test_extending_with_every_tile(causal: bool) -> None:
@@ -70,6 +71,7 @@ def test_extending_with_every_tile(causal: bool) -> None:
     _agrees(tk.mla_extend_with_kvcache, _draw([200, 64, 0, 31], [40, 1, 0, 31], **options))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("page_size", [4, 16, 64, 256])
 def test_windows_with_every_tile(page_size: int) -> None:
@@ -149,6 +151,7 @@ def test_prefill_of_broadcast_rotary_keys() -> None:
     _agrees(tk.mla_prefill, arguments)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window_left", [-1, 0, 20, 100])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (40, 24), (96, 64)])

@@ -34,6 +34,7 @@ def _caches(width: int, pages: int, page_size: int, dtype: torch.dtype) -> list[
     return [filled[..., 0].contiguous(), filled[..., 0], filled[..., 0].transpose(0, 1).contiguous().transpose(0, 1)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_stores_to_caches_of_any_layout(sizes: tuple[int, int], page_size: int) -> None:
@@ -54,6 +55,7 @@ def test_stores_to_caches_of_any_layout(sizes: tuple[int, int], page_size: int) 
                 assert same_bits(cache.contiguous(), wanted.contiguous()), (kind, cache_dtype)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", [1, 5, 16])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -53,6 +53,7 @@ def filled(rank: int, rope: int, layout: str, slots: Tensor, solution: str) -> d
     return cache
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (384, 6), (128, 0)], ids=str)
 def test_layouts(rank: int, rope: int, layout: str) -> None:

@@ -122,6 +122,7 @@ def _apply_agrees(layer: dict[str, Any], got: torch.Tensor | None = None) -> Non
     assert compared.passed, compared.fault
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1, 24, 60, 100, 200, 300])
 def test_blocks_of_all_lengths(tokens: int) -> None:
     """Experts have few or many tokens, which determines the tile. Some tokens select the same expert twice."""
@@ -149,6 +150,7 @@ def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interle
         _apply_agrees(layer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("k", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k: int) -> None:

@@ -94,6 +94,7 @@ _SMALL = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tile", _SMALL, ids=str)
 @pytest.mark.parametrize("listed", [False, True], ids=["direct", "listed"])
 def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: Any, listed: bool) -> None:

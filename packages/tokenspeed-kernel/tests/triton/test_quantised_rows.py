@@ -51,6 +51,7 @@ def _quantization(name: str, options: dict[str, Any], **further: Any) -> tk.Quan
     return made
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("gate", [PLAIN, {"limit": 2.0, "interleaved": True}], ids=["silu_and_mul", "swiglu"])
 @each_quantizer
 def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:

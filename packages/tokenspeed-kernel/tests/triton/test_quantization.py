@@ -122,6 +122,7 @@ def test_quotients_next_to_the_middle_of_two_codes(dtype: torch.dtype, source: t
         _both(tk.quantize_fp8_with_scale, _as(pairs, source), scales.reshape(-1, 1).to(device), dtype)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("granularity", ["tensor", "token", "block", "block2d"])
 def test_fp8_of_hard_groups(granularity: str, source: torch.dtype) -> None:
@@ -149,6 +150,7 @@ def test_fp8_of_groups_too_large_for_registers() -> None:
     _both(tk.quantize_fp8, wide, "block2d", 150)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_fp4_and_mxfp8_of_hard_blocks(source: torch.dtype) -> None:
     device = default_device()

@@ -116,6 +116,7 @@ def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
     return [temperature, top_k, top_p, seed, offset]
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("with_min_p", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -133,6 +134,7 @@ def test_every_distribution_gives_the_same_token_on_every_device(distribution: s
     assert sample_top_k_top_p(*there, override="reference_sample_top_k_top_p").tolist() == expected.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_every_distribution_gives_the_same_probabilities_on_every_device(distribution: str) -> None:
     rows, vocab = (64, 20_000) if DEVICE.type == "cuda" else (3, 5_000)
@@ -144,6 +146,7 @@ def test_every_distribution_gives_the_same_probabilities_on_every_device(distrib
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ties", [False, True])
 def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
     """top_k is at or next to powers of two and the vocabulary size. Logits tie on both sides of this rank."""

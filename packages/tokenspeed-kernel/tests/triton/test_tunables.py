@@ -41,6 +41,7 @@ def cases(kernel: str) -> list[Case]:
     return found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("spec", "config"),
     [pytest.param(s, c, id=f"{s.name}-{'-'.join(map(str, c.values()))}") for s in TUNABLE for c in s.configurations()],

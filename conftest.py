@@ -1,0 +1,26 @@
+"""Tests with many expensive cases: the marker ``sampled``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates ``-m``
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all cases of a ``sampled(n)`` test as slow, except n that are evenly spaced, the first and the last among them.
+
+    The choice depends only on the order of the cases, so that all workers and all runs choose alike.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in cases.values():
+        (kept,) = of_one_test[0].get_closest_marker("sampled").args
+        last = len(of_one_test) - 1
+        fast = {round(i * last / max(kept - 1, 1)) for i in range(kept)}
+        for i, item in enumerate(of_one_test):
+            if i not in fast:
+                item.add_marker(pytest.mark.slow)
