@@ -68,6 +68,7 @@ def test_greedy_is_what_recomputing_everything_gives(model: GptOss, prompts: lis
         assert alone(model, Request(prompt, 12)).tokens == recomputed(model, prompt, 12)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "options",
     [

@@ -104,6 +104,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("error", "after", "mode"), FAILURES, ids=[f"{type(e).__name__} {'after' if a else 'before'}, {m}" for e, a, m in FAILURES]
 )

@@ -79,6 +79,7 @@ def check_pages(engine: Engine) -> None:
     assert sorted([*held, *engine.cache.allocator.free_pages]) == list(range(PAGES))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_load(model: GptOss, texts: list[tuple[Request, list[int]]], count: int, mode: str) -> None:

@@ -29,6 +29,7 @@ def test_a_model_that_processes_share_generates() -> None:
     assert "ms a step of decoding" in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("experts", ["parts", "whole"])
 def test_the_benchmark(experts: str, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
