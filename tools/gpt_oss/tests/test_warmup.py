@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
 from gpt_oss.warmup import shapes, sizes_up_to
 from tokenspeed_kernel import CompilationForbiddenError, compile_policy, watch_calls
+from tokenspeed_kernel.workbench.receipts import read_receipt
 from tokenspeed_kernel_base import compilation
 
 LIMITS = {"prefill_tokens": 5, "max_sequences": 2}
@@ -102,10 +104,13 @@ def test_a_warm_up_changes_nothing(model: GptOss) -> None:
     assert [each.tokens for each in warm.generate(requests)] == [each.tokens for each in cold.generate(requests)]
 
 
-def test_what_a_warm_up_and_a_step_log(model: GptOss, compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_warm_up_and_a_step_log(model: GptOss, compiler: None, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
     with caplog.at_level(logging.INFO, "gpt_oss"):
-        engine = make_engine(model, warm="all", prefill_tokens=1, max_sequences=1)
-    assert caplog.messages == [str(engine.warmed)]
+        engine = make_engine(model, warm="all", prefill_tokens=1, max_sequences=1, receipt=file)
+    receipt = read_receipt(file)
+    assert caplog.messages == [str(engine.warmed), f"{receipt.summary}; {file}"]
+    assert {"attention.mha_prefill", "attention.mha_decode_with_kvcache"} <= {row.operator for row in receipt.rows if row.kernel}
     assert f"{len(shapes_of(engine))} passes" in caplog.text
     caplog.clear()
     cold = make_engine(model, prefill_tokens=64)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
+import tokenspeed_kernel
 from gpt_oss.batch import Phase, Piece, make_batch, phase_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder, batch_sizes
@@ -57,6 +59,9 @@ class Engine:
         console: shows the progress of capturing and warming up; None shows none.
         warm: ``"all"`` runs a pass of every size class now: prefill, extend, mixed and decode passes, see `gpt_oss.warmup`. Then no
             request waits for a compilation. None runs only the decode passes that are captured.
+        receipt: a file that the receipt of this process's kernels is written to when the engine is ready, as JSON. A line in the
+            log summarises the receipt. The receipt has the calls of the passes that have run, so that ``warm="all"`` makes it
+            complete.
 
     Attributes:
         steps: the number of forward passes, by phase.
@@ -66,6 +71,7 @@ class Engine:
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
         RuntimeError: a pass cannot be captured. The message has the reason.
+        OSError: the receipt cannot be written.
         CompilationForbiddenError: a pass that runs now needs a program that must be compiled, and the policy is ``"forbid"``.
     """
 
@@ -80,6 +86,7 @@ class Engine:
         decode_sizes: Sequence[int] | None = None,
         console: Console | None = None,
         warm: str | None = None,
+        receipt: str | Path | None = None,
     ) -> None:
         instance(GptOss).check("model", model)
         instance(PagedKVCache).check("cache", cache)
@@ -108,6 +115,10 @@ class Engine:
         self.warmed: WarmUp | None = None
         if warm is not None:
             self.warmed = warm_up(model, cache, self.decoder, prefill_tokens, max_sequences, console)
+        if receipt is not None:
+            made = tokenspeed_kernel.receipt()
+            made.save(receipt)
+            logger.info("%s; %s", made.summary, receipt)
         self._compiled_before = len(compilations())
 
     @property
