@@ -2,7 +2,8 @@
 
     python ci/same_selection.py --processes 100
 
-Each process imports the wheels' packages and registers their plugins in another random order, and has another hash seed. Half of
+Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of servers,
+which have imported PyTorch and nothing of this project. Each server has another hash seed, and forks `_FORKS` processes. Half of
 the processes have their own cache directories; the others share one. The shared directory holds tuned results of another device,
 which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device were present.
 The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -30,26 +32,26 @@ PLATFORMS = ("h200", "gfx950")
 _GROUP = "tokenspeed_kernel.plugins"
 _PREFIX = "TOKENSPEED_KERNEL_"
 _SHOWN = 10
+_FORKS = 10  # so that 100 processes have 10 hash seeds
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=3, help="fresh processes, one after the other")
+    parser.add_argument("--processes", type=int, default=3, help="processes, one after the other")
     parser.add_argument("--operator", action="append", default=[], help="only this operator; several may be given")
     parser.add_argument("--seed", type=int, default=0, help="of the orders")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--caches", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.child:
-        print("\n".join(selections(options.seed, options.operator)))
+    if options.serve is not None:
+        _serve(options.seed, options.serve, options.operator, options.caches)
         return 0
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(folder, "shared")
         _plant_results_of_another_device(shared)
         first: list[str] | None = None
-        for number in range(options.processes):
-            cache = shared if number % 2 else Path(folder, str(number))
-            lines = _in_a_process(options.seed + number, options.operator, cache)
+        for number, lines in enumerate(_of_processes(options.seed, options.processes, options.operator, Path(folder))):
             if first is None:
                 first = lines
             elif lines != first:
@@ -63,12 +65,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _in_a_process(seed: int, operators: list[str], cache: Path) -> list[str]:
+def _of_processes(seed: int, processes: int, operators: list[str], caches: Path) -> Iterator[list[str]]:
+    """Yields the selections of each process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX) and name != "PYTHONHASHSEED"}
-    environment |= {"XDG_CACHE_HOME": str(cache), _PREFIX + "DISABLE_PLUGINS": "*"}
+    environment[_PREFIX + "DISABLE_PLUGINS"] = "*"
     named = [word for operator in operators for word in ("--operator", operator)]
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", "--seed", str(seed), *named]
-    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    for first in range(0, processes, _FORKS):
+        count = min(_FORKS, processes - first)
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(count), "--seed", str(seed + first), *named]
+        subprocess.run([*command, "--caches", str(caches)], env=environment, check=True)
+        for number in range(seed + first, seed + first + count):
+            yield (caches / f"{number}.selections").read_text().splitlines()
+
+
+def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
+    """Imports PyTorch, and forks the processes one after the other. Each writes its selections to a file."""
+    importlib.import_module("torch").set_num_threads(1)  # threads do not survive a fork
+    assert not [name for name in sys.modules if name.startswith("tokenspeed_kernel")]
+    for number in range(seed, seed + count):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.environ["XDG_CACHE_HOME"] = str(caches / ("shared" if number % 2 else str(number)))
+                (caches / f"{number}.selections").write_text("\n".join(selections(number, operators)))
+                status = 0
+            except BaseException:  # the server's own frames must not run in this process
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            raise RuntimeError(f"process {number} failed")
 
 
 def _plant_results_of_another_device(cache: Path) -> None:
@@ -91,7 +118,7 @@ def _plant_results_of_another_device(cache: Path) -> None:
     table.write_text(format_table(entries))
 
 
-# -- in a fresh process --------------------------------------------------------------------------------------------------------
+# -- in a forked process --------------------------------------------------------------------------------------------------------
 
 
 def selections(seed: int, only: list[str]) -> list[str]:

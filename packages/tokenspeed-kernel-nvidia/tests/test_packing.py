@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel import KernelRegistry, get_operator
+from tokenspeed_kernel.workbench.packing import prepared_by_shape
 from tokenspeed_kernel_base import config, packs, storage
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
@@ -151,3 +154,25 @@ def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path)
     pack("build", tmp_path / "calls", "--arch", "h200", "-o", tmp_path / "pack")
     allowed = {"TOKENSPEED_KERNEL_PACKS": str(tmp_path / "pack"), "TOKENSPEED_KERNEL_COMPILE_POLICY": "forbid"}
     assert serve("second", **allowed) == 0
+
+
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
+def test_weights_are_prepared_by_shape(activation_dtype: str) -> None:
+    """Without values, prepared weights have the shapes, strides and dtypes of real ones. If preparation reads values, it runs on
+    real weights."""
+    op = get_operator("moe_apply")
+    spec = KernelRegistry.get().get_by_name("cutedsl_moe_apply_mxfp4", str(op))
+    case = next(case for case in op.all_cases() if not case.large and case.build("cpu")["plan"].weight_format == "mxfp4")
+    arguments = op.complete(case.build("cpu"))
+    arguments["plan"] = dataclasses.replace(arguments["plan"], activation_dtype=activation_dtype)
+    expected, made = op.prepared(arguments, spec), prepared_by_shape(op, arguments, spec)
+    assert {name for name, value in made.items() if value is not arguments[name]} == {"weights", "plan"}
+    assert made["plan"] == expected["plan"]
+    for field in dataclasses.fields(expected["weights"]):
+        real, zeros = (getattr(each["weights"], field.name) for each in (expected, made))
+        if isinstance(real, torch.Tensor):
+            assert type(zeros) is torch.Tensor, field.name
+            assert (zeros.shape, zeros.stride(), zeros.dtype) == (real.shape, real.stride(), real.dtype), field.name
+            assert activation_dtype == "fp8" or not zeros.any()
+        else:
+            assert zeros == real

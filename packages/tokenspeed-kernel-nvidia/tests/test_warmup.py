@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,24 @@ def test_the_list_shows_missing_programs(two: list[Any], capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["kept", "to", "to", "to"]
     assert len(two) == 1
+
+
+def test_what_multiplies_programs_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
+    class Config:
+        dtype: str
+        width: int
+        paged: bool = False
+
+    def kernel(config: Config) -> Any: ...
+
+    configs = [Config(dtype, width) for dtype in ("bfloat16", "float16") for width in (64, 128, 256)]
+    made = _programs.program(arch="sm_90a", configs=lambda: configs)(kernel)
+    monkeypatch.setattr(warmup, "programs", lambda: [made])
+    assert warmup.main(["--count"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"     6  {made.name}: width 3, dtype 2", "     6  in all"]
+    assert warmup.main(["--count", "width=64"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"     2  {made.name}: dtype 2", "     2  in all"]
 
 
 def test_the_compile_policy_of_calls_does_not_apply(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

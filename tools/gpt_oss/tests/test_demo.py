@@ -76,6 +76,9 @@ def test_demo_shows_every_operator_and_why(shown: dict[str, Any]) -> None:
     for row in shown["kernels"]:
         assert row["kernel"] == row["explanation"]["chosen"]
         assert "priority" in row["why"]
+        chosen, *others = (each for each in row["explanation"]["candidates"] if each["accepted"])
+        assert row["why"].startswith(chosen["reason"])
+        assert [f"not {other['name']}: eligible" in row["why"] for other in others[:1]] == [True] * len(others[:1])
 
 
 def test_demo_agrees_with_the_reference(shown: dict[str, Any]) -> None:

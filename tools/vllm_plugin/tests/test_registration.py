@@ -28,10 +28,30 @@ def test_settings() -> None:
     assert read_settings(given) == Settings(attention=False, experts=False, package="my_kernels")
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
     assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
+    assert read_settings({"TOKENSPEED_VLLM_RECEIPTS": "there"}) == Settings(receipts=Path("there"))
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):
         read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ATTENTION"):
         read_settings({"TOKENSPEED_VLLM_EXPERT": "0"})
+
+
+def test_a_receipt_is_written_after_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    torch = pytest.importorskip("torch")
+    import tokenspeed_kernel as tk
+    from tokenspeed_kernel.workbench.receipts import read_receipt
+    from tokenspeed_kernel_vllm import sizes
+
+    with sizes.warming("nothing"):
+        tk.rmsnorm(torch.ones(2, 8), torch.ones(8))
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setenv("TOKENSPEED_VLLM_RECEIPTS", str(tmp_path / "receipts"))
+    with sizes.warming("norms"):
+        tk.rmsnorm(torch.ones(2, 8), torch.ones(8))
+    (file,) = (tmp_path / "receipts").iterdir()
+    receipt = read_receipt(file)
+    assert "norm.rmsnorm" in {row.operator for row in receipt.rows}
+    assert file.name == f"receipt-{os.getpid()}.json"
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -76,6 +77,20 @@ def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Prog
     """
     found = [(program, config) for program in programs() for config in (program.configs() if every else program.usual())]
     return [(program, config) for program, config in found if all(word in describe(program, config) for word in words)]
+
+
+def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
+    """Yields the number of configurations of each program, the most first, and the fields of the configuration that multiply it,
+    each with its number of values."""
+    configs: dict[Program[Any], list[Any]] = {}
+    for program, config in selection:
+        configs.setdefault(program, []).append(config)
+    for program, found in sorted(configs.items(), key=lambda item: -len(item[1])):
+        names = [field.name for field in dataclasses.fields(found[0])] if dataclasses.is_dataclass(found[0]) else []
+        values = {name: len({repr(getattr(config, name)) for config in found}) for name in names}
+        fields = sorted(((count, name) for name, count in values.items() if count > 1), reverse=True)
+        yield f"{len(found):>6}  {program.name}: {', '.join(f'{name} {count}' for count, name in fields) or 'one of each'}"
+    yield f"{sum(map(len, configs.values())):>6}  in all"
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
@@ -156,12 +171,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="processes (default: the cores)")
     parser.add_argument("--every", action="store_true", help="also what only calls get that ask for a kernel by its name")
     parser.add_argument("--list", action="store_true", help="say what there is, and compile nothing")
+    parser.add_argument("--count", action="store_true", help="count the configurations of each program, and compile nothing")
     options = parser.parse_args(arguments)
     selection = [
         (program, config) for program, config in select(options.words, every=options.every) if options.arch in (None, program.arch)
     ]
     if not selection:
         parser.error("no configuration has all these words; --list shows them")
+    if options.count:
+        print(*count_lines(selection), sep="\n")
+        return 0
     if options.list:
         for program, config in selection:
             print(f"{'kept' if program.is_kept(config) else 'to do':>8}  {describe(program, config)}")

@@ -28,6 +28,7 @@ from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import sent
 
 _WIDE = ("tokens", "positions", "offsets", "seeds", "sources")
+_PARTS = ("model", "greedy", "sampled")
 _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
 
 
@@ -158,6 +159,14 @@ class Decoder:
             self._run(size, "model")
             self._run(size, "sampled" if sampled else "greedy")
 
+    def warm_up(self) -> None:
+        """Launches a pass of each size, unless the passes were captured. The passes write nothing to the cache. Only while no
+        sequence runs."""
+        if not self._captured:
+            with self._on_device():
+                for size in self.sizes:
+                    self._launch_all(size)
+
     # -- one pass -------------------------------------------------------------------------------------------------------------
 
     def _run(self, size: int, part: str) -> None:
@@ -252,18 +261,22 @@ class Decoder:
         device = self._model.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
+    def _launch_all(self, size: int) -> None:
+        """Launches every part of a pass from Python, so that kernels are compiled and workspaces are allocated."""
+        self._held = None
+        self._rows.memory.zero_()
+        self._rows.top_p.fill_(1)
+        for part in _PARTS:
+            self._launch(size, part)
+
     def _capture(self, console: Console | None) -> None:
         """Captures all passes. The largest is captured first, so that the others reuse its memory."""
         columns = (TextColumn("capturing decode passes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         pool = torch.cuda.graph_pool_handle()
         with Progress(*columns, console=console, disable=console is None) as progress:
             for size in progress.track(self.sizes[::-1]):
-                self._rows.memory.zero_()
-                self._rows.top_p.fill_(1)
-                # Warm-up without capturing, so that kernels are compiled and workspaces are allocated.
-                for part in ("model", "greedy", "sampled"):
-                    self._launch(size, part)
-                for part in ("model", "greedy", "sampled"):
+                self._launch_all(size)
+                for part in _PARTS:
                     graph = torch.cuda.CUDAGraph()
                     try:
                         with torch.cuda.graph(graph, pool=pool):

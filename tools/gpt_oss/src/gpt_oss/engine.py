@@ -11,11 +11,14 @@ detected one pass late. By then one more token has been computed, and this token
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
+import tokenspeed_kernel
 from gpt_oss.batch import Phase, Piece, make_batch, phase_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder, batch_sizes
@@ -25,7 +28,10 @@ from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
 from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import to_device
+from gpt_oss.warmup import WarmUp, warm_up
 from tokenspeed_kernel import Compilation, compilations
+
+logger = logging.getLogger(__name__)
 
 # A sequence, and its input tokens in a pass.
 _Scheduled = tuple[Running, Sequence["int | None"]]
@@ -50,15 +56,23 @@ class Engine:
             the host. The step then returns the events of the previous pass. None means True if decode passes are graphs.
         decode_sizes: the batch sizes of static decode passes, ascending. Smaller batches are padded to the next size. Batches that
             are larger than all sizes run like other passes. None means default sizes up to ``max_sequences``.
-        console: shows the progress of capturing; None shows none.
+        console: shows the progress of capturing and warming up; None shows none.
+        warm: ``"all"`` runs a pass of every size class now: prefill, extend, mixed and decode passes, see `gpt_oss.warmup`. Then no
+            request waits for a compilation. None runs only the decode passes that are captured.
+        receipt: a file that the receipt of this process's kernels is written to when the engine is ready, as JSON. A line in the
+            log summarises the receipt. The receipt has the calls of the passes that have run, so that ``warm="all"`` makes it
+            complete.
 
     Attributes:
         steps: the number of forward passes, by phase.
+        warmed: the duration of the warm-up, and its number of compiled programs; None if ``warm`` is None.
         decoder: the object that runs decode passes; None if decode passes run like other passes.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
         RuntimeError: a pass cannot be captured. The message has the reason.
+        OSError: the receipt cannot be written.
+        CompilationForbiddenError: a pass that runs now needs a program that must be compiled, and the policy is ``"forbid"``.
     """
 
     def __init__(
@@ -71,6 +85,8 @@ class Engine:
         overlap: bool | None = None,
         decode_sizes: Sequence[int] | None = None,
         console: Console | None = None,
+        warm: str | None = None,
+        receipt: str | Path | None = None,
     ) -> None:
         instance(GptOss).check("model", model)
         instance(PagedKVCache).check("cache", cache)
@@ -78,6 +94,7 @@ class Engine:
         COUNT.check("max_sequences", max_sequences)
         optional(one_of(*DECODE_MODES)).check("decode", decode)
         optional(FLAG).check("overlap", overlap)
+        optional(one_of("all")).check("warm", warm)
         on_gpu = model.device.type == "cuda"  # AMD's GPUs too
         if decode is None:
             decode = "graphs" if on_gpu else "eager"
@@ -95,6 +112,13 @@ class Engine:
         self._running: tuple[Running, ...] = ()
         self._added = 0
         self._in_flight: Flight | None = None
+        self.warmed: WarmUp | None = None
+        if warm is not None:
+            self.warmed = warm_up(model, cache, self.decoder, prefill_tokens, max_sequences, console)
+        if receipt is not None:
+            made = tokenspeed_kernel.receipt()
+            made.save(receipt)
+            logger.info("%s; %s", made.summary, receipt)
         self._compiled_before = len(compilations())
 
     @property
@@ -147,7 +171,9 @@ class Engine:
         scheduled = self._scheduled(running)
         launched, steps = None, self.steps
         if scheduled:
+            count = len(self.compilations)
             phase, launched = self._launched(scheduled, before)
+            _log_compilations(self.compilations[count:], phase)
             steps = {**steps, phase: steps[phase] + 1}
         running = _launched_of(running, scheduled)
         read, in_flight = (before, launched) if self.overlap else (launched, None)
@@ -308,6 +334,12 @@ class Engine:
             row_of = before.row_of
             rows = to_device([row_of[number] for number in numbers], torch.int64, tokens.device)
             tokens[to_device(places, torch.int64, tokens.device)] = before.on_device[rows]
+
+
+def _log_compilations(compiled: Sequence[Compilation], phase: Phase) -> None:
+    if compiled:
+        seconds = sum(each.seconds for each in compiled)
+        logger.warning("a %s pass compiled %d programs in %.1f s: %s", phase.value, len(compiled), seconds, compiled[0])
 
 
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

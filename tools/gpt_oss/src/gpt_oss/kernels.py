@@ -19,6 +19,7 @@ from tokenspeed_kernel import (
     watch_calls,
     why_unreachable,
 )
+from tokenspeed_kernel.workbench.receipts import reasons_of, row_of
 
 _PREFERRED = 19  # the highest priority that a kernel can have
 
@@ -46,17 +47,9 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """A short reason why this kernel was selected and the others were not. The explanation has the full reasons."""
-        verdicts = self.explanation.verdicts
-        if self.explanation.chosen is None:
-            return self.explanation.problem
-        if len(verdicts) == 1:
-            return f"{verdicts[0].reason}; the only kernel here"
-        parts = [verdicts[0].reason]
-        parts += [f"preferred to {v.spec.name} ({v.reason})" for v in verdicts[1:] if v.accepted]
-        for gate in dict.fromkeys(v.gate for v in verdicts if not v.accepted):
-            parts.append(f"ruled out by {gate}: " + ", ".join(v.spec.name for v in verdicts if v.gate == gate))
-        return "; ".join(parts)
+        """Why this kernel was selected and the next best were not, as a receipt says it. The explanation has all reasons."""
+        row = row_of(self.explanation)
+        return "; ".join((row.reason, *reasons_of(row)))
 
     def to_dict(self) -> dict[str, Any]:
         return {

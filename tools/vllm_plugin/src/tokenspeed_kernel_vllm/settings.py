@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from tokenspeed_kernel_base.installation import wrong_distributions
 
@@ -32,6 +33,8 @@ class Settings:
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, otherwise the first vendor's wheel with an eligible kernel.
         warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
+        receipts: the folder that each process writes a receipt of its kernels to after a warm-up
+            (``TOKENSPEED_VLLM_RECEIPTS``); None for no receipts. Needs the core.
     """
 
     attention: bool = True
@@ -40,6 +43,7 @@ class Settings:
     linear: bool = False
     package: str | None = None
     warmup: bool = True
+    receipts: Path | None = None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -49,7 +53,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has an invalid value, or has our prefix and is unknown.
     """
     env = os.environ if environ is None else environ
-    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "LINEAR", "PACKAGE", "WARMUP")}
+    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "LINEAR", "PACKAGE", "WARMUP", "RECEIPTS")}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
@@ -68,4 +72,5 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         linear=flag("LINEAR", "0"),
         package=package,
         warmup=flag("WARMUP"),
+        receipts=Path(folder) if (folder := env.get(PREFIX + "RECEIPTS")) else None,
     )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator
+from importlib import import_module
 
 from vllm.logger import init_logger
 
 from tokenspeed_kernel_base.compilation import compilations
+from tokenspeed_kernel_vllm.settings import CORE, core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -30,7 +33,7 @@ def sizes_up_to(most: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def warming(what: str) -> Iterator[None]:
-    """Logs the duration of its block, and the number of programs that the block compiled.
+    """Logs the duration of its block and the number of programs that the block compiled, then calls `write_receipt`.
 
     Warm-up is most of the start-up time that this package adds to vLLM. The compile policy applies: if it forbids compiling and no
     pack has a program, vLLM does not start.
@@ -42,3 +45,25 @@ def warming(what: str) -> Iterator[None]:
     yield
     compiled, seconds = len(compilations(before)), time.perf_counter() - begun
     logger.info("tokenspeed_kernel_vllm: called %s in all sizes in %.2f s, %d programs compiled", what, seconds, compiled)
+    write_receipt()
+
+
+def write_receipt() -> None:
+    """Writes a receipt of this process's kernels so far, if the settings name a folder, and logs its summary.
+
+    Each warm-up writes the file again, so the last one has the kernels of all layers.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder = read_settings().receipts
+    if folder is None:
+        return
+    if not core_is_there():
+        logger.warning("tokenspeed_kernel_vllm: no receipt, because the core is not installed")
+        return
+    made = import_module(CORE).receipt()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"receipt-{os.getpid()}.json"
+    made.save(file)
+    logger.info("tokenspeed_kernel_vllm: %s; %s", made.summary, file)

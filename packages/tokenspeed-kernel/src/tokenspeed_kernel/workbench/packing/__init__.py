@@ -27,16 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tokenspeed_kernel.workbench import models
 from tokenspeed_kernel.workbench.watching import load_cases
 from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
+from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
+from tokenspeed_kernel_base.spec import KernelSpec
 
 GROUP = "tokenspeed_kernel.packing"
 # SMs/CUs of the largest device of an architecture. They only affect a kernel's choice of configuration.
@@ -243,7 +245,7 @@ def _run(index: int) -> Outcome:
         if chosen is not None:
             outcome = dataclasses.replace(outcome, kernel=chosen.name)
             if chosen.solution not in _UNCOMPILED:
-                op.function(**op.prepared(arguments, chosen))
+                op.function(**prepared_by_shape(op, arguments, chosen))
     except CompilationForbiddenError as error:
         return dataclasses.replace(outcome, missing=str(error))
     except Exception as error:  # a call that cannot be run is an outcome like the others
@@ -251,6 +253,30 @@ def _run(index: int) -> Outcome:
         text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         outcome = dataclasses.replace(outcome, error=text)
     return dataclasses.replace(outcome, compiled=tuple(compilations(begun)))
+
+
+def prepared_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
+    """Like `Operator.prepared`, but prepared weights are zeros. Fake tensors are prepared, because converting a large model's
+    weights takes many seconds. Real tensors are prepared only if the conversion reads values."""
+    if op.planned is None:
+        return arguments
+    fakes = FakeTensorMode()
+    try:
+        with fakes:
+            made = op.prepared(with_tensors(op.parameters, arguments, fakes.from_tensor), spec)
+    except RuntimeError:  # a fake tensor has no values; every other error is raised again below
+        return op.prepared(arguments, spec)
+    objects = {name: _with_zeros(value) for name, value in made.items() if not isinstance(value, torch.Tensor)}
+    return {**arguments, **objects}
+
+
+def _with_zeros(value: Any) -> Any:
+    """Returns an argument with zeros in place of the fake tensors in its fields."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    tensors = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    fakes = {name: _zeros(tensor) for name, tensor in tensors.items() if isinstance(tensor, FakeTensor)}
+    return dataclasses.replace(value, **fakes) if fakes else value
 
 
 def blank_draw() -> Draw:

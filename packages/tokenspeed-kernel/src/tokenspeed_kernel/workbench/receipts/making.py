@@ -115,7 +115,7 @@ def receipt(
         rows = [_captured_row(record, where, roof) for record in load(calls).records]
     else:
         subject = "process"
-        rows = [_request_row(consider(request, override)) for request, override in selections_made()]
+        rows = [row_of(consider(request, override)) for request, override in selections_made()]
     packages = {plugin.package: plugin.version for plugin in list_plugins()}
     found = {**versions(), **packages, "driver": driver_version(where.vendor)}
     return Receipt(
@@ -174,7 +174,7 @@ def _decision(explanation: Explanation) -> tuple[Any, ...]:
 
 def _row(phase: str, outcomes: Sequence[_Outcome]) -> Row:
     first = outcomes[0]
-    row = _request_row(first.explanation)
+    row = row_of(first.explanation)
     return replace(
         row,
         phase=phase,
@@ -200,13 +200,14 @@ def _captured_row(record: Record, platform: PlatformInfo, roofline: Roofline | N
     request = replace(request, platform=platform)
     explanation = op.consider_prepared(request, arguments, override_in_force(op.family, op.mode))
     us, by = _predicted(explanation, None if case.large else op.cost_of(arguments), roofline)
-    row = _request_row(explanation)
+    row = row_of(explanation)
     was = record["kernel"]
     reason = row.reason if row.kernel == was else f"{row.reason}; {was} ran when the call was captured"
     return replace(row, times=record["count"], reason=reason, predicted_us=(us,), predicted_by=(by,))
 
 
-def _request_row(explanation: Explanation) -> Row:
+def row_of(explanation: Explanation) -> Row:
+    """Returns the row of a selection: the kernel, and why the others were not selected."""
     request, chosen = explanation.request, explanation.chosen
     taken = explanation.verdicts[0] if chosen is not None else None
     return Row(

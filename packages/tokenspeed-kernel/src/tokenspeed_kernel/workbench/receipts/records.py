@@ -50,6 +50,13 @@ class Receipt:
         """The names of the kernels of all rows."""
         return sorted({row.kernel for row in self.rows} - {""})
 
+    @property
+    def summary(self) -> str:
+        """One line for a log: the numbers of rows and kernels, calls without a kernel, and the notes."""
+        without = sum(not row.kernel for row in self.rows)
+        text = f"receipt of {self.subject} on {self.device}: {len(self.rows)} kinds of calls on {len(self.kernels)} kernels"
+        return "; ".join((text, *([f"{without} without a kernel"] if without else []), *self.notes))
+
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain values, for JSON."""
         return {"format": FORMAT, **json.loads(json.dumps(dataclasses.asdict(self), default=str))}

@@ -28,8 +28,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             yield from wrapped(name + f"  x {row.times}" * (row.times > 1), "  ", "      ")
             named = name
         yield from wrapped(f"{size:<{sizes}}  {kernel:<{kernels}}  {time}".rstrip(), "    ", "        ")
-        for passed in row.passed:
-            yield from wrapped(f"not {passed.kernel}: {why_not(passed)}", "        ", "            ")
+        for reason in reasons_of(row):
+            yield from wrapped(reason, "        ", "            ")
         if not row.kernel:
             yield from wrapped(row.reason, "        ")
 
@@ -39,6 +39,11 @@ def call_of(row: Row) -> str:
     traits = {name: value for name, value in row.traits.items() if value not in (False, None)}
     details = row.role or ", ".join(filter(None, (row.formats, format_traits(traits))))
     return f"{row.operator} ({details})" if details else row.operator
+
+
+def reasons_of(row: Row) -> list[str]:
+    """Says in a phrase each why other kernels were not selected."""
+    return [f"not {passed.kernel}: {why_not(passed)}" for passed in row.passed]
 
 
 def why_not(passed: Passed) -> str:
