@@ -25,12 +25,12 @@ ELSEWHERE = (
     ("triton_mm_dense", ""),
     ("triton_bmm_dense", ""),
 )
-# Small cases test correctness, not speed. Those of one decode step are shown nevertheless.
+# Small cases test correctness, not speed. Calls of one decode step are shown nevertheless.
 SHORTEST_US, DECODING = 20.0, r"decode (1|4|64)\b|64 rows of 2880|full layer 1 x 1024|sliding layer 64 x"
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Markdown: device and command, and for each family a table with one row a large case."""
+    """Returns Markdown: the device, the command, and a table per family with a row per large case."""
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
@@ -156,7 +156,7 @@ def _measured_on(report: dict[str, Any]) -> str:
 
 
 def families(report: dict[str, Any]) -> str:
-    """Markdown: a table for each family, one row a call."""
+    """Returns Markdown: a table per family, with a row per call."""
     lines = [_measured_on(report), "", f"`{report['metadata']['command']}`"]
     for family, found in groupby(_figures(report), lambda each: each.family):
         lines += ["", f"### {family[0].upper()}{family[1:]}", ""]
@@ -168,7 +168,7 @@ def families(report: dict[str, Any]) -> str:
 
 
 def operators(report: dict[str, Any]) -> str:
-    """Markdown: one row an operator, with its longest call, and the range of ratios to the best baseline over all its calls."""
+    """Returns Markdown: a row per operator, with its longest call and the range of its calls' ratios to the best baseline."""
     lines = [_measured_on(report), ""]
     lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best baseline / ours |", "|---|---|--:|--:|--:|--:|"]
     for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):

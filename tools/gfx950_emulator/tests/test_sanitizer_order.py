@@ -78,7 +78,7 @@ def test_stores_count_too() -> None:
     ],
 )
 def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
-    """Compilers rely on the counter's maximum: if so many operations follow a load, they emit no wait for the load."""
+    """Compilers rely on the counter's maximum: if that many operations follow a load, compilers emit no wait for the load."""
     use = "v_mov_b32_e32 v4, v3"
     run("\n".join([load, *[other] * limit, use]), lds=FULL)
     reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)

@@ -96,7 +96,8 @@ def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
 
 @each_quantizer
 def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
-    """The sum may overwrite the residual. It has the bits of `rmsnorm`'s sum; codes and scales do not depend on its location."""
+    """The sum may overwrite the residual. The sum is bitwise equal to `rmsnorm`'s. Quantised values and scales do not depend on
+    where the sum is stored."""
     weight, quantization = _draw(96, 2)[:, 1], _quantization(name, options)
 
     def run(x: Tensor, residual: Tensor, **outs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Executes a kernel: workgroups in batches, and waves in lockstep while their control flow agrees, one group at a time.
+"""Executes a kernel's workgroups in batches. Waves with the same control flow form a group, and execute in lockstep.
 
 **Lockstep.** All waves of a batch of workgroups begin as one group. A divergent branch splits the group; groups at the same
 instruction are joined again. The group that is furthest behind (smallest program counter) runs first. So other groups wait where

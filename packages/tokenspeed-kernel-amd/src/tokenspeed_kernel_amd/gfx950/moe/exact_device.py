@@ -46,7 +46,7 @@ def source_layout(warps):
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps have the same codes."""
+    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps hold the same encoded values."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]

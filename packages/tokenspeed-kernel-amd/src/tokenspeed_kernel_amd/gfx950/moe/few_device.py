@@ -38,7 +38,7 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps have the same codes."""
+    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
@@ -123,9 +123,9 @@ def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 def encode(
     chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
 ):
-    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are codes already are copied. ``static``: points to the
-    static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes. The
-    last value is the same in all waves."""
+    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are already encoded are copied. ``static``: points to
+    the static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes.
+    The last value is the same in all waves."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
@@ -180,7 +180,7 @@ def any_inexact(held, encoding: gl.constexpr):
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
         shared.store(held.to(gl.int8))
-        # Each wave reduces all values by itself, after the barrier that the codes need anyway.
+        # Each wave reduces all values by itself, after the barrier that the encoded values need anyway.
         held = shared.load(gl.BlockedLayout([warps], [64], [warps], [0])).to(gl.int32)
         return gl.min(held, axis=0) < ENOUGH
     return gl.to_tensor(encoding.planes > 1)
@@ -214,7 +214,7 @@ def repeated_scale(shared, quad):
 
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
-    """The codes and block scales of all planes. Without block scales, the codes are returned in place of scales."""
+    """The encoded values and block scales of all planes. Without block scales, returns the encoded values twice."""
     codes = (repeated_codes(shared.first, quad, encoding),)
     scales = codes
     if encoding.planes > 1:
@@ -333,7 +333,7 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM of the pairs with places from 1 to ``shape.rows``."""
+    """The gate/up GEMM of the pairs at positions 1 to ``shape.rows``."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     product: gl.constexpr = product_layout(warps)

@@ -30,14 +30,14 @@ def copy_layout(row_bytes, warps):
 
 @gluon.aggregate
 class Columns:
-    """A tile of tokens, and the locations of their rows of codes and scales.
+    """A tile of tokens, and the locations of their encoded rows and scales.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
-        offsets: int32 [columns, bytes of four steps], offsets of the codes.
+        offsets: int32 [columns, bytes of four steps], offsets of the encoded values.
         place: int32 [1, bytes of four steps], the index of each byte within a row.
-        row_bytes: bytes of a row's codes.
+        row_bytes: bytes of an encoded row.
         scale_offsets: int32 [columns, 4, 4], offsets of the block scales.
         quads: number of groups of four steps.
     """
@@ -64,7 +64,7 @@ def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def load_codes(columns, quad, encoding: gl.constexpr):
-    """The codes of four steps, of all planes; zeros beyond the row."""
+    """The encoded values of four steps, of all planes; zeros beyond the row."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
     codes = ()
@@ -92,7 +92,7 @@ def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, la
 
 @gluon.jit
 def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
-    """The codes of each plane as the right operand of MMAs."""
+    """The encoded values of each plane as the right operand of MMAs."""
     codes = ()
     for plane in gl.static_range(encoding.planes):
         codes += (shared.index(plane).permute([1, 0]).load(operand),)
@@ -138,7 +138,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     Args:
         operands, swiglu, shape: see `grouped`.
         rows: encoded rows.
-        row_bytes: bytes of a row's codes.
+        row_bytes: bytes of an encoded row.
         strips: number of strips of an expert.
         k: the inner dimension.
         blocks: number of blocks of strips.

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Code that the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout`` say how
-weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step in fp8 blocks has twice as many loads of
-16 bytes per lane.
+weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 weights are uint8. A step in fp8 blocks has twice as many loads
+of 16 bytes per lane.
 
 A wave has a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
 features, and columns are tokens.

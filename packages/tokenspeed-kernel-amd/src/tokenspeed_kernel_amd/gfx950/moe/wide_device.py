@@ -77,7 +77,7 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Two steps of a block of strips; zeros in place of strips that do not exist and beyond k."""
+    """Two steps of a block of strips; zeros for strips that do not exist, and beyond k."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
@@ -104,13 +104,13 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
 
 @gluon.aggregate
 class Columns:
-    """The location of the codes and block scales of a tile's tokens.
+    """The location of the encoded values and block scales of a tile's tokens.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
-        row_bytes: bytes of a row's codes.
-        offsets: int32 [columns, bytes of two steps] of the codes.
+        row_bytes: bytes of an encoded row.
+        offsets: int32 [columns, bytes of two steps] of the encoded values.
         place: int32 [1, bytes of two steps], the index of each byte within a row.
         scale_offsets: int32 [columns, g, 2] of the block scales of two steps.
     """
@@ -171,8 +171,8 @@ def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexp
 
 @gluon.jit
 def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
-    """Two of four steps of all tokens (HALF: the first two or the last two): the codes of each plane, then the block scales of each
-    plane. Codes are zeros beyond a row, where rows are not padded."""
+    """Two of four steps of all tokens (HALF: the first two or the last two): the encoded values of each plane, then the block
+    scales of each plane. Codes are zeros beyond a row, where rows are not padded."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists = None
     if not shape.padded:
@@ -198,8 +198,8 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 
 @gluon.jit
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
-    """Two steps of 32 tokens of a plane as the right operand, [256, 32] (packed: [128, 32]), and their block scales, uint8 [32, 8].
-    Without block scales, the codes are in their place. Items are parts, and planes of each."""
+    """Loads two steps of 32 tokens of a plane: the right operand [256, 32] (packed: [128, 32]), and the block scales, uint8 [32,
+    8]. Without block scales, returns the operand twice. ``ITEM`` numbers the planes of all parts."""
     warps: gl.constexpr = gl.num_warps()
     operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes

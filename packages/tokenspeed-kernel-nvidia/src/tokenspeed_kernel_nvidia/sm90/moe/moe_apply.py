@@ -43,7 +43,7 @@ _FEW_IN_ALL = 384
 
 
 def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
-    """Returns whether `stream` handles so many pairs."""
+    """Returns whether `stream` handles this number of pairs."""
     most = min(MAX_PAIRS, _FEW * experts)
     if inputs_for(dtype, pairs, experts) == (PARTS,):
         most = min(most, max(_FEW_BESIDE_SPLIT * experts, _FEW_IN_ALL))

@@ -1,4 +1,5 @@
-"""The scores of a sparse attention's indexer. A tile of keys meets all heads of a few tokens; only sums over heads are stored."""
+"""The scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores sums over
+heads."""
 
 from __future__ import annotations
 

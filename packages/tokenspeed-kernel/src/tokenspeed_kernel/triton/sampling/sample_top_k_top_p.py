@@ -5,8 +5,8 @@ sums of integer weights in the order of token ids. Integer sums are exact in any
 
 1. `group_maxima_kernel` splits a row into groups and finds the largest logit of each.
 2. `decide_kernel` lists the tokens of the groups whose maxima reach a threshold, and compares them pairwise. The threshold selects
-   about k groups; or so many groups that all other tokens have negligible weight. The list decides greedy rows, rows with top-k up
-   to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
+   about k groups, or enough groups to make the weight of all other tokens negligible. The list decides greedy rows, rows with top-k
+   up to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
    For the remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain
    if the group maxima show that enough tokens are in it or above it. Otherwise a sample of whole groups estimates the range, with a
    margin of four standard errors.

@@ -52,14 +52,15 @@ JsonRow = Mapping[str, Any]
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
-# Number of kernels in the graph that measures the kernel between calls. With so many, the graph's launch is negligible.
+# Number of kernels in the graph that measures the kernel between calls. With this number of calls, the graph's launch is
+# negligible.
 BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
 _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
 
 
 class Shape(Protocol):
-    """One call of an operator, described. Its name is unique; its group is its place in tables and plots."""
+    """The description of one call of an operator. Its name is unique. Tables and plots show calls by group."""
 
     @property
     def name(self) -> str: ...
@@ -437,7 +438,7 @@ class Benchmark:
 
     @staticmethod
     def table(rows: Sequence[JsonRow]) -> str:
-        """Microseconds, one line a shape, for printing last."""
+        """Returns the microseconds, a line per shape, to print at the end."""
         names = list(dict.fromkeys(row["kernel"] for row in rows))
         lines = [f"{'us':44}" + "".join(f"{name[:14]:>15}" for name in names)]
         for shape, found in itertools.groupby(rows, lambda row: row["case"]):

@@ -100,7 +100,7 @@ class ShapeCapture(Background):
             operator: ``"family.mode"``.
             kernel: the kernel that runs the call.
             key: equal for calls of one operator with the same description.
-            arguments, traits: the call's arguments and traits by name. They are described if the key is new.
+            arguments, traits: the call's arguments and traits by name. A call with a new key adds their description.
             read_work: function that reads the values that determine the call's work, and may synchronise with the device. It is
                 called for some of the calls only, and never while a CUDA graph is captured.
         """

@@ -58,9 +58,9 @@ class Tile:
     by_warps: int = 0
 
 
-# Tiles by their largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the sum of all
-# kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7 and 1.9
-# GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
+# The tiles, each under its largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the
+# sum of all kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7
+# and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
 _TILES = {
     # Elements split into two fp8 values, see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
@@ -202,7 +202,7 @@ class Gemm:
 
     @property
     def k_step(self) -> int:
-        """The number of k blocks of a k step; a stage of columns has as many."""
+        """The number of k blocks in a k step. A pipeline stage of columns holds the same number."""
         return 2 if self.bytewise else self.tile.k_step
 
     @property
@@ -237,7 +237,7 @@ class Gemm:
 
     @property
     def store_bytes(self) -> int:
-        """The bytes of a column's results in a warpgroup's buffer; half as many if gate and up were combined."""
+        """The bytes of a column's results in a warpgroup's buffer; half of that if gate and up were combined."""
         return 64 if self.gated else 128
 
     @property
@@ -319,7 +319,7 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
 
 
 def sorting_ctas(pairs: int) -> int:
-    """Returns the number of CTAs that sort so many pairs."""
+    """Returns the number of CTAs that sort a number of pairs."""
     return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
 
 
