@@ -1,4 +1,4 @@
-"""The plots of the page of figures, drawn from the committed benchmark reports. `hooks.py` inserts them into the page.
+"""The plots of the page of figures, drawn from the committed benchmark reports. `hooks.py` inserts the plots into the page.
 
 The plots and their colours are those of `tokenspeed-kernel report`. `stylesheet` has the colours of both themes as CSS variables.
 """

@@ -409,5 +409,5 @@ def test_waiting_for_a_wave_at_a_barrier() -> None:
 
 
 def test_loops_that_only_look_like_waiting() -> None:
-    """A loop runs thousands of iterations that change only a counter. The emulator must not take it for a wait."""
+    """A loop runs thousands of iterations that change only a counter. The emulator must not mistake the loop for a wait."""
     run("s_movk_i32 s16, 0x2000\n.Lloop:\ns_sub_u32 s16, s16, 1\ns_cmp_lg_u32 s16, 0\ns_cbranch_scc1 .Lloop")

@@ -158,7 +158,8 @@ class Operator(Declaration, Generic[P, R]):
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. A copy if they differ."""
+        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. Returns a copy if the
+        layouts differ."""
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
         raw, _ = self._wanted["prepare"]

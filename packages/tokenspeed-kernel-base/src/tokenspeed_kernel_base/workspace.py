@@ -4,8 +4,8 @@ Counters are zero before a launch, and the launch leaves them zero. Launches tha
 each stream of a device has its own workspace, kept from call to call.
 
 A captured launch gets counters that are never reused, because its graph may be replayed on any stream. These counters come from an
-arena, which calls outside of captures zero. So the graph need not zero them. Partial results of a captured launch lie in the
-graph's own memory.
+arena that is zeroed by calls outside of captures. So a graph need not zero its counters. Partial results of a captured launch lie
+in the graph's own memory.
 
 ::
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack it.
+# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack this function.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 # Counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.

@@ -55,7 +55,7 @@ def _quantization(name: str, options: dict[str, Any], **further: Any) -> tk.Quan
 @each_quantizer
 def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:
     quantise, quantization = getattr(tk, f"quantize_{name}"), _quantization(name, options)
-    # Two tiles a row, the last of them short.
+    # Each row has two tiles, and the second tile is partial.
     wide = _draw(3, 2, 2 * 1120 + 3).bfloat16()
     wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
     wide[1, :, :] = 0

@@ -158,7 +158,7 @@ def _decide(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens that reach the threshold. Decides the row by them if possible.
+    """Lists the tokens that reach the threshold. If possible, finds the row's result among the listed tokens.
 
     Returns the token, whether the row is decided, and the results ``last`` and ``kept`` of its state.
     """

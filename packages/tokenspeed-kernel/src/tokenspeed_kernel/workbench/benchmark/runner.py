@@ -3,11 +3,11 @@
 A program declares a `Benchmark`: its shapes, its implementations, what to measure at a shape (a `Task`), its bars, and its figure.
 The runner checks each output first, times all implementations in alternating rounds, and writes the report after each shape.
 
-A time is the median of 51 or more measurements. Each measures one call in a CUDA graph of several calls. The calls rotate over
-copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this kernel,
-implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small kernel's time
-(``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there. With
-``--back-to-back`` no kernel follows the calls, as in most published figures.
+A time is the median of 51 or more measurements. A measurement times a CUDA graph of several calls, divided by their number. The
+calls rotate over copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this
+kernel, implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small
+kernel's time (``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there.
+With ``--back-to-back`` no kernel follows the calls, as in most published figures.
 """
 
 from __future__ import annotations

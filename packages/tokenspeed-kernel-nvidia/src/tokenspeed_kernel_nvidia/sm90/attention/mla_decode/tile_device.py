@@ -169,7 +169,7 @@ class SharedMemory:
         stored: dtype that the tiles are declared with.
         latent_chunks: the ring of latent chunks.
         ropes: the ring of rotary parts. A row of probabilities has as many bytes, and overwrites it.
-        others: the queries that are not in registers.
+        others: the queries that are in shared memory.
         sums: float32 elements after the notes, for accumulators in global memory: see `fp8_sums_device`.
     """
 

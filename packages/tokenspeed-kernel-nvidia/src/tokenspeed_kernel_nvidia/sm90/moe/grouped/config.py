@@ -23,8 +23,8 @@ RECORD = 4  # int32 fields of a tile in the schedule
 # Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
 # `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
-# float32 rows that may exceed float16's range. They are converted to float16 with a power of two for each row. The MMAs take them
-# as `VALUES`.
+# float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
+# rows like `VALUES`.
 FITTED = "fitted"
 SPLIT = 2  # fp8 values of an element of `PARTS`
 REST = 16.0  # factor of the second one
@@ -44,7 +44,8 @@ class Tile:
         blocks: k blocks in a stage of weights. Narrow tiles are memory-bound, which long copies suit better.
         column_blocks: panels of columns in flight.
         registers: registers of an MMA thread.
-        strips: strips of 16 rows of an MMA warp, each of another panel. For more than one strip, see `panel_device`.
+        strips: number of strips of an MMA warp. A strip has 16 rows; all strips belong to different panels. For more than one
+            strip, see `panel_device`.
         by_warps: up to this many columns, warps with several strips use mma.sync, see `warp_device`.
     """
 
@@ -72,7 +73,7 @@ _TILES = {
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with fp8 MMAs: 2317. 16-bit MMAs on the quantised values took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
-    # 8192 tokens: 2996. Loading words ahead made it slower.
+    # 8192 tokens: 2996. Prefetching words was slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2723, and 3000 when it has run for a second. Dequantisation takes time and power from the MMAs, and twice as many
     # columns amortise it. It was slower if one warpgroup dequantised for the others into shared memory: 3193.
@@ -148,7 +149,7 @@ class Gemm:
 
     @property
     def bytewise(self) -> bool:
-        """Whether it uses fp8 MMAs."""
+        """Whether the kernel uses fp8 MMAs."""
         return self.inputs in (CODES, PARTS)
 
     @property

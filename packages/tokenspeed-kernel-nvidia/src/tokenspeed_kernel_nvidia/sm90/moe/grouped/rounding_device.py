@@ -192,7 +192,7 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Converts and stores a group of elements. Returns how many of them `PARTS` cannot represent."""
+        """Converts and stores a group of elements. Returns the number of elements that `PARTS` cannot represent."""
         small = Int32(0)
         if const_expr(self.config.result == PARTS):
             small = self.write_parts(rows, row, group, words, scale)
