@@ -21,13 +21,13 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     smallest_exponent,
 )
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
-    add_products,
+    accumulator_layout,
+    add_mfmas,
     axis_layout,
     load_half_quad,
     load_quad,
     log2,
     plain,
-    product_layout,
     token_scale_layout,
 )
 
@@ -129,7 +129,7 @@ def read_plane(shared, plane):
     warps: gl.constexpr = gl.num_warps()
     planes: gl.constexpr = shared.codes.shape[0] // 4
     COLUMNS: gl.constexpr = shared.codes.shape[1]
-    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
+    operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     codes = shared.codes.reinterpret(gl.float8e4nv, [planes, 4, COLUMNS, 128], plain(3)).index(plane).permute([1, 0, 2])
     codes = codes.load(quad_layout(COLUMNS, warps)).reshape(COLUMNS, 512)
     scales = shared.scales.reinterpret(gl.uint8, [planes, 4, COLUMNS, 4], plain(3)).index(plane).permute([1, 2, 0])
@@ -178,7 +178,7 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
             for plane in gl.static_range(encoding.planes):
                 gl.barrier()  # or the compiler reads all planes first, which takes more registers than the mainloop
                 codes, scales = read_plane(shared, plane)
-                first = add_products(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
+                first = add_mfmas(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
                 if HALVES == 2:
-                    second = add_products(second, weights.second, weights.second_scale, (codes,), (scales,), encoding)
+                    second = add_mfmas(second, weights.second, weights.second_scale, (codes,), (scales,), encoding)
     return first, second

@@ -26,8 +26,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -296,7 +296,7 @@ def attend_newest(
     blocks = cdiv(capacity, config.block_n)
     if window_left >= 0:
         blocks = min(blocks, cdiv(max_seqlen_q + window_left, config.block_n) + 1)
-    sm_count = multiprocessors(device)
+    sm_count = sm_count_of(device)
     plan = plan_work_items(
         batch,
         blocks,

@@ -35,8 +35,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._state import FEW, STATE
@@ -203,7 +203,7 @@ def decide_rows(
     )
     # Launch about one wave of programs, because each program first loads its row's state. With many rows, launch more programs with
     # at most _MOST_TOGETHER chunks each, to keep the tail short.
-    together = min(cdiv(chunks, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
+    together = min(cdiv(chunks, max(sm_count_of(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
     programs = cdiv(chunks, together)
     device_code.weigh_kernel[(rows * programs,)](
         *row,
