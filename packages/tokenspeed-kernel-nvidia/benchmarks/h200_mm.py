@@ -234,8 +234,8 @@ FIGURE = Figure(
     readme=Path(__file__).parents[1] / "README.md",
     how=(
         "Each time is a median. A CUDA graph makes several calls, on copies of the weights that exceed the caches. "
-        'In the graph an rmsnorm of one row follows each call, and launches the next kernel early (PDL){took}. "Ordinary": a small '
-        "PyTorch kernel instead, which launches nothing early."
+        'In the graph an rmsnorm of one row follows each call, and launches the next kernel early (PDL){took}. "Ordinary": between '
+        "calls runs a small PyTorch kernel, which launches nothing early."
     ),
     columns=lambda report: {
         "floor": lambda row: three_digits(row["floor_us"]),

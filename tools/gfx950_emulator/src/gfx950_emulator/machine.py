@@ -194,7 +194,7 @@ class Batch:
                 initialised += [at, at + 1]
             at += size
         # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for firmware that
-        # does not preload. So nothing needs to be done here.
+        # does not preload. So the emulator need not preload arguments.
         at = descriptor.get("user_sgpr_count", at)
         x, y, _ = launch.grid
         ids = (workgroups % x, workgroups // x % y, workgroups // (x * y))

@@ -332,7 +332,7 @@ class Benchmark:
         figure: the plot and the table.
         about: describes a shape in its line of output, from any of the shape's rows.
         copies: the number of copies of the inputs, for the report.
-        options: adds options of its own.
+        options: function that adds the program's own command-line options.
         chosen: whether options select a shape.
         between: the kernel between calls.
         between_is: a description of the kernel between calls, unless it is the small one.
