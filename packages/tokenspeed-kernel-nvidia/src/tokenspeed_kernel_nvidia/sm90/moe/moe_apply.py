@@ -5,7 +5,8 @@ expert, where reading weights is the bottleneck, and `grouped` for many.
 
 A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable kernel. On
 an H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
-activations. So with these the portable kernel is preferred; request this kernel by ``solution="cutedsl"``, or tune.
+activations. So with fp8 activations, selection prefers the portable kernel. To get this kernel, pass ``solution="cutedsl"``, or
+tune.
 """
 
 from __future__ import annotations

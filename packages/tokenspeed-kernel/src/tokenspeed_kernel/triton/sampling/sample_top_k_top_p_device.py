@@ -221,7 +221,7 @@ def decide_kernel(
     SAMPLE: tl.constexpr, READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Initialises a row's state. Decides greedy rows and rows that their largest logits decide.
+    """Initialises a row's state. Finishes greedy rows, and rows whose result follows from their largest logits.
 
     For a decided row the kernel writes the token; without ``out``, the cutoff token and the kept weight. The kernel reads only
     groups whose maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of
