@@ -124,7 +124,7 @@ class Operator(Declaration, Generic[P, R]):
         return by_reference(self.body) if self.parts else self.body
 
     def reference(self, *args: Any) -> Any:
-        """The body, with provided outputs written to. Solution ``reference`` runs this function."""
+        """Runs the body, and writes its results to provided outputs. Solution ``reference`` runs this function."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]

@@ -79,8 +79,8 @@ class Implementation:
         setup: does the work that an engine does once, and returns the call to time. The program defines the arguments of ``setup``.
         package: the distribution whose version is reported.
         ours: whether the implementation belongs to this project and is no baseline.
-        portable: whether it is this project's portable kernel, included for comparison. Its long calls are measured only a few
-            times.
+        portable: whether it is this project's portable kernel, included for comparison. Long calls of a portable kernel are
+            measured only a few times.
         on_demand: whether it is measured only if named, because its preparation takes long.
         sinks: whether its softmax supports sinks. An implementation without sinks is checked against a softmax without sinks.
     """

@@ -268,7 +268,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
 
 
 def power_below(x: Float32, octaves: int) -> Float32:
-    """Returns 2^-octaves times the largest power of two that is at most ``x``. NaN for NaN and infinity.
+    """Returns 2^-octaves times the largest power of two that is at most ``x``. Returns NaN for NaN and infinity.
 
     Divided by it, elements of a row with amax ``x`` are less than 2^(octaves + 1).
     """
