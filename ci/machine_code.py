@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 _OPERATION = 0x1FF
-_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA; their left operand is in registers or in shared memory
+_WGMMAS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA; their left operand is in registers or in shared memory
 _WARPGROUP, _WAITS = 0x1C5, 1 << 47  # WARPGROUP.ARRIVE; the bit _WAITS makes it WARPGROUP.DEPBAR.LE gsb0, n
 _IN_PTX = re.compile(r"\bwgmma\.(mma_async|wait_group)\b")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
@@ -41,14 +41,14 @@ def serialised(image: bytes, ptx: str) -> bool:
     if not any(pair == ("mma_async", "mma_async") for pair in itertools.pairwise(order)):
         return False
     code = [image[offset : offset + size] for name, offset, size in sections(image) if name.startswith(".text.")]
-    kinds = [kind for part in code for kind in _products_and_waits(part)]
-    return bool(kinds) and all(kinds[i + 1 : i + 2] == ["wait for all"] for i, kind in enumerate(kinds) if kind == "product")
+    kinds = [kind for part in code for kind in _wgmmas_and_waits(part)]
+    return bool(kinds) and all(kinds[i + 1 : i + 2] == ["wait for all"] for i, kind in enumerate(kinds) if kind == "wgmma")
 
 
-def _products_and_waits(code: bytes) -> Iterator[str]:
+def _wgmmas_and_waits(code: bytes) -> Iterator[str]:
     for low, high in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]):
-        if low & _OPERATION in _PRODUCTS:
-            yield "product"
+        if low & _OPERATION in _WGMMAS:
+            yield "wgmma"
         elif low & _OPERATION == _WARPGROUP and low & _WAITS:
             yield "wait for all" if not high >> 8 & 0xFF else "wait for some"
 

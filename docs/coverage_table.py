@@ -1,4 +1,5 @@
-"""The calls of an operator that a backend does not support, from its kernels' declarations. `hooks.py` inserts it into a page."""
+"""The calls of an operator that a backend does not support, from its kernels' declarations. `hooks.py` inserts this list into a
+page."""
 
 from __future__ import annotations
 

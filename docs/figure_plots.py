@@ -1,4 +1,4 @@
-"""The plots of the page of figures, drawn from the committed benchmark reports. `hooks.py` inserts them into the page.
+"""The plots of the page of figures, drawn from the committed benchmark reports. `hooks.py` inserts the plots into the page.
 
 The plots and their colours are those of `tokenspeed-kernel report`. `stylesheet` has the colours of both themes as CSS variables.
 """
@@ -259,7 +259,7 @@ def _timed(kernel: str, operator: str, case: str, us: float) -> Row:
 
 
 def drawn(folder: str) -> str:
-    """The drawings of a package's README, in the site's colours. They are wide: phones scroll them."""
+    """The drawings of a package's README, in the site's colours. The drawings are wide, so they scroll on phones."""
     readme = PACKAGES / folder / "README.md"
     figures = []
     for number, (title, path) in enumerate(re.findall(r"!\[(.*?)\]\(([\w/]*\.svg)\)", readme.read_text())):

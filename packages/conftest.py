@@ -57,7 +57,7 @@ def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> KernelRegistry:
-    """An empty registry in place of the process-wide one."""
+    """An empty registry instead of the process-wide one."""
     KernelRegistry.reset()
     return KernelRegistry.get()
 

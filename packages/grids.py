@@ -93,7 +93,7 @@ def _larger(
                     op.run_hook("check", call, Checker(op.mode))
                     tensors = [*(tensor for _, tensor in tensor_arguments(op.parameters, call)), *op.outputs_on_meta(call)]
                 except (ValueError, TypeError):
-                    break  # these sizes depend on others
+                    break  # these sizes are tied to other sizes
                 if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= nbytes:
                     yield dict.fromkeys((*sizes, *bounds), count), call
                     break

@@ -55,21 +55,22 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW = 64, 8, 64, 64, 127
 SAMPLED = 15 * 128
 
 ASSUMPTIONS = (
-    "Ratios only: no time below is a claim about an MI355X. Where its authors published what the peer takes on one, that is shown.",
-    "Both sides run the same inputs through the same compiler (stock Triton), emulator and model.",
-    "Decode and extend: whole grids are executed. The cycles of the workgroup with most work are simulated, alone and beside as "
-    "many copies of itself as fit on a compute unit; the times of others are in proportion to the instructions they executed. "
-    "Workgroups go to 256 compute units in turn.",
-    "Prefill: the cycles of a tile, by its index in a sequence, come from one key head and sequences of up to 1920 tokens; further "
-    "back they grow as in the second half of those. The cycles of a workgroup without a tile are added once for each workgroup. "
-    "Our tiles go to workgroups in our kernel's order; the peer's go, the longest first, to the compute unit with least work, "
-    "which is the best order for it.",
-    "A compute unit takes as long as all its work at full occupancy, or as its longest workgroup alone, whichever is longer; a "
-    "launch takes as long as its slowest compute unit, or as HBM needs at 8 TB/s to read or write every cache line once, whichever "
-    "is longer.",
-    "The launches of a call follow one another; the cost of launching is left out, but for the achievable times: they count 2.3 us "
-    "for each launch, and 6.6 TB/s for HBM.",
-    "Caches are ideal: no line is fetched from HBM twice in a launch, and L2 gives 64 bytes a cycle to every compute unit.",
+    "Only ratios are meaningful: no time below is a claim about an MI355X. If the baseline's authors published a time on an "
+    "MI355X, the table shows it.",
+    "Our kernels and the baseline get the same inputs, and run with the same compiler (stock Triton), emulator and timing model.",
+    "Decode and extend: whole grids are executed. The cycles of the workgroup with the most work are simulated twice: alone, "
+    "and beside as many copies of itself as fit on a CU. The times of other workgroups are proportional to their executed "
+    "instructions. Workgroups are assigned to 256 CUs in turn.",
+    "Prefill: the cycles of a tile depend on its index in a sequence. They come from one KV head and sequences of up to 1920 "
+    "tokens. Beyond these, the cycles grow linearly, as in the second half of the executed tiles. Each workgroup also takes the "
+    "cycles of a workgroup without a tile. Our tiles are assigned to workgroups in our kernel's order. The baseline's tiles are "
+    "assigned longest first, each to the CU with the least work, which is the best order for the baseline.",
+    "The time of a CU is the larger of two times: all its work at full occupancy, and its longest workgroup alone. The time of "
+    "a launch is the larger of two times: its slowest CU, and reading or writing every cache line once from or to HBM at 8 "
+    "TB/s.",
+    "The launches of a call run one after another. Only the achievable times include launch overhead: they count 2.3 us per "
+    "launch, and 6.6 TB/s for HBM.",
+    "Caches are ideal: no line is loaded from HBM twice in a launch, and L2 delivers 64 bytes per cycle to every CU.",
 )
 
 
@@ -359,7 +360,7 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
     rows = case.length * columns // len(busy)
     places = case.length // rows
     if rows * places != case.length or places * columns != len(busy) or len(busy) == len(order):
-        found = f"{len(busy)} of {len(order)} workgroups have products"
+        found = f"{len(busy)} of {len(order)} workgroups have MMAs"
         raise RuntimeError(f"{launch.kernel}: {found}, for {columns} columns of {case.length} queries: not one tile each")
     alone, together = [], []
     for chosen in (order[0], *(busy[place * columns + columns // 2] for place in range(places))):
@@ -467,7 +468,7 @@ def measure_peer(folder: Path, only: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(folder), "--only", only]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"measuring the peer ended with code {done.returncode}")
+        raise SystemExit(f"measuring the baseline ended with code {done.returncode}")
     return json.loads(done.stdout)
 
 
@@ -485,7 +486,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def table(report: dict[str, Any]) -> str:
     """Formats the report as Markdown: a row per case, and the two figures that the pass criteria limit."""
     lines = [
-        "| call | ours, µs | peer, µs | ours / peer | achievable: ours, µs | peer, µs | peer measured, µs | ours is bound by |",
+        "| call | ours, µs | baseline, µs | ours / baseline | achievable: ours, µs | baseline, µs | baseline measured, µs "
+        "| ours is bound by |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
@@ -517,7 +519,9 @@ def publish(report: dict[str, Any], shown: str, options: argparse.Namespace, rea
         options.output.write_text(as_text(report))
     if options.readme:
         metadata = report["metadata"]
-        versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
+        versions = (
+            f"\n(Triton {metadata['triton']}, baseline: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
+        )
         assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
         body = "\n\n".join([shown, f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
         readme.write_text(Marks(*marks).replaced(readme.read_text(), f"\n{body}\n"))

@@ -4,11 +4,11 @@ The model predicts the times of our kernels, of the published wheel's kernels, a
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
-The published wheel is the baseline, called *peer* as in `timing_model`. ``--peer`` is the folder into which this wheel was
-installed; without ``--peer`` only our kernels and the portable kernel are measured. All sides get the same tokens, routing and
-weights. The baseline and our kernels use static activation scales. The portable kernel uses per-token scales, so our kernels are
-measured with per-token scales as well. The baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable
-kernel takes top-k ids, so the time of the core's portable `moe_topk` is added to its time.
+The published wheel is the baseline. ``--peer`` is the folder into which this wheel was installed. Without ``--peer`` only our
+kernels and the portable kernel are measured. All sides get the same tokens, routing and weights. The baseline and our kernels use
+static activation scales. The portable kernel uses per-token scales, so our kernels are measured with per-token scales as well. The
+baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
+core's portable `moe_topk` is added to its time.
 
 A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats on the portable
 kernel and, if supported, on our kernels.
@@ -66,19 +66,19 @@ LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from w
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 ASSUMPTIONS = (
-    "Ratios only. The model has not been compared with an MI355X: no time below is a claim about one.",
-    "All sides run the same inputs through the same compiler (stock Triton), emulator and model, which the emulator's timing.py "
-    "describes. Routing is uniform, and tokens are independent.",
-    "The time of a call is the sum of the times of its launches; a column adds 2.3 us for each of them, which is what published "
-    "measurements of short kernels on MI355X suggest.",
-    "The peer rounds activations to fp8 with static scales, and so does ours; the portable kernel makes a scale a token, and is "
-    "compared with ours doing the same.",
-    "The peer routes tokens itself, and so does ours. For the portable kernel the time and the launch of moe_topk are added.",
-    "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
-    "what is multiplied, grow in proportion: its compute units have equal shares.",
-    "From 2048 tokens on an eighth of the tokens and of the experts is executed, and all launches have eight times as many "
-    "workgroups. What sorts tokens by expert is therefore counted too low, on all sides.",
-    "Caches are ideal: no line is fetched from HBM twice in a launch.",
+    "Only ratios are meaningful. The model has not been compared with an MI355X: no time below is a claim about an MI355X.",
+    "All sides get the same inputs, and run with the same compiler (stock Triton), emulator and timing model, which the "
+    "emulator's timing.py describes. Routing is uniform, and tokens are independent.",
+    "The time of a call is the sum of the times of its launches. One column adds 2.3 us per launch: published measurements of "
+    "short kernels on MI355X suggest this value.",
+    "The baseline and our kernels round activations to fp8 with static scales. The portable kernel computes a scale per token. "
+    "It is compared with our kernels with a scale per token.",
+    "The baseline and our kernels route tokens themselves. For the portable kernel, the time and the launch of moe_topk are added.",
+    "From 64 tokens on, each GEMM is executed with 256 of its 2880 output features. Its work and its bytes, without those of "
+    "its input activations, are then scaled up in proportion. The scaled work is divided evenly among the CUs.",
+    "From 2048 tokens on, an eighth of the tokens and of the experts is executed, and all launches are counted with eight times "
+    "as many workgroups. So the time to sort tokens by expert is underestimated, on all sides.",
+    "Caches are ideal: no line is loaded from HBM twice in a launch.",
 )
 
 
@@ -421,8 +421,8 @@ OTHERS = {
     "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
-    "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale a token"), (1, 16)),
-    "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale a token"), (1, 16)),
+    "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale per token"), (1, 16)),
+    "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale per token"), (1, 16)),
 }
 
 
@@ -447,8 +447,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def table(report: dict[str, Any]) -> str:
     """Formats the report as Markdown: a row per number of tokens."""
     lines = [
-        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch "
-        "| ours, a scale a token | portable, the same | portable / ours |",
+        "| tokens | floor, µs | ours, µs (launches) | baseline, µs (launches) | ours / baseline | with 2.3 µs per launch "
+        "| ours, a scale per token | portable, a scale per token | portable / ours |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
@@ -479,7 +479,7 @@ def table(report: dict[str, Any]) -> str:
     if found:
         lines += [
             "",
-            f"The geometric mean of ours / peer is {found['geometric_mean']:.3f}, with 2.3 µs a launch "
+            f"The geometric mean of ours / baseline is {found['geometric_mean']:.3f}, with 2.3 µs per launch "
             f"{found['geometric_mean_with_launches']:.3f}.",
         ]
     return "\n".join(lines)

@@ -61,8 +61,8 @@ def test_every_tile(gfx950: torch.device, small_device: None, longest: int) -> N
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """The batch has decode sequences with many splits, with one split and without keys. Beside them are extend sequences, which are
-    not split."""
+    """The batch has decode sequences with many splits, with one split and without keys. The batch also has extend sequences, which
+    are not split."""
     _run(gfx950, [900, 40, 0, 1300, 64, 700, 65, 500], [1, 40, 0, 33, 4, 2, 65, 0], page_size=page_size, sinks=True)
 
 

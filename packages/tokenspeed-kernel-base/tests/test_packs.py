@@ -36,7 +36,7 @@ def make_pack(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a pack, and names it in the setting."""
+    """Makes a pack, and names the pack in the setting."""
     folder = make_pack(tmp_path / "pack")
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(folder))
     config.reload_settings()

@@ -501,7 +501,7 @@ def test_selection_agrees_with_the_oracle_on_fresh_inputs() -> None:
 
 
 def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A selector that treats silence as support, which is the worst mistake, must be detected."""
+    """A selector that treats undeclared traits as supported, which is the worst mistake, must be detected."""
     lenient = selection.gate
 
     def gate(spec: KernelSpec, request: Any, **options: Any) -> Any:

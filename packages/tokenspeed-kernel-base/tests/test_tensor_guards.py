@@ -1,4 +1,4 @@
-"""The quick lookup with PyTorch's guards. It agrees with the full description. In doubt it misses. The lookup is optional."""
+"""The quick lookup with PyTorch's guards. The lookup agrees with the full description, reports a miss in doubt, and is optional."""
 
 from __future__ import annotations
 

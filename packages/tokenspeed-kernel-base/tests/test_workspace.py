@@ -20,7 +20,7 @@ class Pretended:
     def __init__(self, arena: int = 1000) -> None:
         self.capturing = False
         self.waited: list[int] = []
-        self.keeper = Keeper(arena, capturing=lambda: self.capturing, place=lambda device: CPU, wait=self.waited.append)
+        self.keeper = Keeper(arena, capturing=lambda: self.capturing, device_of=lambda device: CPU, wait=self.waited.append)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_nothing_is_captured_on_the_default_stream() -> None:
     def fails() -> bool:
         raise AssertionError("asked without need")
 
-    keeper = Keeper(capturing=fails, place=lambda device: CPU, wait=lambda device: None)
+    keeper = Keeper(capturing=fails, device_of=lambda device: CPU, wait=lambda device: None)
     assert keeper.get(0, 0, 10, 1) is keeper.get(0, 0, 10, 1)
     with pytest.raises(AssertionError, match="without need"):
         keeper.get(0, 1, 10, 1)

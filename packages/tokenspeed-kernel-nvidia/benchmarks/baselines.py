@@ -70,7 +70,7 @@ def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
     plan = None
     if shape.window_left < 0:
         # A serving engine computes the scheduler metadata once per step, for all layers. The metadata saves a launch: 1.3 of
-        # 12.8 us at 1K x 1. With a window it saves nothing.
+        # 12.8 us at 1K x 1. With a window, the metadata saves nothing.
         plan = fa3.get_scheduler_metadata(
             shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
             qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True,

@@ -233,9 +233,9 @@ FIGURE = Figure(
     marks=Marks("<!-- measured mm -->", "<!-- end of measured mm -->"),
     readme=Path(__file__).parents[1] / "README.md",
     how=(
-        "Medians of one call in a CUDA graph of several, which rotate over copies of the weights, more than caches hold. In the "
-        'graph an rmsnorm of one row follows each call, and launches the next kernel early (PDL){took}. "Ordinary": a small '
-        "PyTorch kernel instead, which launches nothing early."
+        "Each time is a median. A CUDA graph makes several calls, on copies of the weights that exceed the caches. "
+        'In the graph an rmsnorm of one row follows each call, and launches the next kernel early (PDL){took}. "Ordinary": between '
+        "calls runs a small PyTorch kernel, which launches nothing early."
     ),
     columns=lambda report: {
         "floor": lambda row: three_digits(row["floor_us"]),

@@ -209,7 +209,7 @@ def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
 # -- bars --------------------------------------------------------------------------------------------------------------------------
 
 BASELINES = ("triton_kernels", "marlin", "humming")
-# Bars in microseconds, by the end of the shape's name: tokens, and the activations' dtype.
+# Bars in microseconds. A key is the end of the shape's name: the number of tokens, and the activations' dtype.
 _US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750, "8192 fp8": 1750}
 _NAME = GPT_OSS_120B.name
 _BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)

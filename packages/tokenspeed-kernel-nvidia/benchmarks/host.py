@@ -3,10 +3,10 @@
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --output packages/tokenspeed-kernel-nvidia/benchmarks/host.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the programs in the cache
 
-First calls are made in new processes that have already used PyTorch and the GPU. They are made in the order of the table, so the
-first one also imports the modules that all functions need. Later calls run many times in short series on the same arguments, with
-``out=`` and without, and never wait for the device; the fastest series counts. The series of all functions alternate, because CPU
-clocks vary.
+First calls are made in new processes that have already used PyTorch and the GPU. Functions are called in the order of the table, so
+the first call also imports the modules that all functions need. Later calls run many times in short series on the same arguments,
+with ``out=`` and without, and never wait for the device; the fastest series counts. The series of all functions alternate, because
+CPU clocks vary.
 """
 
 from __future__ import annotations

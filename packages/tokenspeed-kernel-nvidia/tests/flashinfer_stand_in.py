@@ -100,8 +100,8 @@ def with_signature(
 def installed(
     monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function], arch: str, called: Callable[[str], None]
 ) -> Iterator[None]:
-    """Installs functions, given by their full names, in place of FlashInfer's. The device pretends to be of an architecture, with
-    its tensors on the CPU.
+    """Replaces FlashInfer's functions by the given ones, which are keyed by full name. The device pretends to be of an
+    architecture, with its tensors on the CPU.
 
     Args:
         called: receives the name of each function that is called.

@@ -1,6 +1,6 @@
 """A new architecture: `made_up/sm77` has only the code that ARCHITECTURE.md requires of an architecture.
 
-The kernel of `made_up/sm77` is registered, selected on such a device, and launched by the shared code, with a stub in place of the
+The kernel of `made_up/sm77` is registered, selected on such a device, and launched by the shared code, with a stub instead of the
 compiler. The kernel's device code is compiled for architectures older and newer than Hopper, and executed.
 """
 

@@ -147,7 +147,8 @@ def test_slots_out_of_range_name_nothing() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's small cases have so few keys that KV heads are processed one by one. This call counts as much work."""
+    """The operator's small cases have so few keys that KV heads are processed one by one. This call counts as a large amount of
+    work."""
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)

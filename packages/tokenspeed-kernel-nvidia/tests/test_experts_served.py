@@ -1,4 +1,4 @@
-"""Every kind of MoE layer. Some layers are supported by this package, and run if there is a device. Others fall back to the
+"""Every kind of MoE layer. Some layers are supported by this package, and run if there is a device. Other calls fall back to the
 portable kernel. The rest is supported by no kernel.
 """
 

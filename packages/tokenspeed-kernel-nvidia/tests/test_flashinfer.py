@@ -388,7 +388,7 @@ def _cases(mode: str) -> list[Case]:
 
 
 def _finite(case: Case) -> Case:
-    """Returns the case with zeros in slots that hold no token, because page 0 is read in place of freed pages."""
+    """Returns the case with zeros in slots that hold no token, because kernels read page 0 instead of freed pages."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)

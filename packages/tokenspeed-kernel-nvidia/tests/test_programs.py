@@ -407,7 +407,7 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
 
 @needs_dsl
 def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
-    """A file is in the folder's place. A read-only folder would not stop root, which can write to read-only folders."""
+    """The folder's path is a file. A read-only folder would not stop root, which can write to read-only folders."""
     (tmp_path / "cache").write_text("a file")
     storage.warn_once.cache_clear()
     with pytest.warns(storage.StorageWarning, match="compiled programs are not kept in .*cache"):

@@ -114,7 +114,7 @@ def test_layers(
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights are multiplied by powers of 2. Neither a projection nor gate times up overflows float32."""
+    """Tokens and weights are multiplied by powers of 2. Neither the projections nor gate * up overflow float32."""
     layer = RandomLayer(CPU, 4, 2, 96, 64)
     given = layer.given
     assert given.w13_weight_scale is not None

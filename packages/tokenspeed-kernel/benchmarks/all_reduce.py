@@ -129,7 +129,7 @@ def command(program: str, options: argparse.Namespace) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: one row an implementation, one column a number of rows."""
+    """Returns Markdown: a row per implementation, and a column per number of rows."""
     rows = report["rows"]
     sizes = sorted({row["rows"] for row in rows})
     lines = [f"| us a call, {report['ranks']} ranks | " + " | ".join(map(str, sizes)) + " |", "|---|" + "--:|" * len(sizes)]

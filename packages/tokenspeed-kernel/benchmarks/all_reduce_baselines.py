@@ -38,7 +38,7 @@ def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
 
 
 def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None) -> Callable[[], tuple[Tensor, ...]]:
-    """TensorRT-LLM's fused all-reduce, launched with PDL like ours. It chooses between one shot and two.
+    """TensorRT-LLM's fused all-reduce, launched with PDL like ours. It chooses between one-shot and two-shot.
 
     Args:
         x: ``[rows, hidden]``.

@@ -22,7 +22,7 @@ class OutOfTimeError(Exception):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` in its block after so many seconds, as soon as Python code runs again.
+    """Raises `OutOfTimeError` inside its block after ``seconds``, as soon as Python code runs again.
 
     It works in the main thread only, and blocks cannot be nested. If the block converts the exception into another one, as a
     compiler may, `OutOfTimeError` is raised with that one as its cause.

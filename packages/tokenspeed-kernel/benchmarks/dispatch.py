@@ -63,7 +63,7 @@ def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
 
 def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: tuple[Any, ...]) -> Callable[[], None]:
     loop: dict[str, Any] = {"function": function, "keywords": keywords, "positional": positional, "numbers": range(CALLS)}
-    # As a model spells it: required arguments by position, options by keyword.
+    # The call as model code writes it: required arguments by position, options by keyword.
     options = "".join(f", {name}={name}" for name in keywords)
     names = [f"a{i}" for i in range(len(positional))]
     source = f"def run({', '.join([*names, *keywords])}):\n    for _ in numbers:\n        function({', '.join(names)}{options})\n"

@@ -113,7 +113,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             "silu_and_mul, nvfp4: qwen3-32b prefill 8192",
         ),
     },
-    "products": {
+    "GEMMs": {
         "mm": (
             Case("nvfp4 weights in tiles, 64 x 8192 x 8192", micro(64, 8192, 8192, **_WEIGHTS_ALONE)),
             Case("nvfp4 weights in tiles, 4096 x 8192 x 8192", micro(4096, 8192, 8192, **_WEIGHTS_ALONE)),
@@ -128,7 +128,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             "llama-70b o, mxfp8, prefill 4096", "fp8 per token, 8192 x 8192 x 8192", "fp8 per block, decode 64",
         ),
     },
-    "scales and codes": {
+    "scales and quantisation": {
         "swizzle_scales": ("llama-70b weight 28672 x 8192, nvfp4",),
         "unswizzle_scales": ("llama-70b weight 28672 x 8192, nvfp4",),
         "quantize_fp8": ("deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0",),

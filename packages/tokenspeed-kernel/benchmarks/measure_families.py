@@ -81,7 +81,7 @@ _LEAST_S = 1.0
 
 @dataclass
 class Implementation:
-    """A kernel or a baseline at one call, while it is being measured.
+    """A kernel or a baseline, and its measurements of one call so far.
 
     Attributes:
         who: the kernel's declaration, or the baseline.
@@ -264,7 +264,7 @@ def add_round(implementation: Implementation, device: torch.device, budget_s: fl
 def measure(
     shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
 ) -> tuple[list[Implementation], Any]:
-    """Measures all implementations at one call; returns them and the call's cost. Those in ``known`` are not checked again."""
+    """Measures all implementations at one call; returns them and the call's cost. Results in ``known`` are not checked again."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)

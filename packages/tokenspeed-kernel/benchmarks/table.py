@@ -25,12 +25,12 @@ ELSEWHERE = (
     ("triton_mm_dense", ""),
     ("triton_bmm_dense", ""),
 )
-# Small cases test correctness, not speed. Those of one decode step are shown nevertheless.
+# Small cases test correctness, not speed. Calls of one decode step are shown nevertheless.
 SHORTEST_US, DECODING = 20.0, r"decode (1|4|64)\b|64 rows of 2880|full layer 1 x 1024|sliding layer 64 x"
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Markdown: device and command, and for each family a table with one row a large case."""
+    """Returns Markdown: the device, the command, and a table per family with a row per large case."""
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
@@ -147,20 +147,20 @@ def _measured_on(report: dict[str, Any]) -> str:
     left = f" The run ended before {unmeasured} more calls." if unmeasured else ""
     if roofline is not None:
         copy, bf16_tflops = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
-        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s."
+        can = f" A copy reaches {copy:.2f} TB/s, and a bfloat16 GEMM {bf16_tflops:.0f} TFLOP/s."
     return (
         f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{libs}, commit "
-        f"{metadata['git_commit'][:12]}.{can} Medians of calls in CUDA graphs that take turns on copies of their "
-        f"arguments, more than caches hold; every result was checked first.{left}"
+        f"{metadata['git_commit'][:12]}.{can} Each time is the median of one call. CUDA graphs make several calls, on "
+        f"copies of their arguments that exceed the caches. Every result was checked first.{left}"
     )
 
 
 def families(report: dict[str, Any]) -> str:
-    """Markdown: a table for each family, one row a call."""
+    """Returns Markdown: a table per family, with a row per call."""
     lines = [_measured_on(report), "", f"`{report['metadata']['command']}`"]
     for family, found in groupby(_figures(report), lambda each: each.family):
-        lines += ["", f"### {family.capitalize()}", ""]
-        lines += ["| call | kernel | µs | TB/s | TFLOP/s | others, µs | peer / ours |", "|---|---|--:|--:|--:|---|--:|"]
+        lines += ["", f"### {family[0].upper()}{family[1:]}", ""]
+        lines += ["| call | kernel | µs | TB/s | TFLOP/s | others, µs | baseline / ours |", "|---|---|--:|--:|--:|---|--:|"]
         for each in found:
             cells = [f"`{each.operator}`, {each.case}", each.ours["solution"], _three_digits(each.us), *each.rates(), each.beside()]
             lines.append(f"| {' | '.join(cells)} | {'' if each.ratio is None else f'{each.ratio:.2f}'} |")
@@ -168,9 +168,9 @@ def families(report: dict[str, Any]) -> str:
 
 
 def operators(report: dict[str, Any]) -> str:
-    """Markdown: one row an operator, with its longest call, and the range of ratios to the best baseline over all its calls."""
+    """Returns Markdown: a row per operator, with its longest call and the range of its calls' ratios to the best baseline."""
     lines = [_measured_on(report), ""]
-    lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best peer / ours |", "|---|---|--:|--:|--:|--:|"]
+    lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best baseline / ours |", "|---|---|--:|--:|--:|--:|"]
     for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):
         calls = list(found)
         longest = max(calls, key=lambda each: each.us)

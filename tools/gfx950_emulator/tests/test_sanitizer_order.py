@@ -78,7 +78,7 @@ def test_stores_count_too() -> None:
     ],
 )
 def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
-    """Compilers rely on the counter's maximum: if so many operations follow a load, they emit no wait for the load."""
+    """Compilers rely on the counter's maximum: if that many operations follow a load, compilers emit no wait for the load."""
     use = "v_mov_b32_e32 v4, v3"
     run("\n".join([load, *[other] * limit, use]), lds=FULL)
     reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)
@@ -409,5 +409,5 @@ def test_waiting_for_a_wave_at_a_barrier() -> None:
 
 
 def test_loops_that_only_look_like_waiting() -> None:
-    """A loop runs thousands of iterations that change only a counter. The emulator must not take it for a wait."""
+    """A loop runs thousands of iterations that change only a counter. The emulator must not mistake the loop for a wait."""
     run("s_movk_i32 s16, 0x2000\n.Lloop:\ns_sub_u32 s16, s16, 1\ns_cmp_lg_u32 s16, 0\ns_cbranch_scc1 .Lloop")

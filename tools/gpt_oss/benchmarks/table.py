@@ -4,8 +4,7 @@
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json`` and ``h200_fp8_activations.json`` are results of
-``python -m gpt_oss benchmark``;
-``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted.
+``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
 
 
 # Families of operators, and their roles in this model.
-FAMILIES = {"moe": "experts, routing", "gemm": "products", "attention": "attention", "norm": "norms", "embedding": "rotation"}
+FAMILIES = {"moe": "experts, routing", "gemm": "GEMMs", "attention": "attention", "norm": "norms", "embedding": "rotary embedding"}
 
 
 def operators(results: list[dict[str, Any]]) -> list[str]:
@@ -117,7 +116,7 @@ def variants(result: dict[str, Any]) -> list[str]:
         milliseconds = {(row["batch"], row["context"]): f"{row['milliseconds_a_step']:.3f}" for row in measured["decode"]}
         times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # empty if a run was cut off
         found = measured["divergence"]
-        whose = "itself, in shorter pieces" if name == first else first
+        whose = "itself, in shorter chunks" if name == first else first
         forced = found.get("mean_kl_with_the_same_experts")  # missing in older results
         apart = f"{whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {'' if forced is None else f'{forced:.2g}'}"
         if forced is not None or name != first:
@@ -165,13 +164,19 @@ def section() -> str:
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
-        lines += ["", "Operators by themselves, with cold caches, and what the device needs for them by its measured roofline:", ""]
+        lines += ["", "Operators timed in isolation with cold caches, and their times by the measured roofline (floor):", ""]
         lines += operators(measured[:1])
     for result in _results("h200_variants", "h200_fp8_activations"):
-        lines += ["", "With fewer bits, one after the other in one process:", "", f"`{result['metadata']['command']}`", ""]
+        lines += [
+            "",
+            "Variants with fewer bits per value, run one after the other in one process:",
+            "",
+            f"`{result['metadata']['command']}`",
+            "",
+        ]
         lines += [*variants(result), "", *prefill([result])]
     for result in _results("beside_vllm"):
-        lines += ["", "Beside vLLM on the same GPU, with the same weights and prompts, greedy:", "", *beside_vllm(result)]
+        lines += ["", "Compared with vLLM on the same GPU, with the same weights and prompts, greedy:", "", *beside_vllm(result)]
     return "\n".join(lines)
 
 

@@ -59,7 +59,7 @@ def test_a_result_in_tables(program: ModuleType, result: dict[str, Any], tmp_pat
     assert [row[-1] for row in rows if row[0] == "decode, batch 2, context 9"] == ["1000.00"]
     assert [len(row) for row in rows if row[0] == "fp8-cache"] == [6, 8, 6]
     assert [row[3] for row in rows if row[0] in ("optimised", "fp8-cache") and len(row) == 8] == [
-        "itself, in shorter pieces",
+        "itself, in shorter chunks",
         "optimised",
     ]
     theirs["decode"][1] |= {"few_s": [1.0, 1.05, 3.0], "many_s": [2.0, 5.0, 9.0]}

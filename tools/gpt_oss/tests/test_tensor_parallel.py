@@ -65,7 +65,7 @@ def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_par
     if tensor_parallel:
         return {"parts": TensorParallelGptOss(config, source, group, torch.float32)}
     made = {}
-    # If tokens are dispatched from 1 token on, a pass of a single token leaves one rank without tokens.
+    # With a dispatch threshold of 1 token, a pass of a single token leaves one rank without tokens.
     for tokens in (1, 8):
         made[f"dispatched from {tokens} tokens on"] = model = ExpertParallelGptOss(config, source, group, torch.float32)
         model.dispatched_tokens = tokens

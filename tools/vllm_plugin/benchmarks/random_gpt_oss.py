@@ -19,7 +19,7 @@ from typing import Any
 
 LOAD_FORMAT = "random_gpt_oss"
 HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 2880, 2880, 128, 201088
-# Names of all parameters that were drawn in this process. Backends replace those of experts once they are loaded.
+# Names of all parameters that were drawn in this process. Backends replace the experts' parameters after loading.
 drawn: list[str] = []
 # The norms of the head's rows: uniform random numbers to this power, clamped at the maximum.
 _POWER, _LONGEST = -1 / 3, 8.0

@@ -124,7 +124,7 @@ class Operator(Declaration, Generic[P, R]):
         return by_reference(self.body) if self.parts else self.body
 
     def reference(self, *args: Any) -> Any:
-        """The body, with provided outputs written to. Solution ``reference`` runs this function."""
+        """Runs the body, and writes its results to provided outputs. Solution ``reference`` runs this function."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]
@@ -158,7 +158,8 @@ class Operator(Declaration, Generic[P, R]):
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. A copy if they differ."""
+        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. Returns a copy if the
+        layouts differ."""
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
         raw, _ = self._wanted["prepare"]

@@ -25,7 +25,7 @@ def deprecated_operator(
 ) -> Callable[..., Any]:
     """Makes a function with the signature of a removed operator, whose options have become attributes of one parameter.
 
-    The made signature has the required parameters of ``make`` in place of that parameter, and the options of ``make`` before the
+    The made signature has the required parameters of ``make`` instead of that parameter, and the options of ``make`` before the
     outputs.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 
 DEVICE_SUFFIX = "_device"
 
-# Imported once a kernel has imported Triton: makes Triton's compilations subject to the compile policy.
+# This module applies the compile policy to Triton's compilations. It is imported after the first kernel imports Triton.
 _TRITON_CACHE = "tokenspeed_kernel_base.triton_cache_device"
 
 

@@ -351,7 +351,7 @@ def {name}_describing(_then):
 
 
 def build_replacing(name: str, parameters: Sequence[Parameter], replaced: Sequence[str]) -> Callable[..., Any]:
-    """``replacing(call, options)`` returns ``call`` with ``options``, by name, in place of the arguments ``replaced``."""
+    """``replacing(call, options)`` returns ``call`` with ``options``, by name, instead of the arguments ``replaced``."""
     given = ", ".join(p.name for p in parameters)
     passed = ", ".join(f"_{p.name}" if p.name in replaced else p.name for p in parameters)
     unpacked = "\n".join(f"    _{option} = _options[{option!r}]" for option in replaced)

@@ -13,7 +13,8 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 @dataclass(eq=False, repr=False)
 class Options:
-    """An operator's name and options, as the decorator `operator` takes them. They are also attributes of the operator.
+    """An operator's name and options, as passed to the decorator `operator`. The name and options are also attributes of the
+    operator.
 
     Attributes:
         family, mode: its name; ``mode`` is unique.

@@ -295,7 +295,7 @@ def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any])
 def with_tensors(
     parameters: Iterable[Parameter], arguments: Mapping[str, Any], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The arguments with ``convert(tensor)`` in place of each tensor, also in the fields of objects."""
+    """The arguments, with each tensor replaced by ``convert(tensor)``, also in the fields of objects."""
     converted = dict(arguments)
     for parameter in parameters:
         value = arguments[parameter.name]
@@ -312,7 +312,7 @@ def with_tensors(
 
 
 def on_meta(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with meta tensors in place of tensors, to compute outputs' shapes without allocating memory."""
+    """The arguments with meta tensors instead of tensors, to compute outputs' shapes without allocating memory."""
     return with_tensors(parameters, arguments, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
 

@@ -73,8 +73,8 @@ logger = logging.getLogger("tokenspeed_kernel")
 class SelectionStrategy(enum.Enum):
     """Where the ranking comes from."""
 
-    HEURISTIC = "heuristic"  # tuned results if there are any, else objective and priority
-    AUTOTUNE = "autotune"  # like tuned; without tuned results the first call measures, and the results are kept
+    HEURISTIC = "heuristic"  # rank by tuned results if there are any, otherwise by objective and priority
+    AUTOTUNE = "autotune"  # like HEURISTIC, but without tuned results the first call measures the kernels, and keeps the results
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class KernelSpec:
         tunables: parameters whose best values are measured, by name, with the values to try. See `register_kernel`.
         tunable_if: returns why a configuration is invalid for a request, or None.
         package: the top-level package that declares the kernel.
-        origin: the place of the declaration, ``file:line``.
+        origin: the location of the declaration, ``file:line``.
     """
 
     name: str

@@ -96,7 +96,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
         watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. The watcher returns the function to run
             instead, or ``run`` itself.
 
-    Calls take longer meanwhile, because each is decided afresh. The replay of a CUDA graph is not seen.
+    Meanwhile calls take longer, because a kernel is selected anew for each call. The replay of a CUDA graph is not seen.
     """
     start(watcher)
     try:

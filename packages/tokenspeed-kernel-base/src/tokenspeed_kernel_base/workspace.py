@@ -4,8 +4,8 @@ Counters are zero before a launch, and the launch leaves them zero. Launches tha
 each stream of a device has its own workspace, kept from call to call.
 
 A captured launch gets counters that are never reused, because its graph may be replayed on any stream. These counters come from an
-arena, which calls outside of captures zero. So the graph need not zero them. Partial results of a captured launch lie in the
-graph's own memory.
+arena that is zeroed by calls outside of captures. So a graph need not zero its counters. Partial results of a captured launch lie
+in the graph's own memory.
 
 ::
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack it.
+# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack this function.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 # Counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
@@ -52,7 +52,7 @@ def _wait(device: int) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _place(device: int) -> torch.device:
+def _device_of(device: int) -> torch.device:
     return torch.device("cuda", device) if device >= 0 else torch.device("cpu")
 
 
@@ -64,21 +64,21 @@ class Keeper:
     Args:
         arena: number of counters in each arena for captured launches.
         capturing: whether the current stream is being captured into a graph.
-        place: returns PyTorch's device for a device index.
+        device_of: returns PyTorch's device for a device index.
         wait: waits for the work queued on a device's current stream.
     """
 
-    __slots__ = ("_arena", "_arenas", "_capturing", "_lock", "_low", "_of_stream", "_outgrown", "_place", "_standing", "_wait")
+    __slots__ = ("_arena", "_arenas", "_capturing", "_device_of", "_lock", "_low", "_of_stream", "_outgrown", "_standing", "_wait")
 
     def __init__(
         self,
         arena: int = ARENA,
         *,
         capturing: Callable[[], Any] = _CAPTURING,
-        place: Callable[[int], torch.device] = _place,
+        device_of: Callable[[int], torch.device] = _device_of,
         wait: Callable[[int], None] = _wait,
     ) -> None:
-        self._arena, self._capturing, self._place, self._wait = arena, capturing, place, wait
+        self._arena, self._capturing, self._device_of, self._wait = arena, capturing, device_of, wait
         self._lock = threading.Lock()
         self._of_stream: dict[tuple[int, int], Workspace] = {}
         self._standing: dict[int, dict[int, list[Tensor]]] = {}
@@ -119,20 +119,21 @@ class Keeper:
             of_first = next(iter(kept.values()), [])
             if not of_first or of_first[-1].shape[0] < nbytes:
                 raise RuntimeError(
-                    f"call the kernel on {self._place(device)} once before a graph is captured: it needs {nbytes} bytes of memory"
+                    f"call the kernel on {self._device_of(device)} once before a graph is captured: it needs {nbytes} bytes of "
+                    "memory"
                 )
             return of_first[-1]
         found = kept.get(stream, [])
         if found and found[-1].shape[0] >= nbytes:
             return found[-1]
         with self._lock:
-            made = torch.zeros(nbytes, dtype=torch.uint8, device=self._place(device))
+            made = torch.zeros(nbytes, dtype=torch.uint8, device=self._device_of(device))
             self._standing.setdefault(device, {}).setdefault(stream, []).append(made)  # a graph may use the earlier ones
         return made
 
     def _captured(self, device: int, nbytes: int, count: int) -> Workspace:
         # Allocated in the graph's own memory, like all allocations during capture.
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._place(device))
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device_of(device))
         with self._lock:
             counters = None
             arenas = self._arenas.get(device, [])
@@ -143,14 +144,14 @@ class Keeper:
             if counters is None or arenas[-1].shape[0] < self._arena // 2:
                 self._low.add(device)
         if counters is None:  # no arena yet, or too few counters left in it: each replay zeroes its own counters
-            counters = torch.zeros(count, dtype=torch.int32, device=self._place(device))
+            counters = torch.zeros(count, dtype=torch.int32, device=self._device_of(device))
             self._outgrown.append(Workspace(memory[:0], counters))
         return Workspace(memory, counters)
 
     def _provide(self, device: int, stream: int, nbytes: int, count: int) -> Workspace:
-        place = self._place(device)
+        target = self._device_of(device)
         if device in self._low or device not in self._arenas:
-            made = torch.zeros(max(self._arena, count), dtype=torch.int32, device=place)
+            made = torch.zeros(max(self._arena, count), dtype=torch.int32, device=target)
             self._arenas.setdefault(device, []).append(made)
             self._low.discard(device)
             self._wait(device)  # other streams will use the arena
@@ -162,8 +163,8 @@ class Keeper:
             # Sizes at least double, so that all outgrown memory together is less than the memory in use.
             nbytes = found.nbytes if found.nbytes >= nbytes else max(nbytes, 2 * found.nbytes)
             count = found.count if found.count >= count else max(count, 2 * found.count)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=place)
-        found = self._of_stream[device, stream] = Workspace(memory, torch.zeros(count, dtype=torch.int32, device=place))
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=target)
+        found = self._of_stream[device, stream] = Workspace(memory, torch.zeros(count, dtype=torch.int32, device=target))
         return found
 
 

@@ -153,7 +153,7 @@ def test_square_root_of_softplus() -> None:
     expected = [math.inf, 5.0, math.sqrt(math.log(2.0)), math.exp(-20.0), 0.0]
     torch.testing.assert_close(weights, torch.tensor([expected]), rtol=1e-6, atol=0)
     weights, _ = moe_topk(torch.tensor([[9.0, 4.0, -800.0]]), 2, "sqrtsoftplus", scaling_factor=2.5)
-    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.0]]), rtol=2e-3, atol=0)  # softplus is almost the logit here
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.0]]), rtol=2e-3, atol=0)  # softplus(x) is nearly x here
     weights, _ = moe_topk(torch.full((1, 3), -800.0), 2, "sqrtsoftplus")
     assert weights.tolist() == [[0.0, 0.0]]
 

@@ -36,7 +36,7 @@ class Warmed:
 
     Attributes:
         program, config: the program and the configuration that were compiled.
-        seconds: compile time; 0 if the cache had it.
+        seconds: compile time in seconds; 0 if the program was cached.
         error: why the compilation failed; empty on success.
     """
 

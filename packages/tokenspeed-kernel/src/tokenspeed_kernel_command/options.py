@@ -1,4 +1,4 @@
-"""The types of the commands' arguments and options, as typer reads them. Those of several commands come first.
+"""The types of the commands' arguments and options, as typer reads them. Types that several commands use come first.
 
 Typer evaluates these annotations at run time.
 """

@@ -88,7 +88,7 @@ def test_direct_gemms_of_fp8(descriptors: bool, kind: str, splits: int, monkeypa
     if not current_platform().is_cpu and not direct.is_eligible(operand(codes, plain, -2), operand(codes.t(), plain, -1)):
         pytest.skip("the matrix units of this device do not take 8-bit floats")
     m, k, n = 70, 1600, 136
-    monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 6 * splits)
+    monkeypatch.setattr(_split_k, "sm_count_of", lambda device: 6 * splits)
     for persistent in (0, 1):
         config = direct.Config(64, 64, 128, 4, 2, persistent, partial=persistent == 1, descriptors=descriptors)
         a, b = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
@@ -119,7 +119,7 @@ def test_few_tiles_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
     bias = _normal(40, seed=4)
     wanted = tk.mm(a, b, None, scale, bias, override="reference_mm")
     for programs in (1, 2, 4, 1000):
-        monkeypatch.setattr(_split_k, "multiprocessors", lambda device, programs=programs: programs)
+        monkeypatch.setattr(_split_k, "sm_count_of", lambda device, programs=programs: programs)
         _close(tk.mm(a, b, None, scale, bias, override="triton_mm"), wanted)
         wide = torch.zeros(5, 80, device=a.device, dtype=BF16)
         tk.mm(a, b, None, scale, bias, out=wide[:, ::2], override="triton_mm")
@@ -222,7 +222,7 @@ def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
 @pytest.mark.parametrize("tile", [words._TILES["sm_90"][0], words._TILES["sm_90"][-1]], ids=str)
 def test_tiles_of_32_bit_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """n exceeds a tile by two columns. k ends inside a tile, and is split."""
-    monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(_split_k, "sm_count_of", lambda device: 2)
     monkeypatch.setattr(_split_k, "_SHORTEST", tile.k)
     m, k, n = tile.m - 2, 2 * tile.k + 32, tile.n + 2
     for kind, dtype in (("mxfp4", BF16), ("nvfp4", F16)):

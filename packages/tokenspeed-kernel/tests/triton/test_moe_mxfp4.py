@@ -113,7 +113,8 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
 
 @pytest.mark.parametrize(("activation_dtype", "most"), [("none", 1e-3), ("fp8", 2e-2), ("mxfp4", 1e-1)])
 def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
-    """Activations that are rounded to mxfp4 may exceed float16's range, too. The operator's cases have partial sums beyond it."""
+    """Activations that are rounded to mxfp4 may exceed float16's range, too. The operator's own cases have partial sums beyond this
+    range."""
     arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
     weights = tk.moe_apply.prepare(arguments["weights"], plan)
     what = (arguments["topk_weights"], arguments["topk_ids"], plan)

@@ -56,7 +56,7 @@ def _quantization(name: str, options: dict[str, Any], **further: Any) -> tk.Quan
 @each_quantizer
 def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:
     quantise, quantization = getattr(tk, f"quantize_{name}"), _quantization(name, options)
-    # Two tiles a row, the last of them short.
+    # Each row has two tiles, and the second tile is partial.
     wide = _draw(3, 2, 2 * 1120 + 3).bfloat16()
     wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
     wide[1, :, :] = 0
@@ -97,7 +97,8 @@ def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
 
 @each_quantizer
 def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
-    """The sum may overwrite the residual. It has the bits of `rmsnorm`'s sum; codes and scales do not depend on its location."""
+    """The sum may overwrite the residual. The sum is bitwise equal to `rmsnorm`'s. Quantised values and scales do not depend on
+    where the sum is stored."""
     weight, quantization = _draw(96, 2)[:, 1], _quantization(name, options)
 
     def run(x: Tensor, residual: Tensor, **outs: Tensor) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ def test_a_convolution_writes_over_its_input_token_by_token() -> None:
 def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences end at the ends of chunks and segments. Segments have few chunks, so that there are many segments."""
     monkeypatch.setattr(launcher, "_SEGMENT_CHUNKS", chunks)
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1 << 20)
+    monkeypatch.setattr(launcher, "sm_count_of", lambda device: 1 << 20)
     chunk = launcher.tile_for(dtype, 4, 4, for_architecture(launcher._LIMITS, DEVICE)).chunk
     lengths = [2 * chunk * chunks + 1, chunk * chunks - 1, 0, chunk * chunks, 1, chunk * chunks + 1]
     arguments = ssd_prefill._inputs(lengths, 1, 4, 4, dtype=dtype, padding=1)(Draw(DEVICE))

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.comm._peers_device import push
 
 @triton.jit(do_not_specialize=["rank", "place"])
 def spin(turn, rank, place):  # type: ignore[no-untyped-def]
-    """Waits for 0 to 20 us. A hash of ``turn`` (a pointer to int64), rank and place determines the time. Half of the waits are
+    """Waits for 0 to 20 us. A hash of ``turn`` (a pointer to int64), rank and ``place`` determines the time. Half of the waits are
     0."""
     mixed = (tl.load(turn) * 7919 + rank * 104729 + place * 1299709) & 0x3FFFFFFF
     mixed = (mixed * 1103515245 + 12345) & 0x3FFFFFFF

@@ -1,8 +1,8 @@
 """Bank conflicts of LDS accesses on gfx950.
 
 A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide. A bank delivers one dword
-per cycle, to any number of lanes that read (or write) that dword. A phase takes as many cycles as its busiest bank has different
-dwords, but at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT (ROCm
+per cycle, to any number of lanes that read (or write) that dword. The cycles of a phase are the number of different dwords in its
+busiest bank, at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT (ROCm
 Compute Profiler, "Local data share").
 
 The lanes of each phase (sources: `gfx950_emulator.hardware`):

@@ -73,8 +73,8 @@ class Counters:
             fresh_lines: cache lines that no earlier instruction of the launch touched in the same way. Stores are one way, loads
                 and atomics the other.
             lds_accesses, lds_bytes: like accesses and bytes, for LDS.
-            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the number of these cycles that conflicts
-                cost.
+            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that is due to bank
+                conflicts.
     """
 
     def __init__(self, program: Program) -> None:

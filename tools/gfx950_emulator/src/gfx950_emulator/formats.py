@@ -10,7 +10,7 @@ Facts and their sources:
   ``2**(exponent - 127)`` before it rounds; widening multiplies by this power. Exponent 255 makes a NaN (AMD's reference code,
   ``hip/amd_detail/amd_hip_ocp_host.hpp``: ``from_float`` and ``to_float``). Exponent 0 means 2**-127.
 - *Rounding* is to nearest even, regardless of MODE (ISA pseudocode of V_CVT_PK_FP8_F32, V_CVT_PK_BF16_F32 and so on: ``ROUND_MODE =
-  ROUND_NEAREST_EVEN``). It happens once; with a scale, on the scaled value (``from_float``).
+  ROUND_NEAREST_EVEN``). Values are rounded once. With a scale, the scaled value is rounded (``from_float``).
 - *Overflow of fp8 and bf8.* With MODE.FP16_OVFL = 0, values that round beyond the largest finite number become NaN in fp8, which
   has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``). Infinities do the same. With FP16_OVFL = 1
   (``saturate=True`` below), finite values and infinities become the largest finite number, and NaN stays NaN. Triton sets this bit,
@@ -241,8 +241,8 @@ def encode_stochastic(
 ) -> np.ndarray:
     """Rounds ``values / 2**(exponent - 127)`` up or down by random bits, as V_CVT_SR_* and V_CVT_SCALEF32_SR_* do.
 
-    The upper bits of `random` are added to these low bits, as many as float32 has below the last kept bit, and the sum is
-    truncated. If the result is a denormal of `form`, source bits below its 23 are truncated first.
+    The upper bits of `random` are added to the bits of the float32 below the last kept bit, and the sum is truncated. If the result
+    is a denormal of `form`, source bits below its 23 are truncated first.
 
     Args:
         form: any format, 16-bit ones included.

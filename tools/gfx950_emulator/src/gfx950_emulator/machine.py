@@ -1,4 +1,4 @@
-"""Executes a kernel: workgroups in batches, and waves in lockstep while their control flow agrees, one group at a time.
+"""Executes a kernel's workgroups in batches. Waves with the same control flow form a group, and execute in lockstep.
 
 **Lockstep.** All waves of a batch of workgroups begin as one group. A divergent branch splits the group; groups at the same
 instruction are joined again. The group that is furthest behind (smallest program counter) runs first. So other groups wait where
@@ -194,7 +194,7 @@ class Batch:
                 initialised += [at, at + 1]
             at += size
         # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for firmware that
-        # does not preload. So nothing needs to be done here.
+        # does not preload. So the emulator need not preload arguments.
         at = descriptor.get("user_sgpr_count", at)
         x, y, _ = launch.grid
         ids = (workgroups % x, workgroups // x % y, workgroups // (x * y))

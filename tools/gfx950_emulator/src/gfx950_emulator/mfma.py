@@ -98,7 +98,7 @@ class MatrixOp:
     Attributes:
         mnemonic: as written.
         m, n, k, blocks: sizes of the matrices, and how many of them; blocks is 1.
-        a_registers, b_registers, c_registers: number of 32-bit registers of an operand; D has as many as C.
+        a_registers, b_registers, c_registers: number of 32-bit registers of an operand; D has the same number as C.
         flops: per wave, 2 m n k blocks. Integer forms count the same.
         passes: time in the matrix core, in passes of 4 clock cycles.
         compute: ``compute(a, b, c, scale_a=None, scale_b=None)`` returns D.

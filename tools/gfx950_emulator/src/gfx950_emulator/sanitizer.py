@@ -112,7 +112,7 @@ class RegisterShadow:
 
     @staticmethod
     def _where(mask: np.ndarray, new: np.ndarray | None, old: np.ndarray | None) -> np.ndarray | None:
-        """The uninitialised lanes after the active lanes took the new state."""
+        """Returns the uninitialised lanes: ``new`` in lanes of the mask, ``old`` in all other lanes. None means no lanes."""
         if new is None:
             return None if old is None else old & ~mask
         return new & mask if old is None else np.where(mask, new, old)

@@ -51,7 +51,7 @@ class Snippet:
             gives a value per wave.
         scc: the scalar condition code.
         waves: waves of the workgroup.
-        lds: its LDS, as bytes or uint8; an int for so many zero bytes.
+        lds: its LDS, as bytes or uint8; an int means a number of zero bytes.
         arrays: numpy arrays that the instructions may access; their addresses are ``array.ctypes.data``.
         sanitize: as in `emulated_gfx950`; registers that are not given are then uninitialised.
         counters: whether to count what the instructions do, for the attribute ``counters``.

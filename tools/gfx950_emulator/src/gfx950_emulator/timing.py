@@ -365,7 +365,7 @@ class _Wave:
 
 
 class _Unit:
-    """One CU while workgroups run on it."""
+    """The state of a CU that runs workgroups."""
 
     def __init__(self, costs: list[Cost], workgroups: list[list[list[int]]]) -> None:
         self.costs = costs

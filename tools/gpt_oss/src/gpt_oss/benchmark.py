@@ -542,7 +542,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     first = next(iter(result["variants"]))
     for variant, measured in result["variants"].items():
         found = measured["divergence"]
-        whose = "its own in shorter pieces" if variant == first else f"{first}'s"
+        whose = "its own in shorter chunks" if variant == first else f"{first}'s"
         console.print(
             f"{variant}: next tokens' distributions diverge from {whose} by {found['mean_kl']:.2g} nats on average, at most "
             f"{found['largest_kl']:.2g}, and by {found['mean_kl_with_the_same_experts']:.2g} with the same experts; "

@@ -176,7 +176,7 @@ class Decoder:
             self._launch(size, part)
 
     def _launch(self, size: int, part: str) -> None:
-        """Launches one part of a pass from Python. A graph captures one part."""
+        """Launches one part of a pass from Python. Each graph captures such a part."""
         if part == "model":
             self.forward(size)
         else:

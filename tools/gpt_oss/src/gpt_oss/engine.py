@@ -106,8 +106,8 @@ class Engine:
         sizes = _checked_sizes(batch_sizes(max_sequences) if decode_sizes is None else decode_sizes)
         self.decoder = None if decode == "eager" else Decoder(model, cache, sizes, decode == "graphs", console)
         self.steps = dict.fromkeys(Phase, 0)
-        # These tuples and the allocator's free pages are the state that `step` changes. `step` replaces them, and never changes
-        # them in place.
+        # These tuples and the allocator's free pages are the state that `step` changes. `step` replaces the tuples, and never
+        # changes a tuple in place.
         self._waiting: tuple[tuple[int, Request], ...] = ()
         self._running: tuple[Running, ...] = ()
         self._added = 0
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def compilations(self) -> list[Compilation]:
-        """The programs that this process has compiled since the engine was created. A request waited for each of them."""
+        """The programs that this process has compiled since the engine was created. A request waited for each compilation."""
         return compilations(self._compiled_before)
 
     @property

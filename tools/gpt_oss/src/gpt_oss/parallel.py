@@ -27,19 +27,23 @@ from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 
 MODELS: Mapping[str, type[ShardedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
-"""By what of the experts a rank has."""
+"""The model's class, by which experts a rank has: a slice of every expert (``parts``) or some whole experts (``whole``)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Generates tokens on the ranks that torchrun started, and prints the times of a decode step and of the prefill."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint's folder; random weights without one")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="gpt-oss-20b", help="whose shapes random weights have")
-    parser.add_argument("--layers", type=int, help="of random weights: so many")
-    parser.add_argument("--experts", choices=sorted(MODELS), default="parts", help="what of them a rank has")
-    parser.add_argument("--prompt", type=int, default=64, help="random tokens of each prompt")
-    parser.add_argument("--batch", type=int, default=1, help="prompts")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each prompt, 3 or more")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), default="gpt-oss-20b", help="the model whose shapes the random weights have"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers of a model with random weights")
+    parser.add_argument(
+        "--experts", choices=sorted(MODELS), default="parts", help="a slice of every expert, or whole experts, per rank"
+    )
+    parser.add_argument("--prompt", type=int, default=64, help="number of random tokens per prompt")
+    parser.add_argument("--batch", type=int, default=1, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=32, help="number of tokens to generate per prompt, at least 3")
     options = parser.parse_args(arguments)
     if options.tokens < 3:
         parser.error(f"--tokens must be 3 or more, got {options.tokens}")
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             memory = group.peer_gap or "yes"
             print(f"{group}, peer memory: {memory}; {options.batch} x {options.prompt} + {options.tokens} tokens")
             step = (many - few) / (options.tokens - 2)
-            print(f"{step * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens")
+            print(f"{step * 1e3:.3f} ms per decode step, {few * 1e3:.1f} ms for prompts and 2 tokens")
     finally:
         dist.destroy_process_group()
 

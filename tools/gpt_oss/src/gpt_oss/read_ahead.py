@@ -29,7 +29,7 @@ class ReadAhead:
 
     Args:
         source: the underlying source.
-        names: the tensors that will be requested, in approximately that order. Others are read on request.
+        names: the tensors that will be requested, in approximately that order. Other tensors are read on request.
         most_bytes: the approximate limit of bytes that are read ahead and not requested yet.
         upload: copies tensors to a device while they are read, if the source supports this (`Checkpoint.read`). Otherwise, and for
             a tensor that is requested before the thread has started to read it, tensors are in host memory.

@@ -79,7 +79,7 @@ class Flight:
 
     @property
     def on_device(self) -> Tensor:
-        """The tokens on the device, stream-ordered before later launches. Waits for the pass if they were overwritten."""
+        """The tokens on the device, stream-ordered before later launches. Waits for the pass if the tokens were overwritten."""
         if self._intact is None or self._intact():
             return self._on_device
         return self._tokens.wait().to(self._on_device.device)

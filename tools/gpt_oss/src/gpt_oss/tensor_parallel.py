@@ -47,8 +47,8 @@ class TensorParallelGptOss(ShardedGptOss):
         ops, group = self.ops, self.group
         if residual is not None:
             ops.all_reduce(hidden, group, hidden)
-        product, residual = self._attend(layer, hidden, residual, batch, caches)
-        normed, weights, ids, residual = self._route(layer, ops.all_reduce(product, group, product), residual)
+        attended, residual = self._attend(layer, hidden, residual, batch, caches)
+        normed, weights, ids, residual = self._route(layer, ops.all_reduce(attended, group, attended), residual)
         return ops.moe_apply(normed, layer.experts, weights, ids, layer.plan), residual
 
     def _run_many(
@@ -65,8 +65,8 @@ class TensorParallelGptOss(ShardedGptOss):
         q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         cached = (None, None, None, None) if caches[0] is None else (v, *caches, batch.slot_mapping)
         ops.apply_rope(q, k, batch.positions, self.cos_sin, False, *cached, q_out=q, k_out=k)
-        product = layer.output(ops, self._attention(layer, qkv, batch, *caches))
-        normed, residual = ops.all_reduce_rmsnorm(product, layer.mlp_norm, group, eps, residual)
+        attended = layer.output(ops, self._attention(layer, qkv, batch, *caches))
+        normed, residual = ops.all_reduce_rmsnorm(attended, layer.mlp_norm, group, eps, residual)
         weights, ids = ops.moe_topk(layer.router(ops, normed), config.num_experts_per_tok)
         return ops.moe_apply(normed, layer.experts, weights, ids, layer.plan), residual
 

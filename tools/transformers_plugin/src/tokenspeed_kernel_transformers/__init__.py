@@ -17,9 +17,9 @@ __all__ = ["__version__", "enable", "register"]
 
 
 def register() -> None:
-    """Registers attention and experts with transformers under the name ``tokenspeed``. It may be called any number of times.
+    """Registers attention and experts with transformers under the name ``tokenspeed``. This function may be called repeatedly.
 
-    Only models with ``attn_implementation="tokenspeed"`` or ``experts_implementation="tokenspeed"`` use them.
+    Only models with ``attn_implementation="tokenspeed"`` or ``experts_implementation="tokenspeed"`` use this package's kernels.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface

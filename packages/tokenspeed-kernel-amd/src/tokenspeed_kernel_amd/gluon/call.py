@@ -96,7 +96,8 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements from one token, head or page to the next. A model and its cache fix them: compile-time constants."""
+    """Strides in elements from one token, head or page to the next. The strides are fixed by a model and its cache, so they are
+    compile-time constants."""
 
     q_token: int
     q_head: int

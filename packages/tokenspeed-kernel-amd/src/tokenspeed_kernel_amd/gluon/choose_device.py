@@ -2,8 +2,8 @@
 """The choice of experts from the router's logits: by every workgroup of `few`, and by a kernel of its own for `grouped`.
 
 Logits become integers with the same order; NaN is last, and -0 equals 0. Integers of 16-bit floats have the expert in their lower
-half. So the largest integer gives the best expert; among equal logits, the lowest expert. The choice is exact, so it equals the
-operator's.
+half. So the largest integer gives the best expert; among equal logits, the lowest expert. The choice is exact, and equals the
+choice of the operator's definition.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ def lanes_of_row(mfma):
 
 @gluon.constexpr_function
 def everywhere_layout(size, warps):
-    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces it without LDS, into scalar
-    registers."""
+    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces such a vector without LDS,
+    into scalar registers."""
     return gl.BlockedLayout([size // 64], [64], [warps], [0])
 
 

@@ -261,7 +261,7 @@ class Tile:
 
     @property
     def record(self) -> tuple:
-        """The values that consumers need to know of this item."""
+        """The values of this work item that consumers need."""
         return self.start, self.q_len, self.kv_len, self.position, self.kv_head
 
 

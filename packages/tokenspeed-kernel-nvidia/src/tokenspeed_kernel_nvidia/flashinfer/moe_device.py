@@ -83,7 +83,8 @@ def prepare_mxfp4(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
 
 
 def prepare_fp8_blocks(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """fp8 weights with a scale for each 128 x 128; copies w13. Gates and ups are whole blocks, as the declaration requires."""
+    """Prepares fp8 weights with a scale per 128 x 128 block. Copies w13. Gates and ups are whole blocks, as the declaration
+    requires."""
     w13_scale, w2_scale = _scales(weights)
     blocks = plan.intermediate_size // BLOCK_FP8
     swapped = torch.cat([w13_scale[:, blocks:], w13_scale[:, :blocks]], 1)

@@ -117,12 +117,13 @@ def _register_core() -> None:
 
 
 def _warn_of_unknown_names(installed: set[str]) -> None:
-    """Warns of unknown names in settings and declarations. Call it after everything is declared."""
+    """Warns of unknown names in settings and declarations. Call this function after everything is declared."""
     declared = [(op.family, op.mode) for op in operators()]
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
         setting = config.settings().override_for(family, mode)
-        # No platform: asking for it would touch the GPU. A call on a platform that the kernel lacks raises an error.
+        # No platform is passed, because detecting the platform would touch the GPU. A call on a platform that the kernel lacks
+        # raises an error.
         why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
         if setting is not None and why is not None:
             _warn(f"{setting[1]} = {setting[0]}: no call of {family}.{mode} can select it: {why}")

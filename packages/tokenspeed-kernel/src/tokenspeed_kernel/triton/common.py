@@ -61,7 +61,7 @@ def launch_options(early: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if early else {}
 
 
-def multiprocessors(device: torch.device) -> int:
+def sm_count_of(device: torch.device) -> int:
     """SM/CU count of a device; a typical count where it is unknown (a pretended platform)."""
     return platform_of(device).sm_count or _TYPICAL_SM_COUNT
 

@@ -64,7 +64,7 @@ def prefetch_rows(rows, inside, width, stride, elsewhere, PADDED: tl.constexpr) 
         inside: which rows exist, ``[rows, 1]``.
         width: elements in a row.
         stride: stride between the elements of a row, in elements.
-        elsewhere: an address in the same tensor, to prefetch in place of lines that do not exist.
+        elsewhere: an address in the same tensor, to prefetch instead of lines that do not exist.
         PADDED: a power of two that is at least the width.
     """
     LINE: tl.constexpr = 1024 // elsewhere.dtype.element_ty.primitive_bitwidth

@@ -42,7 +42,7 @@ class Finding:
     Attributes:
         problem: whether the finding is an error, which makes the diagnosis fail. Otherwise it is advice.
         what: the finding.
-        remedy: how to fix it.
+        remedy: how to fix the problem.
     """
 
     problem: bool

@@ -10,7 +10,7 @@ from gfx950_emulator.group import Group
 from gfx950_emulator.vector import U32, getter
 
 
-@binder("v_mfma")  # stands for all of them, see decode
+@binder("v_mfma")  # stands for all MFMAs, see decode
 def _bind(site: Site) -> Bound:
     """D = A x B + C for every wave. The hardware ignores EXEC: inactive lanes take part, and their registers are written."""
     try:

@@ -9,7 +9,8 @@ as in decode.
 
 Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as
 the longest sequence. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio
-// m + b`` on. These are as many as its rows need, or one more. Finding a slot's owner takes 0.3 us of the emulator's timing model.
+// m + b`` on. A sequence gets the slots that its rows need, or one more. Finding a slot's owner takes 0.3 us of the emulator's
+timing model.
 """
 
 from __future__ import annotations

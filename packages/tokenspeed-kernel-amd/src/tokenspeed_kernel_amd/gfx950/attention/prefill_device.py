@@ -143,7 +143,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """``rows`` for a block with only ``count`` valid rows: the last valid row is loaded in place of the missing ones."""
+    """``rows`` for a block with only ``count`` valid rows: the missing rows are loaded from the last valid row."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -213,7 +213,7 @@ def attend_before_diagonal(
 
 @gluon.jit
 def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
-    """Loads a tile of q; the sequence's last row is loaded in place of missing rows."""
+    """Loads a tile of q; missing rows are loaded from the sequence's last row."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q_token = strides.q_token * VECTOR

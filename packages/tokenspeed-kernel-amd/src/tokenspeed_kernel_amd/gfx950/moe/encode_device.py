@@ -28,7 +28,7 @@ def activation_layout(rows, warps):
 
 @gluon.jit
 def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """int32 [1, BLOCK / 32, 32]: the places of a row's elements from ``first`` on."""
+    """int32 [1, BLOCK / 32, 32]: the positions of a row's elements from ``first`` on."""
     block = gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))
     return first + block[None, :, None] * 32 + gl.arange(0, 32, axis_layout(layout, 3, 2))[None, None, :]
 

@@ -1,15 +1,15 @@
-"""The encoding of activations for MMAs, as e4m3 or e2m1 codes. Blocks of 32 elements, tokens, or all tokens share a scale.
+"""The encoding of activations for MMAs, as e4m3 or e2m1 values. Blocks of 32 elements, tokens, or all tokens share a scale.
 
-* fp8: one *plane* of e4m3 codes, and a float32 scale per token, which the epilogue applies.
-* fp8 with a static scale: one plane of e4m3 codes; all tokens share the scale. The gate/up GEMM stores codes for the down
-  projection.
-* mxfp4: one plane of e2m1 codes with block scales.
-* Unrounded: several planes of e4m3 codes with block scales, which sum to the element. Each plane holds the leading four bits,
-  signed, of the residual that the preceding planes leave. Its scales are 2^5 times smaller. Two planes hold a bfloat16 exactly,
-  three a float16, down to 2^-14 of the block's amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes
-  exact passes, see ``exact_device``, if more than a quarter of the nonzero elements of one of its blocks have a residual. If the
-  encoding is exact, every row with a residual takes them. Two MMAs with e4m3 take as long as one MMA with bfloat16, which needs
-  dequantised weights. A token with an infinity gives NaN.
+* fp8: one *plane* of e4m3 values, and a float32 scale per token, which the epilogue applies.
+* fp8 with a static scale: one plane of e4m3 values; all tokens share the scale. The gate/up GEMM stores encoded activations for the
+    down projection.
+* mxfp4: one plane of e2m1 values with block scales.
+* Unrounded: several planes of e4m3 values with block scales. An element is the sum of its values in all planes. Each plane holds
+  the leading four bits, signed, of the residual that the preceding planes leave. Its scales are 2^5 times smaller. Two planes hold
+  a bfloat16 exactly, three a float16, down to 2^-14 of the block's amax. The residual of a smaller element is at most 2^-22 of the
+  amax. A row takes exact passes, see ``exact_device``, if more than a quarter of the nonzero elements of one of its blocks have a
+  residual. If the encoding is exact, every row with a residual takes them. Two MMAs with e4m3 take as long as one MMA with
+  bfloat16, which needs dequantised weights. A token with an infinity gives NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or
@@ -42,7 +42,7 @@ class Encoding(NamedTuple):
 
     Attributes:
         format: ``"e4m3"`` or ``"e2m1"``.
-        planes: codes of an element.
+        planes: number of encoded values per element.
         scales: ``"token"``, ``"tensor"`` or ``"block"``, which share a scale. Block scales are e8m0, others float32.
         exact: whether every row with a residual takes exact passes.
     """
@@ -58,7 +58,7 @@ class Encoding(NamedTuple):
         return self.planes > 1 and not self.exact
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of a row of codes."""
+        """The bytes of a row of encoded values."""
         return quads_of(k) * QUAD * STEP // (2 if self.format == "e2m1" else 1)
 
     def row_scales(self, k: int) -> int:

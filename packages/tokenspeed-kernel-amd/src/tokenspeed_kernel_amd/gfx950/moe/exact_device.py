@@ -21,13 +21,13 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     smallest_exponent,
 )
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
-    add_products,
+    accumulator_layout,
+    add_mfmas,
     axis_layout,
     load_half_quad,
     load_quad,
     log2,
     plain,
-    product_layout,
     token_scale_layout,
 )
 
@@ -46,7 +46,7 @@ def source_layout(warps):
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps have the same codes."""
+    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps hold the same encoded values."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
@@ -129,7 +129,7 @@ def read_plane(shared, plane):
     warps: gl.constexpr = gl.num_warps()
     planes: gl.constexpr = shared.codes.shape[0] // 4
     COLUMNS: gl.constexpr = shared.codes.shape[1]
-    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
+    operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     codes = shared.codes.reinterpret(gl.float8e4nv, [planes, 4, COLUMNS, 128], plain(3)).index(plane).permute([1, 0, 2])
     codes = codes.load(quad_layout(COLUMNS, warps)).reshape(COLUMNS, 512)
     scales = shared.scales.reinterpret(gl.uint8, [planes, 4, COLUMNS, 4], plain(3)).index(plane).permute([1, 2, 0])
@@ -178,7 +178,7 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
             for plane in gl.static_range(encoding.planes):
                 gl.barrier()  # or the compiler reads all planes first, which takes more registers than the mainloop
                 codes, scales = read_plane(shared, plane)
-                first = add_products(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
+                first = add_mfmas(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
                 if HALVES == 2:
-                    second = add_products(second, weights.second, weights.second_scale, (codes,), (scales,), encoding)
+                    second = add_mfmas(second, weights.second, weights.second_scale, (codes,), (scales,), encoding)
     return first, second

@@ -134,7 +134,7 @@ def moe_topk_apply_few(
 def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Both GEMMs. With a router, the gate/up projection writes the routing. Otherwise both GEMMs read it."""
+    """Both GEMMs. With a router, the gate/up projection writes the routing. Without a router, both GEMMs read the given routing."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)

@@ -19,15 +19,15 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
 )
 from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
+    accumulator_layout,
     activated,
-    add_products,
+    add_mfmas,
     axis_layout,
     halves_at,
     load_biases,
     load_half_quad,
     load_quad,
     plain,
-    product_layout,
     strips_at,
 )
 from tokenspeed_kernel_amd.gluon.choose_device import choose, store_choice
@@ -38,7 +38,7 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps have the same codes."""
+    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
@@ -123,9 +123,9 @@ def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 def encode(
     chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
 ):
-    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are codes already are copied. ``static``: points to the
-    static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes. The
-    last value is the same in all waves."""
+    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are already encoded are copied. ``static``: points to
+    the static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes.
+    The last value is the same in all waves."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
@@ -180,7 +180,7 @@ def any_inexact(held, encoding: gl.constexpr):
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
         shared.store(held.to(gl.int8))
-        # Each wave reduces all values by itself, after the barrier that the codes need anyway.
+        # Each wave reduces all values by itself, after the barrier that the encoded values need anyway.
         held = shared.load(gl.BlockedLayout([warps], [64], [warps], [0])).to(gl.int32)
         return gl.min(held, axis=0) < ENOUGH
     return gl.to_tensor(encoding.planes > 1)
@@ -192,7 +192,7 @@ def repeated_codes(shared, quad, encoding: gl.constexpr):
     pieces: gl.constexpr = shared.shape[3]
     ROWS: gl.constexpr = shared.shape[4]
     layout: gl.constexpr = repeated_codes_layout(ROWS, gl.num_warps())
-    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(gl.num_warps()), 16)
+    operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(gl.num_warps()), 16)
     once = shared.index(quad).load(layout)
     often, _ = gl.broadcast(once, gl.zeros([1, _COLUMNS // ROWS, pieces, ROWS, 16], gl.uint8, layout))
     tokens = often.permute(0, 1, 3, 2, 4).reshape(_COLUMNS, pieces * 16).permute(1, 0)
@@ -205,7 +205,7 @@ def repeated_scale(shared, quad):
     """Block scales of four steps of a plane, uint8 [16, 16]."""
     ROWS: gl.constexpr = shared.shape[3]
     layout: gl.constexpr = repeated_scale_layout(ROWS, gl.num_warps())
-    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(gl.num_warps()), 16)
+    operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(gl.num_warps()), 16)
     scale_layout: gl.constexpr = isa.mfma_scale_layout(operand, [_COLUMNS, 16])
     once = shared.index(quad).load(layout)
     often, _ = gl.broadcast(once, gl.zeros([1, _COLUMNS // ROWS, ROWS, 4, 4], gl.uint8, layout))
@@ -214,7 +214,7 @@ def repeated_scale(shared, quad):
 
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
-    """The codes and block scales of all planes. Without block scales, the codes are returned in place of scales."""
+    """The encoded values and block scales of all planes. Without block scales, returns the encoded values twice."""
     codes = (repeated_codes(shared.first, quad, encoding),)
     scales = codes
     if encoding.planes > 1:
@@ -333,13 +333,13 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM of the pairs with places from 1 to ``shape.rows``."""
+    """The gate/up GEMM of the pairs at positions 1 to ``shape.rows``."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
-    product: gl.constexpr = product_layout(warps)
+    acc_layout: gl.constexpr = accumulator_layout(warps)
     own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
     row = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
-    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, acc_layout))
     count = gl.max(place, axis=0)
     token = row * 0
     column_pair = column * 0
@@ -349,10 +349,10 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         column_pair = gl.where(column == index, pair, column_pair)
     # Loads return in order, and activations are needed first.
     chunks = load_rows(operands.x, token * operands.x_stride, k, shape.rows, shape.block)
-    gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-    up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, acc_layout)
+    up = gl.zeros([16 * warps, _COLUMNS], gl.float32, acc_layout)
     if shape.bias and encoding.scales == "block":  # accumulators begin with the bias
-        gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, product))
+        gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, acc_layout))
         gate, _ = gl.broadcast(gate_bias[:, None], gate)
         up, _ = gl.broadcast(up_bias[:, None], up)
     even = load_quad(own, 0, warps)
@@ -361,25 +361,25 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
     shared, step, inexact = encode(chunks, operands.x.dtype.element_ty, operands.static, encoding, shape.rows, shape.block)
     for quad in range(0, (k + 511) // 512, 2):
         codes, scales = operands_of(shared, quad, encoding)
-        gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
-        up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
+        gate = add_mfmas(gate, even.first, even.first_scale, codes, scales, encoding)
+        up = add_mfmas(up, even.second, even.second_scale, codes, scales, encoding)
         even = load_quad(own, quad + 2, warps)
         if quad + 1 < (k + 511) // 512:
             codes, scales = operands_of(shared, quad + 1, encoding)
-            gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
-            up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
+            gate = add_mfmas(gate, odd.first, odd.first_scale, codes, scales, encoding)
+            up = add_mfmas(up, odd.second, odd.second_scale, codes, scales, encoding)
         odd = load_quad(own, quad + 3, warps)
     if encoding.planes > 1:
         gate, up = add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape)
     if encoding.scales != "block":
-        scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
+        scale = by_column(step, shape.rows, gl.SliceLayout(0, acc_layout))
         gate *= scale[None, :]
         up *= scale[None, :]
         if shape.bias:
-            gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, product))
+            gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, acc_layout))
             gate += gate_bias[:, None]
             up += up_bias[:, None]
-    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, acc_layout))
     strip = first_strip + row // 16
     result = activated(gate, up, swiglu, shape.limited)
     if encoding.scales == "tensor":
@@ -404,7 +404,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     top_k: gl.constexpr = shape.top_k
-    product: gl.constexpr = product_layout(warps)
+    acc_layout: gl.constexpr = accumulator_layout(warps)
     SPLIT: gl.constexpr = shape.split
     part_quads = ((k + 511) // 512 + SPLIT - 1) // SPLIT
     half = gl.program_id(0)
@@ -415,7 +415,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     begins = warp % SPLIT * part_quads * 512
     h = operands.x + gl.program_id(1) * top_k * k
     length = gl.minimum(k - begins, part_quads * 512)
-    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, acc_layout))
     row_slot = gl.minimum(row // 16 // SPLIT, top_k - 1)
     row_expert = gl.load(ids + row_slot)
     present = (row // 16 // SPLIT < top_k) & (row_expert >= 0) & (row_expert < shape.num_experts)
@@ -428,20 +428,20 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     even = load_half_quad(own, 0, warps)
     odd = load_half_quad(own, 1, warps)
     shared, step, inexact = encode(chunks, h.dtype.element_ty, operands.static, encoding, warps, shape.block, SPLIT)
-    acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, acc_layout)
     for quad in range(0, part_quads, 2):
         codes, scales = operands_of(shared, quad, encoding)
-        acc = add_products(acc, even.first, even.first_scale, codes, scales, encoding)
+        acc = add_mfmas(acc, even.first, even.first_scale, codes, scales, encoding)
         even = load_half_quad(own, quad + 2, warps)
         if quad + 1 < part_quads:
             codes, scales = operands_of(shared, quad + 1, encoding)
-            acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
+            acc = add_mfmas(acc, odd.first, odd.first_scale, codes, scales, encoding)
         odd = load_half_quad(own, quad + 3, warps)
     if encoding.planes > 1:
         acc = add_slots_exactly(acc, own, h, slot * k + begins, length, ids + slot, part_quads, inexact, shape)
     if encoding.scales != "block":
-        acc *= by_column(step, warps, gl.SliceLayout(0, product))[None, :]
-    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+        acc *= by_column(step, warps, gl.SliceLayout(0, acc_layout))[None, :]
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, acc_layout))
     result = gl.sum(gl.where((row // 16)[:, None] == column[None, :], acc, 0.0), axis=1)
     result = gl.where(present, (result + bias) * weight, 0.0)
     total = gl.sum(result.reshape(warps, 16), axis=0)

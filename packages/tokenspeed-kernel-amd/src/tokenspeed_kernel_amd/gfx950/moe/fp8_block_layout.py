@@ -38,7 +38,7 @@ _BYTES = 16  # of a lane
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     """Canonical weights in fp8 blocks in the layout above, an expert at a time. The result has the bytes of the weights, padding,
-    and a scale for 16 rows in place of one for 128."""
+    and a scale per 16 rows instead of one per 128."""
     w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)

@@ -135,7 +135,7 @@ class Schedule(NamedTuple):
 
 
 def tile_for(pairs: int, plan: MoEPlan) -> Tile:
-    """The tile for so many pairs."""
+    """Returns the tile for a number of pairs."""
     planes = encoding_of(plan).planes
     if plan.weight_format == "fp8_block" and planes > 2:
         return _TILES[0][1]  # 32 columns take more registers than there are
@@ -204,9 +204,8 @@ def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | Non
 
 
 def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
-    """The dtype of the gate/up GEMM's result: codes with a static scale; float32 where float16 may overflow.
-
-    Rounding to 16 bits before quantisation changes codes: an error of 1.5e-2 in place of 2e-3 with weights in fp8 blocks. With
+    """The dtype of the gate/up GEMM's result: quantised values with a static scale; float32 where float16 may overflow. Rounding to
+    16 bits before quantisation changes quantised values: with weights in fp8 blocks, the error is 1.5e-2 instead of 2e-3. With
     mxfp4 weights the portable kernel has that error too, and halving the bytes is worth more.
     """
     if encoding.scales == "tensor":
@@ -228,12 +227,12 @@ def most_tokens(plan: MoEPlan) -> int:
 
 
 def padded(k: int) -> int:
-    """Elements of a row of codes."""
+    """The number of elements of an encoded row."""
     return quads_of(k) * QUAD * STEP
 
 
 def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> None:
-    """Encodes the first rows of x, contiguous ``[rows, k]``: so many as ``count`` says, int32, its first element."""
+    """Encodes the first ``count[0]`` rows of x, contiguous ``[rows, k]``; count: int32."""
     room, k = x.shape
     encode_device.encode_kernel[(-(-room // _ENCODED),)](
         x, count, *encoded, k, padded(k), room, encoding=encoding, CHUNKS=_chunks(k), num_warps=_ENCODED

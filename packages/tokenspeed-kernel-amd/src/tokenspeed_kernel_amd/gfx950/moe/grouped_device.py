@@ -10,12 +10,12 @@ from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import ENOUGH
 from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
+    accumulator_layout,
     activated,
-    add_products,
+    add_mfmas,
     axis_layout,
     load_biases,
     load_quad,
-    product_layout,
     strips_at,
     token_scale_layout,
 )
@@ -30,14 +30,14 @@ def copy_layout(row_bytes, warps):
 
 @gluon.aggregate
 class Columns:
-    """A tile of tokens, and the locations of their rows of codes and scales.
+    """A tile of tokens, and the locations of their encoded rows and scales.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
-        offsets: int32 [columns, bytes of four steps], offsets of the codes.
+        offsets: int32 [columns, bytes of four steps], offsets of the encoded values.
         place: int32 [1, bytes of four steps], the index of each byte within a row.
-        row_bytes: bytes of a row's codes.
+        row_bytes: bytes of an encoded row.
         scale_offsets: int32 [columns, 4, 4], offsets of the block scales.
         quads: number of groups of four steps.
     """
@@ -64,7 +64,7 @@ def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def load_codes(columns, quad, encoding: gl.constexpr):
-    """The codes of four steps, of all planes; zeros beyond the row."""
+    """The encoded values of four steps, of all planes; zeros beyond the row."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
     codes = ()
@@ -92,7 +92,7 @@ def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, la
 
 @gluon.jit
 def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
-    """The codes of each plane as the right operand of MMAs."""
+    """The encoded values of each plane as the right operand of MMAs."""
     codes = ()
     for plane in gl.static_range(encoding.planes):
         codes += (shared.index(plane).permute([1, 0]).load(operand),)
@@ -138,7 +138,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     Args:
         operands, swiglu, shape: see `grouped`.
         rows: encoded rows.
-        row_bytes: bytes of a row's codes.
+        row_bytes: bytes of an encoded row.
         strips: number of strips of an expert.
         k: the inner dimension.
         blocks: number of blocks of strips.
@@ -146,8 +146,8 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     COLUMNS: gl.constexpr = shape.columns
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
-    product: gl.constexpr = product_layout(warps)
-    operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
+    acc_layout: gl.constexpr = accumulator_layout(warps)
+    operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 16)
     size: gl.constexpr = 256 if encoding.format == "e2m1" else 512  # bytes of a row's four steps
     copy: gl.constexpr = copy_layout(size, warps)
     scale_copy: gl.constexpr = token_scale_layout(COLUMNS, warps)
@@ -194,9 +194,9 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         if encoding.scales == "block":
             even_scales = load_scales(columns, 0, encoding, COLUMNS, token_scale)
             odd_scales = load_scales(columns, 1, encoding, COLUMNS, token_scale)
-        tokens = tokens_of(operands, first_row, count, shape, COLUMNS, gl.SliceLayout(0, product))
-        first = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
-        second = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
+        tokens = tokens_of(operands, first_row, count, shape, COLUMNS, gl.SliceLayout(0, acc_layout))
+        first = gl.zeros([16 * warps, COLUMNS], gl.float32, acc_layout)
+        second = gl.zeros([16 * warps, COLUMNS], gl.float32, acc_layout)
         store_codes(even_shared, even_codes, encoding)
         even_codes = load_codes(columns, 2, encoding)
         gl.barrier()  # otherwise each iteration would have two barriers, one for the first iteration and one for all others
@@ -204,16 +204,16 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
             store_codes(odd_shared, odd_codes, encoding)
             odd_codes = load_codes(columns, quad + 3, encoding)
             codes = read_codes(even_shared, encoding, operand)
-            first = add_products(first, even.first, even.first_scale, codes, even_scales, encoding)
-            second = add_products(second, even.second, even.second_scale, codes, even_scales, encoding)
+            first = add_mfmas(first, even.first, even.first_scale, codes, even_scales, encoding)
+            second = add_mfmas(second, even.second, even.second_scale, codes, even_scales, encoding)
             even = load_quad(own, quad + 2, warps)
             if encoding.scales == "block":
                 even_scales = load_scales(columns, quad + 2, encoding, COLUMNS, token_scale)
             store_codes(even_shared, even_codes, encoding)
             even_codes = load_codes(columns, quad + 4, encoding)
             codes = read_codes(odd_shared, encoding, operand)
-            first = add_products(first, odd.first, odd.first_scale, codes, odd_scales, encoding)
-            second = add_products(second, odd.second, odd.second_scale, codes, odd_scales, encoding)
+            first = add_mfmas(first, odd.first, odd.first_scale, codes, odd_scales, encoding)
+            second = add_mfmas(second, odd.second, odd.second_scale, codes, odd_scales, encoding)
             odd = load_quad(own, quad + 3, warps)
             if encoding.scales == "block":
                 odd_scales = load_scales(columns, quad + 3, encoding, COLUMNS, token_scale)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, passes_of, wave_uniform
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_product, tokens_of
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import product_layout, strips_at
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, strips_at
 
 _PART = gl.constexpr(32)  # columns
 
@@ -38,17 +38,17 @@ def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl
 def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, shape: gl.constexpr):
     """Computes up to 32 rows from ``first_row`` on, of ``count`` that there are."""
     warps: gl.constexpr = gl.num_warps()
-    product: gl.constexpr = product_layout(warps)
+    acc_layout: gl.constexpr = accumulator_layout(warps)
     quads = (k + 511) // 512
     source = source_of(operands, first_row, count, k, _PART, shape)
     passes = passes_of(source, quads, shape.encoding)
     if wave_uniform(gl.max(passes, axis=0)) > 0:
-        tokens = tokens_of(operands, first_row, count, shape, _PART, gl.SliceLayout(0, product))
-        inexact = gl.convert_layout(passes, gl.SliceLayout(0, product)) > 0
+        tokens = tokens_of(operands, first_row, count, shape, _PART, gl.SliceLayout(0, acc_layout))
+        inexact = gl.convert_layout(passes, gl.SliceLayout(0, acc_layout)) > 0
         tokens = Tokens(tokens.exists & inexact, tokens.out_row, tokens.scale, tokens.out_scale)
         for block in range(gl.minimum((strips - strip + warps - 1) // warps, shape.blocks)):
             own = strips_at(operands.weight, operands.weight_scale, expert, strip + block * warps, strips, k, warps)
-            zeros = gl.zeros([16 * warps, _PART], gl.float32, product)
+            zeros = gl.zeros([16 * warps, _PART], gl.float32, acc_layout)
             first, second = add_exactly(zeros, zeros, own, source, passes, quads, 0, 2, shape.encoding)
             first, second = add_bias(first, second, operands, expert, strip + block * warps, strips, shape)
             store_product(operands, first, second, strip + block * warps, strips, tokens, swiglu, shape)

@@ -83,5 +83,5 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
 
 
 def padded_columns(rows: Tensor, columns: int) -> Tensor:
-    """Rows with zeros up to so many columns."""
+    """Pads rows with zeros to a number of columns."""
     return torch.nn.functional.pad(rows, (0, columns - rows.shape[1]))

@@ -69,7 +69,7 @@ def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl
 
 @gluon.jit
 def list_pairs(found, pair, order, row, expert):
-    """Lists those pairs that have the expert, from entry ``row`` on. Returns the entry after them."""
+    """Lists those pairs that have the expert, from entry ``row`` on. Returns the entry after the last pair."""
     mine = (found == expert).to(gl.int32)
     until = gl.associative_scan(mine, 0, add)
     isa.buffer_store(pair, order, row + until - 1, mask=mine != 0)
@@ -96,7 +96,7 @@ def route_kernel(
     CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """The first workgroups are for experts: each lists its expert's pairs. The others encode tokens, one per warp.
+    """The first workgroups are for experts: each lists its expert's pairs. The other workgroups encode tokens, one per warp.
 
     Args:
         ids: int32 [pairs], TOP_K expert ids for each token. Ids that are not in 0 ... num_experts - 1 are left out.

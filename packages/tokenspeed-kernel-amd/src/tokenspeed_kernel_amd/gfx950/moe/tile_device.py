@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Code that the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout`` say how
-weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step in fp8 blocks has twice as many loads of
-16 bytes per lane.
+weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 weights are uint8. A step in fp8 blocks has twice as many loads
+of 16 bytes per lane.
 
 A wave has a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
 features, and columns are tokens.
@@ -23,7 +23,7 @@ def log2(power):
 
 
 @gluon.constexpr_function
-def product_layout(warps):
+def accumulator_layout(warps):
     """Warps are divided along features. A lane holds four neighbouring features of one token."""
     return isa.mfma_layout([16, 16, 128], False, [warps, 1])
 
@@ -230,7 +230,7 @@ def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
     """The weights of one half from ``step`` on, [16 * warps, bytes]; zeros beyond k."""
     PIECES: gl.constexpr = pieces_of_step(strips.weight.dtype.element_ty)
     count: gl.constexpr = strips.offsets.shape[1]
-    tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
+    tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     exists = strips.block < strips.blocks - step * (4 * PIECES)
     codes = isa.buffer_load(strips.weight + step * (2048 * PIECES) + HALF * 1024, strips.offsets, mask=exists)
     return gl.convert_layout(codes.permute(0, 3, 1, 2, 4).reshape(16 * warps, 64 * count), tile, assert_trivial=True)
@@ -247,7 +247,7 @@ def load_scale(strips, quad, HALF: gl.constexpr):
 @gluon.jit
 def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constexpr):
     """The scales of two or four steps, from a step on, as MMAs take them: uint8 [16 * warps, 4 * steps]."""
-    tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
+    tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     layout: gl.constexpr = isa.mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
     low = gl.join((words >> (8 * FIRST)).to(gl.uint8), (words >> (8 * FIRST + 8)).to(gl.uint8))
     if COUNT == 4:
@@ -290,7 +290,7 @@ def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
+def factors_of(words, warps: gl.constexpr, acc_layout: gl.constexpr):
     """The scales of four steps in fp8 blocks, float32 [16 * warps, 1] each."""
     by_warp: gl.constexpr = rows_layout(warps)
     factors = ()
@@ -301,13 +301,13 @@ def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
         one = (first, second, third, fourth)[factor]
         one = gl.convert_layout(one, gl.SliceLayout(1, by_warp), assert_trivial=True)[:, None]
         rows, _ = gl.broadcast(one, gl.zeros([warps, 16], gl.float32, by_warp))
-        rows = gl.convert_layout(rows.reshape(16 * warps), gl.SliceLayout(1, product), assert_trivial=True)
+        rows = gl.convert_layout(rows.reshape(16 * warps), gl.SliceLayout(1, acc_layout), assert_trivial=True)
         factors += (rows[:, None],)
     return factors
 
 
 @gluon.jit
-def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
+def add_mfmas(acc, weight, words, codes, scales, encoding: gl.constexpr):
     """Adds the dot products of four steps of weights with some planes of tokens.
 
     Args:
@@ -329,13 +329,13 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_products` for weights in fp8 blocks. A block is one step along k, and the block's scale multiplies the step's partial
+    """`add_mfmas` for weights in fp8 blocks. A block is one step along k, and the block's scale multiplies the step's partial
     sum."""
-    product: gl.constexpr = acc.type.layout
-    operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
+    acc_layout: gl.constexpr = acc.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 16)
     token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [acc.shape[1], 4])
-    weights = steps_of(weight, 1, gl.DotOperandLayout(0, product, 16))
-    factors = factors_of(words, acc.shape[0] // 16, product)
+    weights = steps_of(weight, 1, gl.DotOperandLayout(0, acc_layout, 16))
+    factors = factors_of(words, acc.shape[0] // 16, acc_layout)
     sums = (gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc))
     for plane in gl.static_range(len(codes)):
         tokens = steps_of(codes[plane], 0, operand)

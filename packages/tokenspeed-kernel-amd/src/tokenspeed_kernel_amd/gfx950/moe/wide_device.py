@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at, token_scale_layout
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, axis_layout, scales_of, strips_at, token_scale_layout
 
 _PART = gl.constexpr(32)
 
@@ -77,9 +77,9 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Two steps of a block of strips; zeros in place of strips that do not exist and beyond k."""
+    """Two steps of a block of strips; zeros for strips that do not exist, and beyond k."""
     layout: gl.constexpr = own.offsets.type.layout
-    tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
+    tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
     exists = (own.block < own.blocks - step * 4) & (warp < own.strips - first_strip)
     weight = own.weight + (first_strip * own.steps + step) * 2048
@@ -104,13 +104,13 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
 
 @gluon.aggregate
 class Columns:
-    """The location of the codes and block scales of a tile's tokens.
+    """The location of the encoded values and block scales of a tile's tokens.
 
     Attributes:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
-        row_bytes: bytes of a row's codes.
-        offsets: int32 [columns, bytes of two steps] of the codes.
+        row_bytes: bytes of an encoded row.
+        offsets: int32 [columns, bytes of two steps] of the encoded values.
         place: int32 [1, bytes of two steps], the index of each byte within a row.
         scale_offsets: int32 [columns, g, 2] of the block scales of two steps.
     """
@@ -171,8 +171,8 @@ def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexp
 
 @gluon.jit
 def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
-    """Two of four steps of all tokens (HALF: the first two or the last two): the codes of each plane, then the block scales of each
-    plane. Codes are zeros beyond a row, where rows are not padded."""
+    """Two of four steps of all tokens (HALF: the first two or the last two): the encoded values of each plane, then the block
+    scales of each plane. Codes are zeros beyond a row, where rows are not padded."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists = None
     if not shape.padded:
@@ -198,10 +198,10 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 
 @gluon.jit
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
-    """Two steps of 32 tokens of a plane as the right operand, [256, 32] (packed: [128, 32]), and their block scales, uint8 [32, 8].
-    Without block scales, the codes are in their place. Items are parts, and planes of each."""
+    """Loads two steps of 32 tokens of a plane: the right operand [256, 32] (packed: [128, 32]), and the block scales, uint8 [32,
+    8]. Without block scales, returns the operand twice. ``ITEM`` numbers the planes of all parts."""
     warps: gl.constexpr = gl.num_warps()
-    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
+    operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes
     first: gl.constexpr = ITEM // encoding.planes * _PART
     codes = shared.codes.index(plane).slice(first, _PART, 0).permute([1, 0]).load(operand)
@@ -258,7 +258,7 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
 def no_sums(parts: gl.constexpr, warps: gl.constexpr):
     sums = ()
     for _ in gl.static_range(parts):
-        sums += (gl.zeros([16 * warps, _PART], gl.float32, product_layout(warps)),)
+        sums += (gl.zeros([16 * warps, _PART], gl.float32, accumulator_layout(warps)),)
     return sums
 
 
@@ -296,7 +296,7 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
         tokens = ()
         for part in gl.static_range(parts):
             here = first_row + gl.minimum(count - 1, part * _PART)
-            tokens += (tokens_of(operands, here, count - part * _PART, shape, _PART, gl.SliceLayout(0, product_layout(warps))),)
+            tokens += (tokens_of(operands, here, count - part * _PART, shape, _PART, gl.SliceLayout(0, accumulator_layout(warps))),)
         firsts = no_sums(parts, warps)
         seconds = no_sums(parts, warps)
         quad = quads * 0

@@ -141,7 +141,7 @@ def attend(
         oldest, newest = first_query + rows.start, first_query + rows.stop - 1
         low = max(first_visible(oldest, softmax.window_left) - first_key, 0)
         high = max(newest + 1 - first_key, low) if softmax.causal else k.shape[0]
-        # A single query needs no mask: it gets visible keys only.
+        # A single query needs no mask, because ``k`` is restricted to its visible keys.
         count, ahead = rows.stop - rows.start, oldest - (first_key + low)
         visible = _visible(count, high - low, softmax, ahead, q.device) if count > 1 else None
         out[rows], lse[rows] = _attend_block(q[rows], k[low:high], v[low:high], softmax, visible)

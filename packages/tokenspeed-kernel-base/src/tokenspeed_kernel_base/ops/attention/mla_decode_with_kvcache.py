@@ -77,7 +77,7 @@ def mla_decode_with_kvcache(
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. So it cannot be derived from the shapes.
+            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.

@@ -64,9 +64,9 @@ def mla_sparse_with_kvcache(
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. So it cannot be derived from the shapes.
+            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
         topk_length: int32 ``[tokens]``, 0 to top_k: how many of a token's first indices are used. Further indices may hold
-            anything. None means all. Tokens with few keys run faster with it.
+            anything. None means all. With topk_length, tokens with few keys run faster.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not

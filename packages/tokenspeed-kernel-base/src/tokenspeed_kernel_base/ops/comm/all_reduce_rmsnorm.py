@@ -54,7 +54,8 @@ def all_reduce_rmsnorm(
         group: the ranks. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all steps in one
             launch.
         eps: added to the mean square, > 0.
-        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
+        residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
+            normalisation.
         out: receives the result; may be x, or the residual unless ``residual_out`` is that.
         residual_out: receives the sum with the residual; may be the residual, or x unless ``out`` is that. Only with a residual.
 

@@ -52,7 +52,8 @@ def all_reduce_rmsnorm_quantize(
             launch.
         quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
         eps: added to the mean square, > 0.
-        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
+        residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
+            normalisation.
         out: receives q.
         scale_out: receives the scales; None if an fp8 scale is given.
         residual_out: receives the sum with the residual; may be the residual or x. Only with a residual.

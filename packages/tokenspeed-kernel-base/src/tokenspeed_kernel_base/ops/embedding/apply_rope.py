@@ -67,8 +67,8 @@ def apply_rope(
 
     The first ``rotary_dim`` elements of a head form pairs ``(a, b)``. Each pair becomes ``(a * cos - b * sin, b * cos + a * sin)``.
     The remaining elements are copied (Su et al., 2021, arXiv:2104.09864). Pair i has elements ``(i, i + rotary_dim / 2)``, as in
-    GPT-NeoX and most published weights. With ``interleaved`` it has elements ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic is
-    float32 (float64 for float64 inputs), rounded to q's dtype once.
+    GPT-NeoX and most published weights. With ``interleaved``, pair i has elements ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic
+    is float32 (float64 for float64 inputs), rounded to q's dtype once.
 
     The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. An
     attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into cosines and sines beforehand, and so

@@ -35,8 +35,8 @@ def positions_to_slots(
     if the position is negative, lies past the end of the page table, or its page table entry is negative.
 
     With one position for each token, its own, the result is the ``slot_mapping`` of `store_kv_cache` and of the other operators
-    that write to the cache. With several, this converts the result of `top_k_indices` to the ``indices`` of
-    `mla_sparse_with_kvcache`.
+    that write to the cache. With several positions per token, this operator converts the result of `top_k_indices` to the
+    ``indices`` of `mla_sparse_with_kvcache`.
 
     Args:
         positions: int32 or int64 ``[tokens]`` or ``[tokens, top_k]``, tokens sequence by sequence. May be strided.

@@ -53,8 +53,8 @@ def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
 
 
 def unwritten(slot_mapping: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """For ``vary`` hooks: changes tokens that are not written. Their values ``[tokens, ...]`` become NaN, and their slots other
-    negative numbers.
+    """For ``vary`` hooks: changes the values ``[tokens, ...]`` of unwritten tokens to NaN, and their slots to other negative
+    numbers.
     """
     absent = slot_mapping < 0
     return {"slot_mapping": absent_ids(slot_mapping, absent), **{name: poisoned(value, absent) for name, value in values.items()}}

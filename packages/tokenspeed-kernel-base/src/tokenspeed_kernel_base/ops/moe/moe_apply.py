@@ -72,8 +72,8 @@ def moe_apply(
 
     Rounding. Weights are dequantised exactly (to float32). ``activation_dtype`` says how x and the result of ``act`` are rounded.
     ``"fp8"`` rounds them to float8_e4m3fn with a scale for each token, as `quantize_fp8` does. ``"fp8_static"`` rounds them to
-    float8_e4m3fn with the static input scales of the weights object, saturating. ``"mxfp4"`` rounds them to mxfp4, as
-    `quantize_mxfp4` does. ``"none"`` does not round them, but see Exactness below. Everything else is float32 (float64 for float64
+    float8_e4m3fn with the static input scales of the weights object, saturating. ``"mxfp4"`` rounds both to mxfp4, as
+    `quantize_mxfp4` does. ``"none"`` rounds neither, but see Exactness below. Everything else is float32 (float64 for float64
     tokens), including the sum over slots; the result is rounded to x's dtype once, at the end. Kernels may also round the result of
     ``act`` and each slot's output to x's dtype. Each of these roundings has relative size eps and affects terms of a sum, so a
     tolerance of a few eps of the largest output covers them. An activation may be rounded differently before a kernel quantises it.

@@ -47,7 +47,8 @@ def rmsnorm_quantize(
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
         eps: added to the mean square, > 0.
-        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
+        residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to x before the
+            normalisation.
         out: receives q.
         scale_out: receives the scales; None if an fp8 scale is given.
         residual_out: receives the sum; may be the residual or x. Only with a residual.

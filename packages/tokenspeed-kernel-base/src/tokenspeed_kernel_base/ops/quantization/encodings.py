@@ -37,7 +37,7 @@ BLOCK_MX = 32
 BLOCK_NVFP4 = 16
 TILE_ROWS, TILE_SCALES = 128, 4  # a 128x4 tile of scales: rows of the tensor, and scales of each row
 
-SOURCE_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})  # dtypes that are quantised and dequantised to
+SOURCE_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})  # dtypes of unquantised values
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}
 E2M1_MAX = 6.0
 SMALLEST_NORMAL = 2.0**-126  # of float32

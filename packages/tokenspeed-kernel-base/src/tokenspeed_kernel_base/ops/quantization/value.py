@@ -60,7 +60,7 @@ class Quantization:
     scale: Tensor | None
 
     def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():  # the operator checks it again
+        if not torch.compiler.is_compiling():  # the operator checks the fields again
             check_quantization(Checker("Quantization"), self)
 
     @classmethod

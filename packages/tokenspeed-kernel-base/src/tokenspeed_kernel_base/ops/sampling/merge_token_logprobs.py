@@ -31,9 +31,9 @@ def merge_token_logprobs(
     The inputs are results of `token_logprobs` with ``normalize=False``.
 
     The shards' log-sum-exps (lse) are merged into the lse of the vocabulary. The given token's logit is the largest of the
-    shards' values, because it is ``-inf`` in shards without the token. The merged lse is subtracted from it, and from the
-    ``top_k`` largest of all shards' top logits. All these logits are ordered by descending logit, then by ascending token; NaN
-    comes first. The shards may be stacked in any order.
+    shards' values, because it is ``-inf`` in shards without the token. The merged lse is subtracted from the given token's logit,
+    and from the ``top_k`` largest of all shards' top logits. All these logits are ordered by descending logit, then by ascending
+    token; NaN comes first. The shards may be stacked in any order.
 
     A logit of ``-inf`` has the log-probability ``-inf``. If the lse of a shard is NaN, the log-probabilities of all other logits
     are NaN.

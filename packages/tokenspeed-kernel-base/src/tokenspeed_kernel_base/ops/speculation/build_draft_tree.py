@@ -42,8 +42,8 @@ def build_draft_tree(
 
     A draft model proposes candidates level by level: tokens that continue the last known token or an earlier candidate. The
     ``nodes - 1`` candidates with the highest scores are kept (Li et al., 2024, EAGLE-2, arXiv:2406.16858); among equal scores the
-    earlier candidates win. Kept candidates stay in their order. If a score is the sum of log-probabilities along the path, no
-    candidate scores higher than its parent. So the kept candidates form a tree.
+    earlier candidates win. The order of kept candidates does not change. If a score is the sum of log-probabilities along the path,
+    no candidate scores higher than its parent. So the kept candidates form a tree.
 
     Node 0 is the root, which holds the last known token. If fewer than ``nodes - 1`` candidates have a score above -inf, the last
     nodes are absent. Absent nodes have parent -1 and see only themselves. Absent nodes hold the root's token, so that the target
@@ -67,7 +67,7 @@ def build_draft_tree(
         parents: int32 ``[batch, nodes]``, for `verify_draft_tokens` and `verify_draft_probs`: the node that each node continues; -1
             for the root and for absent nodes.
         tree_mask: int64 ``[batch, nodes]``: a node's mask has bit j set for itself and for each ancestor j, the nodes that it sees.
-            Pass it flattened as tree_mask to `mha_with_kvcache` and `mla_decode_with_kvcache`.
+            Pass the flattened tensor as tree_mask to `mha_with_kvcache` and `mla_decode_with_kvcache`.
         depths: int32 ``[batch, nodes]``: the number of ancestors of each node. The position for RoPE is the root's position plus
             the depth.
 

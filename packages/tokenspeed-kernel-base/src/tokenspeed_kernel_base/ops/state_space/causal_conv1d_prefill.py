@@ -165,8 +165,8 @@ def _inputs(
 ) -> Callable[[Draw], dict[str, Any]]:
     """Arguments with sequences of these lengths.
 
-    ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: it is None. ``padding``: how
-    many of the last sequences have no slot. ``sliced``: x is a slice of a wider tensor.
+    ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: has_initial_state is None.
+    ``padding``: how many of the last sequences have no slot. ``sliced``: x is a slice of a wider tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

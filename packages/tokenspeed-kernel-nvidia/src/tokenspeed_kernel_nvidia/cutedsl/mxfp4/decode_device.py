@@ -154,7 +154,7 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
 
     Args:
         dtype: dtype of the operand, BFloat16 or Float16.
-        word: the lane's word. The ``s``-th word of a block is in half ``s / 2`` of its k.
+        word: the lane's word. Words ``s`` = 0 and 1 of a block cover the first half of its k, words 2 and 3 the second half.
         first, second: the `multipliers` of that half, for row ``lane / 4`` and for the row eight further.
     """
     code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16

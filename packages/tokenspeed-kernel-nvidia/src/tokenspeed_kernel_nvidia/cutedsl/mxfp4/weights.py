@@ -3,8 +3,8 @@
 With fp8 activations, the MMAs can use weights as float8_e5m2: each e2m1 value times the ratio of its scale to the row's largest
 scale. This product is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count.
 Experts with any other row use 16-bit operands, which represent every value. This module finds these other experts when weights are
-loaded. The weights' ``card`` lists them. Calls have the trait ``inexact_experts``, so that kernels with only fp8 MMAs are not
-eligible.
+loaded. The weights' ``card`` lists these experts. Calls have the trait ``inexact_experts``, so that kernels with only fp8 MMAs are
+not eligible.
 """
 
 from __future__ import annotations

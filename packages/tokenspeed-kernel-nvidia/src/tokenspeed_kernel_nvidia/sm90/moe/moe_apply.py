@@ -5,7 +5,8 @@ expert, where reading weights is the bottleneck, and `grouped` for many.
 
 A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable kernel. On
 an H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
-activations. So with these the portable kernel is preferred; request this kernel by ``solution="cutedsl"``, or tune.
+activations. So with fp8 activations, selection prefers the portable kernel. To get this kernel, pass ``solution="cutedsl"``, or
+tune.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _FEW_IN_ALL = 384
 
 
 def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
-    """Returns whether `stream` handles so many pairs."""
+    """Returns whether `stream` handles this number of pairs."""
     most = min(MAX_PAIRS, _FEW * experts)
     if inputs_for(dtype, pairs, experts) == (PARTS,):
         most = min(most, max(_FEW_BESIDE_SPLIT * experts, _FEW_IN_ALL))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokenspeed_kernel.triton.activation.gated import is_silu, tile_for
-from tokenspeed_kernel.triton.common import as_rows, cdiv, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import as_rows, cdiv, for_architecture, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
     DECLARED,
     KINDS,
@@ -78,7 +78,7 @@ def swiglu_quantize(
     stored = stored_for(x, (*x.shape[:-1], intermediate), form, quantization.dtype, out, scale_out)
     if stored.codes.numel():
         source = as_rows(x)
-        few = source.shape[0] <= multiprocessors(x.device)
+        few = source.shape[0] <= sm_count_of(x.device)
         tile = tile_of(intermediate, least_columns(form), for_architecture(_MOST_WARPS, x.device) if few else _WARPS)
         rows = rows_for(x, source.shape[0], form, tile.rows)
         column_tiles = 1 if form.group == ROW else cdiv(intermediate, tile.columns)

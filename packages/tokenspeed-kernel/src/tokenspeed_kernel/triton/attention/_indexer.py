@@ -1,4 +1,5 @@
-"""The scores of a sparse attention's indexer. A tile of keys meets all heads of a few tokens; only sums over heads are stored."""
+"""The scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores sums over
+heads."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._mha_call import Formats
-from tokenspeed_kernel.triton.common import cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, common_device, dense, for_architecture, next_power_of_2, sm_count_of
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.traits import at_most
@@ -76,7 +77,7 @@ def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, leas
     together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))
     together = max(together, cdiv(16, rows))  # a dot has at least 16 columns
     slots = tokens // together + batch
-    wanted = multiprocessors(device) * _PROGRAMS
+    wanted = sm_count_of(device) * _PROGRAMS
     blocks = _BLOCKS
     while blocks > 1 and slots * cdiv(keys, _BLOCK_N * blocks) < wanted:
         blocks //= 2

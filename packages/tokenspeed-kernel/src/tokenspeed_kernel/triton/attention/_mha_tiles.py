@@ -81,8 +81,8 @@ class Tile(NamedTuple):
 def split_width(width: int, v_width: int) -> tuple[int, int]:
     """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
 
-    The second is at least 32, and differs from the padded columns ``v_width`` of values. With equal widths, keys and values shared
-    one shared-memory buffer. Triton 3.6 then compiled code for sm_90 that was wrong or read out of bounds.
+    The second power is at least 32, and differs from the padded width ``v_width`` of the values. With equal widths, keys and values
+    shared one shared-memory buffer. Triton 3.6 then compiled code for sm_90 that was wrong or read out of bounds.
     """
     whole = max(16, next_power_of_2(width))
     half = whole // 2

@@ -23,8 +23,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel.triton.kvcache._latent_groups import latent_groups
 from tokenspeed_kernel_base.checks import FP8
@@ -187,7 +187,7 @@ def attend_latent(
     tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device, groups is not None)
     tiles = cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * (1 if sparse else page_size))
-    sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one after another
+    sm_count = for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # interpreted programs run one after another
     early = may_overlap(device)
     reach = q_bound + window_left if window_left >= 0 else -1
     schedule = schedule_work_items(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)

@@ -338,9 +338,10 @@ def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMA
 def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
     """The dot products of a block [M, N]."""
     if TILE.apart:
-        # These conditions also always hold. The compiler chooses a dot's warp layout by the uses of its result, up to the end of a
-        # branch. With the layout for the second dot, all warps would be in one column, and both halves of the warps would compute
-        # the same scores. The else branch never runs. Its code is too expensive to be hoisted, so the branch remains.
+        # This condition, like the one in the next branch, always holds. The compiler chooses a dot's warp layout by the uses of its
+        # result, up to the end of a branch. With the layout for the second dot, all warps would be in one column, and both halves
+        # of the warps would compute the same scores. The else branch never runs. The code inside the branch is too expensive to be
+        # hoisted, so the branch remains.
         if block < end:
             dots = _scores(queries.rope, keys.rope, 0.0, TILE.transposed)
         else:

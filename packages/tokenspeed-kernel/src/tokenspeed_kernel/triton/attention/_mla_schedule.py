@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_work_items(
-    cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, multiprocessors: int, block_n: int, early: bool
+    cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, sm_count: int, block_n: int, early: bool
 ) -> Schedule | None:
     """Schedules sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each. None if no sequence is split.
 
@@ -49,9 +49,9 @@ def schedule_work_items(
     """
     batch = cache_seqlens.shape[0]
     longest = capacity if reach < 0 else min(capacity, reach + block_n)
-    if longest <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
+    if longest <= _LEAST * block_n or tiles >= sm_count or batch * tiles >= 16 * sm_count:
         return None
-    wave = max(1, multiprocessors // tiles)
+    wave = max(1, sm_count // tiles)
     finest_work_items = wave * _WAVES
     most = min(cdiv(longest, _LEAST * block_n), finest_work_items)
     count = min(batch + finest_work_items, batch * most)

@@ -131,7 +131,7 @@ def merge_partials(
     cache_seqlens: Tensor,
     capacity: int,
     window_left: int,
-    multiprocessors: int,
+    sm_count: int,
     early: bool = False,
     cu_seqlens_q: Tensor | None = None,
     parts: Tensor | None = None,
@@ -155,7 +155,7 @@ def merge_partials(
     # With few sequences, a program merges all partial results of one row at once. With more sequences a program merges all rows of
     # a head, and with many sequences several heads. Few sequences are split then, and most programs only find that their sequence
     # is not. ``parts`` makes that check cheaper.
-    programs = (_FEW if parts is None else _MANY) * multiprocessors
+    programs = (_FEW if parts is None else _MANY) * sm_count
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
     work_items = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))

@@ -26,8 +26,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -99,7 +99,7 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
         num_warps = 1 if lean and key_bytes <= 256 else 2
     if dtype == torch.float32:  # no tensor cores: dots take registers
         block_n, num_warps = 32, 8 if rows > 32 else 4
-    if platform_of(device).is_amd:  # AMD was not measured; compiles without register spills
+    if platform_of(device).is_amd:  # not measured on AMD, but compiles without register spills
         num_warps, num_stages = 4, 2
     while block_n > 16 and block_n * key_bytes > 32_768:  # dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
         block_n //= 2
@@ -296,7 +296,7 @@ def attend_newest(
     blocks = cdiv(capacity, config.block_n)
     if window_left >= 0:
         blocks = min(blocks, cdiv(max_seqlen_q + window_left, config.block_n) + 1)
-    sm_count = multiprocessors(device)
+    sm_count = sm_count_of(device)
     plan = plan_work_items(
         batch,
         blocks,

@@ -419,8 +419,9 @@ def decode_kernel(
     """One program of a work item. Attends from a tile of query rows, of one KV head or of several, to the work item's keys.
 
     If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
-    head's columns of the result are stored. The tile is no larger than for one head, and memory accesses are longer. Therefore an
-    infinite key of one head makes the results of the program's other heads NaN as well.
+    head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a minimum number
+    of rows, and its memory accesses are longer. Therefore an infinite key of one head makes the results of the program's other
+    heads NaN as well.
     """
     GROUP: tl.constexpr = SHAPE.group
     PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed

@@ -62,7 +62,7 @@ def mha_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mha_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``.
 
-    ``block_m``, ``num_warps`` and ``num_stages`` are those of `Tiles`. Calls that `_mha_band` handles ignore them.
+    ``block_m``, ``num_warps`` and ``num_stages`` are described in `Tiles`. Calls that `_mha_band` handles ignore these options.
     """
     tokens, heads, head_dim = q.shape
     if out is None:

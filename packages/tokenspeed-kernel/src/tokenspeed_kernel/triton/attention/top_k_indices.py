@@ -26,8 +26,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -85,7 +85,7 @@ def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
     spans = 0
     if keys > lanes and top_k <= lanes // 2:
         spans = 1
-        while spans < _MOST_SPANS and spans * _BLOCK < keys and 2 * spans * rows <= _PROGRAMS * multiprocessors(device):
+        while spans < _MOST_SPANS and spans * _BLOCK < keys and 2 * spans * rows <= _PROGRAMS * sm_count_of(device):
             spans *= 2
     segment = min(next_power_of_2(cdiv(keys, max(spans, 1) * _BLOCK)) * _BLOCK, lanes)
     return Search(lanes, spans, segment, _BLOCK, _RUN, sample, _DEVIATIONS, for_architecture(_STAGES, device), warps)
@@ -110,7 +110,7 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None, out: Tenso
         return out
     search = search_of(rows, keys, top_k, scores.device)
     # PDL only if both kernels fit on the device at once: waiting programs would otherwise occupy the SMs of the first kernel.
-    early = may_overlap(scores.device) and rows * (search.spans + 1) <= multiprocessors(scores.device)
+    early = may_overlap(scores.device) and rows * (search.spans + 1) <= sm_count_of(scores.device)
     lengths = dense(lengths)
     room = 0 if keys <= search.lanes else max(search.spans, 1) * search.segment
     entries = torch.empty(rows, room, dtype=torch.int64, device=scores.device)

@@ -12,8 +12,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -94,7 +94,7 @@ def threads_of(config: Config, device: torch.device) -> int:
 
 def most_programs(config: Config, device: torch.device) -> int:
     """Returns the most programs of a launch. Programs walk over the rows in a grid-stride loop."""
-    return config.programs * for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted one by one
+    return config.programs * for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # interpreted one by one
 
 
 def exchange(

@@ -270,7 +270,7 @@ def two_shot_kernel(
         owner = row % WORLD
         position = row // WORLD
         inside = row_inside(row, column, total, ROW)
-        # Generations of the receive buffer at the owner: every rank counts them for all owners.
+        # Generations of the receive buffer at the owner. Every rank counts the generations of all owners.
         owned = generations + owner * units
         slot, generation = slot_of(owned, position, column, inside, half, UNITS)
         sum_slot, sum_generation = slot_of(sum_generations, row, column, inside, sum_capacity, UNITS)

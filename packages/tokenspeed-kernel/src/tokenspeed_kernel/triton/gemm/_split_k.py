@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, launch_options, may_overlap, multiprocessors
+from tokenspeed_kernel.triton.common import cdiv, launch_options, may_overlap, sm_count_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 4, 256
 
 def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, programs_each: int = 1) -> tuple[int, int]:
     """The number of splits of k, and the elements along k per split. Each SM/CU gets about ``programs_each`` programs."""
-    wanted = min(multiprocessors(device) * programs_each // max(tiles, 1), _MOST, k // _SHORTEST)
+    wanted = min(sm_count_of(device) * programs_each // max(tiles, 1), _MOST, k // _SHORTEST)
     splits = max(wanted, 1)
     length = cdiv(cdiv(k, splits), multiple) * multiple
     return max(cdiv(k, max(length, 1)), 1), max(length, 1)

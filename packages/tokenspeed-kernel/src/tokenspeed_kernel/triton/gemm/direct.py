@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, for_architecture, multiprocessors, tensor_descriptor
+from tokenspeed_kernel.triton.common import cdiv, for_architecture, sm_count_of, tensor_descriptor
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, FLOAT32, LINE, NO_SCALE, WHOLE, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -187,7 +187,7 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
     if best is None or x.k > configs.best_k or out.element_size() > 2 or x.tensor.ndim == 3:
         return configs.lines
     tiles = cdiv(x.lines, best.m) * cdiv(w.lines, best.n)
-    return best if tiles >= multiprocessors(device) else configs.lines
+    return best if tiles >= sm_count_of(device) else configs.lines
 
 
 def _describable(x: Operand) -> bool:
@@ -225,7 +225,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
     splits, k_per_split = choose_splits(tiles, k, config.k, device)
     target, strides = split_target(out, splits)
     descriptors = config.descriptors and k > 0 and _describable(x) and _describable(w)
-    programs = min(tiles, config.persistent * multiprocessors(device)) if config.persistent else tiles
+    programs = min(tiles, config.persistent * sm_count_of(device)) if config.persistent else tiles
     device_code.direct_mm_kernel[(programs, splits)](
         tensor_descriptor.TensorDescriptor(a, [m, k], [x.strides[1], 1], [config.m, config.k]) if descriptors else a,
         tensor_descriptor.TensorDescriptor(b, [n, k], [w.strides[1], 1], [config.n, config.k]) if descriptors else b,

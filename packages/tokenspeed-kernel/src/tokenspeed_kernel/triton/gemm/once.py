@@ -17,8 +17,8 @@ from tokenspeed_kernel_base.platform import platform_of
 # Bytes of a dequantised slice of weights: several waves of tiles on a large device, and most of the slice stays in L2.
 _SLICE_BYTES = 64 << 20
 
-# Rows of a from which dequantising to memory pays off. One H200, 8192 x 8192 weights, 4096 rows: 694 us (mxfp4) and 708 us (8-bit),
-# against 1704 us and 1177 us dequantised in registers. 512 rows take 208 us and 146 us dequantised in registers.
+# Dequantising to memory is faster if a has at least this many rows. One H200, 8192 x 8192 weights, 4096 rows: 694 us (mxfp4) and
+# 708 us (8-bit), against 1704 us and 1177 us dequantised in registers. 512 rows take 208 us and 146 us dequantised in registers.
 _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 

@@ -30,8 +30,8 @@ class Page(NamedTuple):
 def as_integers(*caches: Tensor) -> list[Tensor]:
     """Views of caches with one page shape as ``[pages, a, b, c]`` of integers.
 
-    The integers are int64 if every page of every cache is contiguous and aligned to 8 bytes. Otherwise they are as wide as the
-    elements.
+    The integers are int64 if every page of every cache is contiguous and aligned to 8 bytes. Otherwise the integers are as wide as
+    the elements.
     """
     narrow = [cache.view(_INTEGERS[cache.element_size()]) for cache in caches]
     page = caches[0].shape[1:].numel()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, launch_options, may_overlap, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.linear_attention._operands import SIGNATURES, gates_of, rows
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.linear_attention._delta_rule import L2NORM_EPS, scale_of
@@ -67,11 +67,11 @@ _LONGEST = 1024
 
 
 @functools.cache
-def tile_for(k_dim: int, v_dim: int, states: int, multiprocessors: int) -> Tile:
+def tile_for(k_dim: int, v_dim: int, states: int, sm_count: int) -> Tile:
     """Returns the tile for a number of states, one per request and value head."""
     k = next_power_of_2(k_dim)
     v = min(_COLUMNS, max(_FEWEST_COLUMNS, _WARPS * _VALUES_A_WARP // k), next_power_of_2(v_dim))
-    while v > _FEWEST_COLUMNS and states * cdiv(v_dim, v) < 2 * multiprocessors:
+    while v > _FEWEST_COLUMNS and states * cdiv(v_dim, v) < 2 * sm_count:
         v //= 2
     return Tile(k, v, max(1, k * v // _VALUES_A_WARP))
 
@@ -125,7 +125,7 @@ def gated_delta_rule_decode(
             L2NORM_EPS,
             output_slots is not None,
         )
-        tile = tile_for(k_dim, v_dim, batch * v_heads, multiprocessors(v.device))
+        tile = tile_for(k_dim, v_dim, batch * v_heads, sm_count_of(v.device))
         slots = None if output_slots is None else rows(output_slots)
         early = may_overlap(v.device)
         device_code.gated_delta_rule_decode_kernel[(cdiv(v_dim, tile.v) * v_heads * batch,)](

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, dense, for_architecture, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.linear_attention._operands import SIGNATURES, gates_of, rows
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.linear_attention._delta_rule import L2NORM_EPS, scale_of
@@ -137,10 +137,10 @@ def aligned(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def columns_for(v_dim: int, most: int, sequence_heads: int, multiprocessors: int) -> int:
+def columns_for(v_dim: int, most: int, sequence_heads: int, sm_count: int) -> int:
     """Returns the state columns per program, at most ``most``. ``sequence_heads``: sequences times value heads."""
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
-    while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= multiprocessors:
+    while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= sm_count:
         columns //= 2
     return columns
 
@@ -207,7 +207,7 @@ def gated_delta_rule_prefill(
         if per_channel and k_dim > _WIDEST:
             levels -= 1
         chunk = 1 << levels
-        sm_count = multiprocessors(v.device)
+        sm_count = sm_count_of(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,

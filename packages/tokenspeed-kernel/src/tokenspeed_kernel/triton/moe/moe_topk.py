@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, launch_options, may_overlap, next_power_of_2, sm_count_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -76,7 +76,7 @@ def moe_topk(
         return weights, ids
     groups_padded = next_power_of_2(num_groups)
     group_padded = next_power_of_2(experts // num_groups)
-    rows, warps = _tile(tokens, groups_padded * group_padded, multiprocessors(logits.device))
+    rows, warps = _tile(tokens, groups_padded * group_padded, sm_count_of(logits.device))
     early = may_overlap(logits.device)
     device_code.topk_kernel[(cdiv(tokens, rows),)](
         logits,

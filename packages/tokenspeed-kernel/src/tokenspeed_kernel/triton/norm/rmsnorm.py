@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 # H200, 16384 rows of 2880, bf16, percent of a copy's bandwidth. 32 elements per thread (4 warps) reach 95%, 16 elements 89%, 8
-# elements 73%. With a residual all three reach 96%. 64 such rows take 1.8 us with all three. Rows of 128 to 8192 reach 89 to 98%
+# elements 73%. With a residual, all three sizes reach 96%. 64 rows take 1.8 us with each size. Rows of 128 to 8192 reach 89 to 98%
 # with 32 elements.
 _ELEMENTS_A_WARP = 1024
 # From 8192 on, more elements per thread are better. Rows of 12288 reach 90% with 8 warps, 85% with 16, 60% with 32.

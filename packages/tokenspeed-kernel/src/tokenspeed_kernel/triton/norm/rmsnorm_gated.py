@@ -15,8 +15,8 @@ from tokenspeed_kernel.triton.common import (
     dense,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -88,7 +88,7 @@ def rmsnorm_gated(
         if heads > 1 and _like_tokens(source) and _like_tokens(gates):
             source, gates = (a.as_strided((tokens * heads, 1, hidden), (a.stride(1), 0, 1)) for a in (source, gates))
             tokens, heads = tokens * heads, 1
-        tile = tile_for(hidden, tokens * heads * hidden >= _MANY * multiprocessors(x.device))
+        tile = tile_for(hidden, tokens * heads * hidden >= _MANY * sm_count_of(x.device))
         if 1 < heads < tile.rows:
             tile = tile_for(hidden, False)
         rows = tile.rows if heads == 1 else min(tile.rows, next_power_of_2(heads))

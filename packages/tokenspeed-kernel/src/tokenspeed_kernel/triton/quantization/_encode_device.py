@@ -21,7 +21,7 @@ def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     NAN_CODE: tl.constexpr = 0x80 if FORMAT == "e4m3fnuz" else 0x7F
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    # A float32 whose ulp is the spacing of the format's subnormals. Adding it rounds to a multiple of this spacing.
+    # A float32 whose ulp is the spacing of the format's subnormals. Adding this float32 rounds to a multiple of the spacing.
     ALIGNED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
 from tokenspeed_kernel.triton.quantization._rows import (
     Config,
@@ -166,7 +166,7 @@ def _whole(x: Tensor, q: Tensor, scale: Tensor) -> None:
     elements = x.numel()
     config = _WHOLE_LARGE if config_for(elements).tile > _WHOLE_SMALL.tile else _WHOLE_SMALL
     programs = cdiv(elements, config.tile)
-    partials = min(programs, _PARTIAL_PROGRAMS * multiprocessors(x.device), _MOST_PARTIALS)
+    partials = min(programs, _PARTIAL_PROGRAMS * sm_count_of(x.device), _MOST_PARTIALS)
     partial = x.new_empty(partials, dtype=torch.float32)
     device_code.partial_maxima_kernel[(partials,)](x, partial, elements, TILE=config.tile, num_warps=config.warps)
     device_code.quantize_tensor_kernel[(programs,)](

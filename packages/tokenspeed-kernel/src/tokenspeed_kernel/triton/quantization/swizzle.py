@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# If rows consist of whole words of four scales: a program's warps, and its number of tiles, which hold 128 bytes of each row.
+# For rows of whole words of four scales: a program's warps, and its number of tiles, which hold 128 bytes of each row.
 _ACROSS, _WARPS = 32, 4
 # Otherwise the bytes of a program: eight neighbouring tiles hold 32 bytes of each row, one memory sector.
 _BYTES = 4096

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2, sm_count_of
 
 # Programs per SM/CU: enough to overlap loads with computation and to keep the tail of the launch short.
-_PROGRAMS_PER_MULTIPROCESSOR = 16
+_PROGRAMS_PER_SM = 16
 _SHORTEST_SPAN, _LONGEST_SPAN = 2048, 16384
 # Spans start at multiples of this many tokens, so that loads can be vectorised.
 _SPAN_MULTIPLE = 512
@@ -39,7 +39,7 @@ class Spans:
 def spans_of(logits: Tensor) -> Spans:
     """Returns the spans for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
-    wanted = next_power_of_2(multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR // rows // 2 + 1)
+    wanted = next_power_of_2(sm_count_of(logits.device) * _PROGRAMS_PER_SM // rows // 2 + 1)
     length = min(max(cdiv(vocab, wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
     length = cdiv(length, _SPAN_MULTIPLE) * _SPAN_MULTIPLE
     return Spans(cdiv(vocab, length), length)
@@ -94,7 +94,7 @@ def groups_of(logits: Tensor) -> Groups:
     rows, vocab = logits.shape
     block = _BLOCK_BYTES // logits.element_size()
     blocks = _SPAN_OF_GROUPS // block
-    while blocks > 2 and rows * cdiv(vocab, block * blocks) < _PROGRAMS * multiprocessors(logits.device):
+    while blocks > 2 and rows * cdiv(vocab, block * blocks) < _PROGRAMS * sm_count_of(logits.device):
         blocks //= 2
     size = _GROUP * next_power_of_2(cdiv(vocab, _GROUP * _MOST_GROUPS))
     return Groups(cdiv(vocab, block * blocks), block, blocks, min(block, size // blocks))

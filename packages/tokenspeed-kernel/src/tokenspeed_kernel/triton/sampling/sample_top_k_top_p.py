@@ -5,8 +5,8 @@ sums of integer weights in the order of token ids. Integer sums are exact in any
 
 1. `group_maxima_kernel` splits a row into groups and finds the largest logit of each.
 2. `decide_kernel` lists the tokens of the groups whose maxima reach a threshold, and compares them pairwise. The threshold selects
-   about k groups; or so many groups that all other tokens have negligible weight. The list decides greedy rows, rows with top-k up
-   to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
+   about k groups, or enough groups to make the weight of all other tokens negligible. The list decides greedy rows, rows with top-k
+   up to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
    For the remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain
    if the group maxima show that enough tokens are in it or above it. Otherwise a sample of whole groups estimates the range, with a
    margin of four standard errors.
@@ -35,8 +35,8 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._state import FEW, STATE
@@ -203,7 +203,7 @@ def decide_rows(
     )
     # Launch about one wave of programs, because each program first loads its row's state. With many rows, launch more programs with
     # at most _MOST_TOGETHER chunks each, to keep the tail short.
-    together = min(cdiv(chunks, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
+    together = min(cdiv(chunks, max(sm_count_of(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
     programs = cdiv(chunks, together)
     device_code.weigh_kernel[(rows * programs,)](
         *row,

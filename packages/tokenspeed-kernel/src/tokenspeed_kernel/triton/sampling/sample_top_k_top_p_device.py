@@ -158,7 +158,7 @@ def _decide(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens that reach the threshold. Decides the row by them if possible.
+    """Lists the tokens that reach the threshold. If possible, finds the row's result among the listed tokens.
 
     Returns the token, whether the row is decided, and the results ``last`` and ``kept`` of its state.
     """
@@ -221,7 +221,7 @@ def decide_kernel(
     SAMPLE: tl.constexpr, READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Initialises a row's state. Decides greedy rows and rows that their largest logits decide.
+    """Initialises a row's state. Finishes greedy rows, and rows whose result follows from their largest logits.
 
     For a decided row the kernel writes the token; without ``out``, the cutoff token and the kept weight. The kernel reads only
     groups whose maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of

@@ -18,8 +18,8 @@ from tokenspeed_kernel.triton.common import (
     dense,
     launch_options,
     may_overlap,
-    multiprocessors,
     next_power_of_2,
+    sm_count_of,
 )
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -102,7 +102,7 @@ def token_logprobs(
         lse_out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return token_out, top_out, top_tokens_out, lse_out
-    split = split_of(rows, vocab, _PROGRAMS * multiprocessors(device))
+    split = split_of(rows, vocab, _PROGRAMS * sm_count_of(device))
     spans, groups = cdiv(vocab, split.span), cdiv(vocab, split.group)
     temperature = dense(temperature)
     parts = torch.empty(rows, spans, 2, dtype=torch.float32, device=device)

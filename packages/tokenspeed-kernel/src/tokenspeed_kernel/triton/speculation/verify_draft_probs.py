@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 # Tokens per loop step. The interpreter takes about as long for few tokens as for many.
 _BLOCKS = {"cpu": 4096, "any": 1024}
-# Tokens per loop step and warps of the walk. A program of the walk has an SM/CU to itself.
+# Tokens per loop step, and warps, of the program that walks a sequence's drafts. Such a program has an SM/CU to itself.
 _WALK_BLOCK, _WALK_WARPS = 4096, 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, launch_options, may_overlap, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.state_space._convolution import FORMATS, TRAITS, shape_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -48,7 +48,7 @@ def causal_conv1d_decode(
         return out
     block = min(_CHANNELS, next_power_of_2(channels))
     programs = cdiv(channels, block) * cdiv(batch, _REQUESTS)
-    requests = _REQUESTS if programs >= _PROGRAMS * multiprocessors(x.device) else 1
+    requests = _REQUESTS if programs >= _PROGRAMS * sm_count_of(x.device) else 1
     early = may_overlap(x.device)
     device_code.causal_conv1d_decode_kernel[(cdiv(batch, requests), cdiv(channels, block))](
         x,

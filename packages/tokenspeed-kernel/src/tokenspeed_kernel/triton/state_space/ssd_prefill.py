@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, for_architecture, next_power_of_2, sm_count_of
 from tokenspeed_kernel.triton.state_space._recurrence import FORMATS, TRAITS, shape_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -112,7 +112,7 @@ def ssd_prefill(
     shape = shape_of(x, B, dt_softplus)
     tile = tile_for(x.dtype, head_dim, shape.state_dim, for_architecture(_LIMITS, x.device))
     blocks = heads * cdiv(head_dim, tile.rows)
-    segment = segment_for(tokens, batch, blocks, tile.chunk, multiprocessors(x.device))
+    segment = segment_for(tokens, batch, blocks, tile.chunk, sm_count_of(x.device))
     # The segments of sequence b are numbered from cu_seqlens[b] // segment + b on. So each sequence has as many segments as its
     # tokens need, or one more. The host needs no lengths.
     segments = tokens // segment + batch if segment else batch

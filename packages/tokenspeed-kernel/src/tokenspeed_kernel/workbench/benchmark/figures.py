@@ -84,17 +84,17 @@ def note(report: Report, how: str = "") -> str:
     one; contains the placeholder ``{took}``."""
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]
-    said = how or "Medians of one call in a CUDA graph of several, which rotate over copies of the inputs, more than caches hold."
+    said = how or "Each time is a median. A CUDA graph makes several calls, on copies of the inputs that exceed the caches."
     took = " to ".join(dict.fromkeys(f"{time_us:.2f}" for time_us in (min(between), max(between)))) if between else ""
     if how:
-        said = how.format(took=f"; its time in a graph of its own ({took} us) is subtracted" if took else "")
+        said = how.format(took=f"; its time in a separate graph ({took} us) is subtracted" if took else "")
     elif between:
         said += (
-            " In the graph a small PyTorch kernel follows each call of every implementation, as other kernels do in a model: calls "
-            f"do not overlap each other. Its time in a graph of its own ({took} us) is subtracted."
+            " In the graph, a small PyTorch kernel follows each call, as other kernels do in a model. So calls do not overlap each "
+            f"other. The time of this kernel in a separate graph ({took} us) is subtracted."
         )
     if worst:
-        said += f" The worst row of all that were checked has a relative error of {max(worst):.1e} (this package)."
+        said += f" The largest relative error of a checked row is {max(worst):.1e} (this package)."
     return said
 
 

@@ -1,6 +1,7 @@
 """Benchmark reports, and their JSON files.
 
-The current format is 2. Files of format 1, which carry no format number, lack rounds and all later fields. They can still be read.
+The current format is 2. Files of format 1, which carry no format number, lack rounds and all later fields. Such reports can still
+be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caches a device's roofline in the user's cache directory. So it is measured only once.
+"""Caches a device's roofline in the user's cache directory, so that the roofline is measured only once.
 
 There is one small file per device, driver and PyTorch version. Two processes never measure at the same time, because each would see
 half a device. The second waits, and reads the first one's result.

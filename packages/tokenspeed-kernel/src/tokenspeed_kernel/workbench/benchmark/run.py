@@ -123,7 +123,7 @@ def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = Non
 
 @dataclass
 class Measurement:
-    """A row while it is being measured."""
+    """The state of a row's measurement."""
 
     competitor: Competitor
     case: Case

@@ -3,11 +3,11 @@
 A program declares a `Benchmark`: its shapes, its implementations, what to measure at a shape (a `Task`), its bars, and its figure.
 The runner checks each output first, times all implementations in alternating rounds, and writes the report after each shape.
 
-A time is the median of 51 or more measurements. Each measures one call in a CUDA graph of several calls. The calls rotate over
-copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this kernel,
-implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small kernel's time
-(``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there. With
-``--back-to-back`` no kernel follows the calls, as in most published figures.
+A time is the median of 51 or more measurements. A measurement times a CUDA graph of several calls, divided by their number. The
+calls rotate over copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this
+kernel, implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small
+kernel's time (``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there.
+With ``--back-to-back`` no kernel follows the calls, as in most published figures.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ JsonRow = Mapping[str, Any]
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
-# Number of kernels in the graph that measures the kernel between calls. With so many, the graph's launch is negligible.
+# Number of kernels in the graph that measures the kernel between calls. With this number of calls, the graph's launch is
+# negligible.
 BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
 _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
 
 
 class Shape(Protocol):
-    """One call of an operator, described. Its name is unique; its group is its place in tables and plots."""
+    """The description of one call of an operator. Its name is unique. Tables and plots show calls by group."""
 
     @property
     def name(self) -> str: ...
@@ -78,8 +79,8 @@ class Implementation:
         setup: does the work that an engine does once, and returns the call to time. The program defines the arguments of ``setup``.
         package: the distribution whose version is reported.
         ours: whether the implementation belongs to this project and is no baseline.
-        portable: whether it is this project's portable kernel, included for comparison. Its long calls are measured only a few
-            times.
+        portable: whether it is this project's portable kernel, included for comparison. Long calls of a portable kernel are
+            measured only a few times.
         on_demand: whether it is measured only if named, because its preparation takes long.
         sinks: whether its softmax supports sinks. An implementation without sinks is checked against a softmax without sinks.
     """
@@ -331,7 +332,7 @@ class Benchmark:
         figure: the plot and the table.
         about: describes a shape in its line of output, from any of the shape's rows.
         copies: the number of copies of the inputs, for the report.
-        options: adds options of its own.
+        options: function that adds the program's own command-line options.
         chosen: whether options select a shape.
         between: the kernel between calls.
         between_is: a description of the kernel between calls, unless it is the small one.
@@ -437,7 +438,7 @@ class Benchmark:
 
     @staticmethod
     def table(rows: Sequence[JsonRow]) -> str:
-        """Microseconds, one line a shape, for printing last."""
+        """Returns the microseconds, a line per shape, to print at the end."""
         names = list(dict.fromkeys(row["kernel"] for row in rows))
         lines = [f"{'us':44}" + "".join(f"{name[:14]:>15}" for name in names)]
         for shape, found in itertools.groupby(rows, lambda row: row["case"]):

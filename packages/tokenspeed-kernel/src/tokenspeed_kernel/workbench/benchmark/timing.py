@@ -92,7 +92,7 @@ def default_cache(device: torch.device) -> Cache:
 def measure(
     calls: Call | Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times a callable, or several callables in rotation. These do the same work on different memory.
+    """Times a callable, or several callables in rotation, which do the same work on different memory.
 
     On a GPU each call is timed by events on the current stream; on a CPU by the clock.
 

@@ -59,7 +59,7 @@ class Comparison:
             floats only. ``"not finite"``: NaN or infinite in only one of the two.
         several: the elements with the largest errors, the worst first; at most 5. If any element is beyond the tolerance, only such
             elements.
-        places: describes where elements are beyond the tolerance; empty if none is.
+        places: describes the locations of elements beyond the tolerance; empty if there are none.
         relation: describes a simple relation of the whole result to the expected result, such as a factor; empty if there is none.
     """
 

@@ -68,7 +68,7 @@ def shrink(
     Args:
         spec: the kernel.
         case: the failing case.
-        result: the result of `verify_case` for it.
+        result: the result of `verify_case` for this case.
         device, seed, repeat: the arguments of that `verify_case`.
         seconds: begin no further call after this time.
     """
@@ -144,7 +144,7 @@ def _leaves(recipe: Recipe) -> Iterator[Any]:
 
 
 def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Case]:
-    """Yields simpler cases, the largest steps first. The operator may reject some of them."""
+    """Yields simpler cases, the largest steps first. The operator may reject some cases."""
     if isinstance(case.make, Recipe) and any(type(value) is int for value in _leaves(case.make)):
         for recipe in _simpler(case.make, frozenset(op.names)):
             yield replace(case, make=recipe)

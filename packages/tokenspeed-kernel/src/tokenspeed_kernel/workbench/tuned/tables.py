@@ -88,7 +88,7 @@ def _load(path: Path, *, keep_corrupt: bool) -> Entries:
 
 @functools.lru_cache(maxsize=256)
 def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
-    """Returns the files that may have results for a device, the user's file first. Each comes with whether it is shipped.
+    """Returns the files that may have results for a device, the user's file first, each with a flag: whether the file is shipped.
 
     ``chosen``: the setting.
     """

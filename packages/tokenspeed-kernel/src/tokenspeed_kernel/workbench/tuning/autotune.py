@@ -51,7 +51,7 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         return "a CUDA graph is being captured"
     with _one_at_a_time, torch.no_grad():
         if tuned.find(request.operator, request.signature, request.traits, request.buckets, request.platform).results:
-            return ""  # another thread has measured it in the meantime
+            return ""  # another thread has measured this request in the meantime
         try:
             return _measure(op, request, dict(arguments), budget_s)
         except torch.OutOfMemoryError as error:

@@ -86,8 +86,8 @@ def untuned_choice(request: Request) -> str | None:
 def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str, Config]]:
     """Returns kernel names with the configurations that are valid for a request.
 
-    Default configurations come first, beginning with the untuned choice, then by priority. (An empty configuration means that the
-    kernel chooses.) The reference is not a candidate.
+    Default configurations come first: the untuned choice, then the other kernels by priority. (An empty configuration means that
+    the kernel chooses.) The reference is not a candidate.
     """
     first = untuned_choice(request)
     real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))

@@ -16,15 +16,15 @@ class Background:
     """Counts in memory, and a thread that periodically writes them to a file. A failed write gives a warning and is retried.
 
     Args:
-        place: the file or folder to write to; None to write nothing.
+        path: the file or folder to write to; None to write nothing.
         content: name of the content, for warnings.
         seconds: seconds between two writes. A killed process loses at most the counts of this time.
     """
 
-    def __init__(self, place: Path | None, content: str, seconds: float) -> None:
-        self._place, self._content, self._seconds = place, content, seconds
+    def __init__(self, path: Path | None, content: str, seconds: float) -> None:
+        self._path, self._content, self._seconds = path, content, seconds
         self._restart()
-        if place is not None:
+        if path is not None:
             _kept.add(self)
             # A child forked by multiprocessing exits without running atexit handlers.
             from multiprocessing import util
@@ -52,13 +52,13 @@ class Background:
             OSError: the file cannot be written.
         """
         self._stop.set()
-        if self._place is not None:
+        if self._path is not None:
             _kept.discard(self)
             self.write()
 
     def _written_from_now_on(self) -> None:
         """Starts the writer thread at the first count of this process. The caller must hold the lock."""
-        if self._writer is None and self._place is not None:
+        if self._writer is None and self._path is not None:
             self._writer = threading.Thread(target=self._write_on, name=f"tokenspeed-kernel: {self._content}", daemon=True)
             self._writer.start()
 
@@ -70,7 +70,7 @@ class Background:
                 failed = False
             except OSError as error:  # for example a full disk
                 if not failed:
-                    warnings.warn(f"{self._content} cannot be written to {self._place}: {error}", stacklevel=1)
+                    warnings.warn(f"{self._content} cannot be written to {self._path}: {error}", stacklevel=1)
                 failed = True
 
 

@@ -100,7 +100,7 @@ class ShapeCapture(Background):
             operator: ``"family.mode"``.
             kernel: the kernel that runs the call.
             key: equal for calls of one operator with the same description.
-            arguments, traits: the call's arguments and traits by name. They are described if the key is new.
+            arguments, traits: the call's arguments and traits by name. A call with a new key adds their description.
             read_work: function that reads the values that determine the call's work, and may synchronise with the device. It is
                 called for some of the calls only, and never while a CUDA graph is captured.
         """
@@ -130,7 +130,7 @@ class ShapeCapture(Background):
     def _copies(self, number: int) -> list[Record]:
         """Returns the copies of a record in which a call is counted: the total, and the unsaved counts if there is a file."""
         record = self._records[number]
-        if self._place is None:
+        if self._path is None:
             return [record]
         if number not in self._unsaved:
             self._unsaved[number] = {**record, "count": 0, "work": _NO_WORK}
@@ -147,7 +147,7 @@ class ShapeCapture(Background):
         Raises:
             ValueError: the capture is kept in a file, which cannot be reset.
         """
-        if self._place is not None:
+        if self._path is not None:
             raise ValueError("a capture that is kept in a file cannot be cleared")
         self._restart()
 
@@ -164,7 +164,7 @@ class ShapeCapture(Background):
         write(path, self.contents())
 
     def write(self) -> None:
-        assert self._place is not None
+        assert self._path is not None
         with self._writing:
             with self._lock:
                 unsaved, self._unsaved = self._unsaved, {}
@@ -172,7 +172,7 @@ class ShapeCapture(Background):
             if not unsaved and not dropped:
                 return
             try:
-                add_to(self._place, Contents([*unsaved.values()], dropped))
+                add_to(self._path, Contents([*unsaved.values()], dropped))
             except BaseException:
                 with self._lock:
                     for number, record in unsaved.items():

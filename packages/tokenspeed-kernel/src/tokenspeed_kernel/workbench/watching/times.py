@@ -141,8 +141,8 @@ class CallTimes(Background):
 
     def _restart(self) -> None:
         super()._restart()
-        assert self._place is not None
-        self._file = self._place / f"{os.getpid()}-{uuid4().hex}.json"
+        assert self._path is not None
+        self._file = self._path / f"{os.getpid()}-{uuid4().hex}.json"
         self._found: dict[CallKind, CallTime] = {}
         self._pending: deque[tuple[CallTime, Any, Any]] = deque()
         self._started = time.monotonic()

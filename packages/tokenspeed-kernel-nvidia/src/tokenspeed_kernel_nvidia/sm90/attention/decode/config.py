@@ -179,9 +179,9 @@ def config_of(
     if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     if fp8 and rows == 8 and head_dim > 128:
-        # With swap-AB, two CTAs per SM fit in the registers. Microseconds, swap-AB then queries as A. 64 x 4096 tokens, 2 KV heads
-        # of 256: 76.2, 81.9. 32 x 4096, 8 heads: 132.6, 133.0. 192/128: 91.7, 91.4. Widths of 96 and 80 are no faster: 96: 80.1,
-        # 79.3; 80: 82.6, 82.4.
+        # With swap-AB, two CTAs per SM fit in the registers. Each pair of figures is microseconds with swap-AB, and with queries as
+        # A. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 81.9. 32 x 4096, 8 heads: 132.6, 133.0. 192/128: 91.7, 91.4. Widths of 96
+        # and 80 are no faster: 96: 80.1, 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):

@@ -42,7 +42,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns placeholder arguments, for compiling the function that `host` returns."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)

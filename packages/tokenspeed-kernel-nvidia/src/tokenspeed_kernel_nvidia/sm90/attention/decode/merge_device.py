@@ -96,7 +96,7 @@ class Merger:
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
         """Returns this lane's adjacent elements of a row. A quad holds the columns of the row's head from ``4 * column`` on.
 
-        With an fp8 cache, an MMA has the even or the odd columns of 16, because ldmatrix transposes bytes in pairs.
+        With an fp8 cache, ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each 16.
         """
         c = self.config
         column += r % c.abreast * self.shapes.fours

@@ -441,7 +441,8 @@ class Consumers:
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """`pv_mma` of fp8 values. ldmatrix transposes bytes in pairs, so an MMA has the even or the odd columns of 16."""
+        """`pv_mma` of fp8 values. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of
+        each 16."""
         c = self.config
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

@@ -98,7 +98,7 @@ class MemorySums:
 
     @cute.jit
     def read_row_sums(self, call: Call, at: Cursor):
-        """Copies row max and row sum of all rows from the notes of a work item's last block to `row_sums`."""
+        """Copies row max and row sum of all rows that the score warps stored for a work item's last block to `row_sums`."""
         thread = thread_of_values()
         # All warps have read the factors of the previous work item.
         meet_others(thread)

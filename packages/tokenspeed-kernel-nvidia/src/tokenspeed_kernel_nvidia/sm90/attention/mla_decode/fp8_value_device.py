@@ -162,5 +162,5 @@ class Fp8PvMma:
                             acc[tile][element] = acc[tile][element] * factors[each // 2]
 
     def read_sums(self, call: Call, out: Accumulators, at: Cursor) -> None:
-        """Copies row max and row sum from the notes of a work item's last block."""
+        """Copies row max and row sum that the score warps stored for a work item's last block."""
         self.sums.read_row_sums(call, at)

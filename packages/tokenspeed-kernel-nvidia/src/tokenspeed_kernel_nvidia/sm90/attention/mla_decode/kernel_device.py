@@ -64,7 +64,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with. e4m3 tensors are passed as bytes."""
+    """Returns placeholder arguments, for compiling the function that `host` returns. e4m3 tensors are passed as bytes."""
     size, ints = arguments.size, arguments.ints
     fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()

@@ -154,7 +154,7 @@ def acquire(pipe: Pipeline, at: Cursor, row_bytes: Int32):
 
 @cute.jit
 def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """Loads the queries of a work item into the rings, like a block of the cache. A Q tile is as large as such a block.
+    """Loads the queries of a work item into the rings, like a block of the cache. A Q tile has the size of a cache block.
 
     Rows beyond the item's tokens hold queries of the next sequence; their results are never stored.
     """

@@ -42,7 +42,7 @@ def blocks_of(length: Int32) -> Int32:
 
 @cute.jit
 def cached_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many cache tokens a work item's last token sees. Items beyond the last item are clamped to it."""
+    """Returns how many cache tokens a work item's last token sees. ``item`` is clamped to the last item."""
     sequence, first, tokens = work.tokens_of(call, cutlass.min(item, call.batch - 1))
     length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
     return cutlass.max(length - call.q_len + first + tokens, 0)

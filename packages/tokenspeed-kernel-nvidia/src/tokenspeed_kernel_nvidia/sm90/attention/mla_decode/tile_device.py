@@ -40,8 +40,9 @@ class Notes:
     """Data that the score warpgroup passes to the value warpgroups with a block's probabilities.
 
     Attributes:
-        at: first each row's rescale factor of accumulators. Then each row's row max and row sum, valid only with the last block of
-            a work item. Then for each warp whether any of its rows must be rescaled.
+        at: the address of three arrays. The first has each row's rescale factor of accumulators. The second has each row's row max
+            and row sum, valid only for the last block of a work item. The third says for each warp whether any of its rows must be
+            rescaled.
     """
 
     at: cute.Pointer
@@ -169,7 +170,7 @@ class SharedMemory:
         stored: dtype that the tiles are declared with.
         latent_chunks: the ring of latent chunks.
         ropes: the ring of rotary parts. A row of probabilities has as many bytes, and overwrites it.
-        others: the queries that are not in registers.
+        others: the queries that are in shared memory.
         sums: float32 elements after the notes, for accumulators in global memory: see `fp8_sums_device`.
     """
 

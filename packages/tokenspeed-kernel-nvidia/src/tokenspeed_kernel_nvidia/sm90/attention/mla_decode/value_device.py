@@ -162,7 +162,7 @@ class PvMma:
 
     @cute.jit
     def read_sums(self, call: Call, out: Accumulators, at: Cursor):
-        """Reads row max and row sum from the notes of a work item's last block."""
+        """Reads row max and row sum that the score warps stored for a work item's last block."""
         row = row_of_values(thread_of_values())
         for r in cutlass.range_constexpr(2):
             sums = call.notes(at).sums(row + 8 * r)

@@ -28,7 +28,7 @@ def host(config: Config | Fp8Config) -> Any:
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns placeholder arguments, for compiling the function that `host` returns."""
     tensors = mla_decode_device.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
     return *tensors, arguments.ints(arguments.size()), *scalars, arguments.stream()

@@ -43,7 +43,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns placeholder arguments, for compiling the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens = size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)

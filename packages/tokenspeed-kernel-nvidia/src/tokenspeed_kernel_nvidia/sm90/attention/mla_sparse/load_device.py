@@ -144,7 +144,7 @@ class GatherArrival:
 
 @cute.jit
 def selected_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many of a token's indices are valid. Tokens beyond the last token are clamped to it."""
+    """Returns how many of a token's indices are valid. ``item`` is clamped to the last token."""
     length = call.max_seqlen_k
     if call.cache_seqlens != 0:
         given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)

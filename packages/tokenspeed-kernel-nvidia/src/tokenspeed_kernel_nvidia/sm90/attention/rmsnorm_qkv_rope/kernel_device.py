@@ -49,7 +49,7 @@ def host(config: QkvConfig) -> Any:
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns placeholder arguments, for compiling the function that `host` returns."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (

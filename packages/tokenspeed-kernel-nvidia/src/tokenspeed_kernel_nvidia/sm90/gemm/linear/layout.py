@@ -56,7 +56,7 @@ def block_bytes(weight_format: str) -> int:
 def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
     """Arranges canonical mxfp4 or nvfp4 weights in the layout above.
 
-    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` in place of scales; and a
+    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` instead of scales; and a
     bias of the factors' shape and dtype. Waits for the device, because kernels read these tensors without waiting for preceding
     kernels (PDL).
     """

@@ -107,7 +107,7 @@ class Formats:
         """Waits until the preceding kernel has ended (PDL), since it may have written any input.
 
         Args:
-            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp signals it, at its first wait.
+            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp signals, at its first wait.
         """
         cute.arch.griddepcontrol_wait()
         if tells:

@@ -169,7 +169,8 @@ class Consumers:
         shape = mine.partition_shape_C((ROWS, HALF))
         partials = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
-        # Scales of a thread's two rows and of each half's columns, for this stage's blocks along k and for the next stage's.
+        # The scales of the thread's two rows and of each half's columns: ``factors`` for this stage, ``following`` for the next
+        # stage.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
         at, biases_at = first_to_read(), first_to_read()
         index, tiles = self.tiles(call)

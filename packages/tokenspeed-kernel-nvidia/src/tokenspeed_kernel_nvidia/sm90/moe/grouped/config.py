@@ -23,8 +23,8 @@ RECORD = 4  # int32 fields of a tile in the schedule
 # Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
 # `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
-# float32 rows that may exceed float16's range. They are converted to float16 with a power of two for each row. The MMAs take them
-# as `VALUES`.
+# float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
+# rows like `VALUES`.
 FITTED = "fitted"
 SPLIT = 2  # fp8 values of an element of `PARTS`
 REST = 16.0  # factor of the second one
@@ -44,7 +44,8 @@ class Tile:
         blocks: k blocks in a stage of weights. Narrow tiles are memory-bound, which long copies suit better.
         column_blocks: panels of columns in flight.
         registers: registers of an MMA thread.
-        strips: strips of 16 rows of an MMA warp, each of another panel. For more than one strip, see `panel_device`.
+        strips: number of strips of an MMA warp. A strip has 16 rows; all strips belong to different panels. For more than one
+            strip, see `panel_device`.
         by_warps: up to this many columns, warps with several strips use mma.sync, see `warp_device`.
     """
 
@@ -58,9 +59,9 @@ class Tile:
     by_warps: int = 0
 
 
-# Tiles by their largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the sum of all
-# kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7 and 1.9
-# GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
+# The tiles, each under its largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the
+# sum of all kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7
+# and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
 _TILES = {
     # Elements split into two fp8 values, see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
@@ -72,7 +73,7 @@ _TILES = {
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with fp8 MMAs: 2317. 16-bit MMAs on the quantised values took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
-    # 8192 tokens: 2996. Loading words ahead made it slower.
+    # 8192 tokens: 2996. Prefetching words was slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2723, and 3000 when it has run for a second. Dequantisation takes time and power from the MMAs, and twice as many
     # columns amortise it. It was slower if one warpgroup dequantised for the others into shared memory: 3193.
@@ -148,7 +149,7 @@ class Gemm:
 
     @property
     def bytewise(self) -> bool:
-        """Whether it uses fp8 MMAs."""
+        """Whether the kernel uses fp8 MMAs."""
         return self.inputs in (CODES, PARTS)
 
     @property
@@ -202,7 +203,7 @@ class Gemm:
 
     @property
     def k_step(self) -> int:
-        """The number of k blocks of a k step; a stage of columns has as many."""
+        """The number of k blocks in a k step. A pipeline stage of columns holds the same number."""
         return 2 if self.bytewise else self.tile.k_step
 
     @property
@@ -237,7 +238,7 @@ class Gemm:
 
     @property
     def store_bytes(self) -> int:
-        """The bytes of a column's results in a warpgroup's buffer; half as many if gate and up were combined."""
+        """The bytes of a column's results in a warpgroup's buffer; half of that if gate and up were combined."""
         return 64 if self.gated else 128
 
     @property
@@ -319,7 +320,7 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
 
 
 def sorting_ctas(pairs: int) -> int:
-    """Returns the number of CTAs that sort so many pairs."""
+    """Returns the number of CTAs that sort a number of pairs."""
     return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
 
 

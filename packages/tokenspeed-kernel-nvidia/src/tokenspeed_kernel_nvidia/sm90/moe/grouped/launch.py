@@ -147,7 +147,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
 
 
 class _Memory:
-    """One allocation, divided into parts. Only the kernels of a single call access it."""
+    """One allocation, divided into parts, which only the kernels of a single call access."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]

@@ -224,7 +224,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
         Args:
             ready: whether its columns are known to have arrived.
-            fresh: whether the accumulators start at zero with it.
+            fresh: whether this step zeroes the accumulators first.
         """
         if not ready:
             self.column_pipe(storage).wait(columns)

@@ -258,7 +258,7 @@ class PanelMainloop(Shapes):
         """Issues the wgmmas of a panel's block (16-bit) or half block (fp8) as one group.
 
         Args:
-            sums: the accumulator. 16-bit MMAs add to it, fp8 MMAs overwrite it.
+            sums: the accumulator. 16-bit MMAs add to the accumulator, fp8 MMAs overwrite it.
             part: index of the block or half block in the stage of columns.
         """
         warpgroup.fence()  # orders earlier register writes before the wgmmas that read the registers

@@ -192,7 +192,7 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Converts and stores a group of elements. Returns how many of them `PARTS` cannot represent."""
+        """Converts and stores a group of elements. Returns the number of elements that `PARTS` cannot represent."""
         small = Int32(0)
         if const_expr(self.config.result == PARTS):
             small = self.write_parts(rows, row, group, words, scale)
@@ -268,7 +268,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
 
 
 def power_below(x: Float32, octaves: int) -> Float32:
-    """Returns 2^-octaves times the largest power of two that is at most ``x``. NaN for NaN and infinity.
+    """Returns 2^-octaves times the largest power of two that is at most ``x``. Returns NaN for NaN and infinity.
 
     Divided by it, elements of a row with amax ``x`` are less than 2^(octaves + 1).
     """

@@ -147,7 +147,7 @@ class Consumers(ExactDotProducts):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # MMAs depend on the words of their blocks, but nothing depends on this load. The load must complete before the
+                # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
                 # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab

@@ -45,7 +45,7 @@ PREPARING_THREADS = 32 * MMA_WARPS
 ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
 ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
 
-# Converts two values to fp8, the first in the lower byte. Replaces the values by their remainders.
+# `_ROUND` converts two values to fp8, the first in the lower byte. `_REST` replaces each value by 32 times its rounding error.
 _ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
 _REST = """
 cvt.rn.f16x2.e4m3x2 back, both;

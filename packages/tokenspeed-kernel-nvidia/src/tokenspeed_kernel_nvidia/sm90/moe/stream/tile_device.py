@@ -175,7 +175,7 @@ def ahead_of(item: Int32) -> Int32:
 
 
 def is_ahead(item: Int32) -> Any:
-    """Whether it is a message of `ahead_of`."""
+    """Whether a work item is a message of `ahead_of`."""
     return (item >> _AHEAD_BIT & 1) == 1
 
 

@@ -105,7 +105,8 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
     """Rewords an outcome for the check that made the case.
 
-    Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of these cases reports them.
+    Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of the unchanged cases reports
+    such faults.
     """
     if not outcome.wrong:
         return replace(outcome, case=case)

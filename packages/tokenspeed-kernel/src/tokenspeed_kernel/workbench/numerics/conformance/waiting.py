@@ -29,7 +29,7 @@ _WAITING_OPS = frozenset(
         "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
     }
 )  # fmt: skip
-# Modules that emulate a device on the host. Their reads of values are the device's, and do not count.
+# Modules that emulate a device on the host. Reads of such values happen on the device, and do not count.
 _EMULATORS = ("triton.",)
 
 
