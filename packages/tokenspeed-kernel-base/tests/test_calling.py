@@ -291,7 +291,7 @@ def test_operators_are_for_inference(argument: str) -> None:
     compiled = torch.compile(lambda **a: rmsnorm(**a), backend="eager", fullgraph=True)
     for _ in range(2):
         rmsnorm(**arguments)
-        with pytest.raises(RuntimeError, match=f"rmsnorm: {argument} requires a gradient, and operators are for inference only"):
+        with pytest.raises(RuntimeError, match=f"rmsnorm: {argument} requires a gradient"):
             rmsnorm(**graded)
         with pytest.raises(RuntimeError, match=f"{argument} requires a gradient, and operators are for inference only"):
             compiled(**graded)
@@ -339,7 +339,7 @@ def test_a_boolean_output_survives_torch_compile(declare: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("hook", ["check", "traits", "fake", "cases", "cost", "formats", "work"])
 def test_hooks_belong_to_the_declaration(hook: str) -> None:
-    with pytest.raises(TypeError, match=f"norm.rmsnorm: its {hook} hook is declared in .*, and .*test_calling.* cannot add one"):
+    with pytest.raises(TypeError, match=f"norm.rmsnorm: its {hook} hook .*test_calling"):
 
         @getattr(rmsnorm, hook)  # type: ignore[misc, untyped-decorator, unused-ignore]
         def _() -> None: ...

@@ -213,7 +213,7 @@ def test_an_error_shows_the_line_of_the_body(composed: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("parts", [(mm,), (rmsnorm,), (rmsnorm, mm, top_k_indices)])
 def test_parts_are_the_operators_that_the_body_calls(declare: Callable[..., Any], parts: tuple[Any, ...]) -> None:
     stated = re.escape(str(sorted(part.operator.mode for part in parts)))
-    with pytest.raises(TypeError, match=rf"parts= must list the operators that norm_mm calls: \['mm', 'rmsnorm'\], got {stated}"):
+    with pytest.raises(TypeError, match=rf"parts= .*\['mm', 'rmsnorm'\], got {stated}"):
         declare(norm_mm, formats=("x",), parts=parts)
 
 

@@ -169,9 +169,7 @@ def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     [("VERBOS", "VERBOSE"), ("DISABLED_PLUGINS", "DISABLE_PLUGINS"), ("PLATTFORM", "PLATFORM"), ("CONFIG_FILE", "CONFIG")],
 )
 def test_an_unknown_variable_warns_with_the_nearest_name(name: str, near: str) -> None:
-    with pytest.warns(
-        UserWarning, match=f"unknown environment variable TOKENSPEED_KERNEL_{name}; did you mean TOKENSPEED_KERNEL_{near}?"
-    ):
+    with pytest.warns(UserWarning, match=rf"unknown .*KERNEL_{name}; .*KERNEL_{near}\?"):
         read(**{name: "x"})
 
 
@@ -228,7 +226,7 @@ def test_settings_are_read_once_and_again_on_request(settings_from: Any, monkeyp
 
 def test_an_unknown_platform_names_the_setting(settings_from: Any) -> None:
     settings_from(PLATFORM="h10")
-    with pytest.raises(ValueError, match=r"TOKENSPEED_KERNEL_PLATFORM .*unknown platform 'h10'; expected one of cpu, sm_<version>"):
+    with pytest.raises(ValueError, match=r"PLATFORM .*unknown platform 'h10'"):
         current_platform()
 
 

@@ -190,7 +190,7 @@ def test_resources_state_traits_too(declare: Declare) -> None:
     assert "trait wide is True or False, so 3 can never hold" in refused(op, traits={"wide": 3})
     declared(op, "fine", traits={"rounded": any, "wide": any})
     op(torch.ones(2), Table(), solution="reference")
-    with pytest.raises(TypeError, match="a Loose states the trait loose, which trait_kinds of its class must declare"):
+    with pytest.raises(TypeError, match=r"Loose states the trait loose, .*trait_kinds"):
         op(torch.ones(2), Loose(), solution="reference")
 
 
@@ -202,7 +202,7 @@ def test_a_kernel_that_was_registered_before_its_operator_is_looked_at_then(decl
     probe = declare(_body)
     mode = f"_body_{int(probe.operator.mode.rpartition('_')[2]) + 1}"
     register_kernel("testing", mode, name="early", solution="testing", signatures=None, traits={"hiden": any})("nowhere:kernel")
-    with pytest.raises(RegistrationError, match=r"early: testing\._body_\d+ states no trait hiden; did you mean hidden\?"):
+    with pytest.raises(RegistrationError, match=r"early: .*no trait hiden; .*hidden\?"):
         declare(_body, formats=("x",), traits=TRAITS)
 
 

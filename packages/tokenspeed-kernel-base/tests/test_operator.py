@@ -190,9 +190,7 @@ def test_overrides_and_solutions_are_names(toy: Any, name: str) -> None:
 
 
 def test_an_output_that_the_call_does_not_have() -> None:
-    with pytest.raises(
-        ValueError, match="rmsnorm: residual_out must be None, because this call has no such output, got a float32 tensor"
-    ):
+    with pytest.raises(ValueError, match=r"rmsnorm: residual_out must be None.*got a float32"):
         rmsnorm(X, W, residual_out=X.clone())
 
 
@@ -364,7 +362,7 @@ def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:
 
 
 def test_a_mode_is_declared_once() -> None:
-    with pytest.raises(TypeError, match=r"operator rmsnorm is declared twice: in tokenspeed_kernel_base.ops.norm.rmsnorm and in"):
+    with pytest.raises(TypeError, match=r"rmsnorm is declared twice: .*ops.norm.rmsnorm"):
         operator_module.operator("other", "rmsnorm")(fine)
 
 

@@ -53,7 +53,7 @@ def test_named_platforms(name: str, vendor: str, arch: tuple[int, int], label: s
 
 @pytest.mark.parametrize("name", ["", "h10", "sm_", "sm_9", "gfx", "gfx9", "sm_90 or so", "cpu0"])
 def test_unknown_names(name: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown platform .*; expected one of cpu, sm_<version> .*, h100, .*, mi355x"):
+    with pytest.raises(ValueError, match=r"unknown platform .*expected .*h100, .*mi355x"):
         named_platform(name)
 
 
@@ -108,7 +108,7 @@ def test_gaps(needs: dict[str, Any], name: str, gap: str | None) -> None:
 
 
 def test_a_vendor_that_there_is_none_of() -> None:
-    with pytest.raises(ValueError, match=r"vendors must be among amd, cpu, nvidia, got 'nvida'; did you mean nvidia\?"):
+    with pytest.raises(ValueError, match=r"vendors must .*got 'nvida'; .*nvidia\?"):
         CapabilityRequirement(vendors=frozenset({"nvida"}))
 
 

@@ -105,7 +105,7 @@ def test_neither_function_nor_path_is_rejected(registry: KernelRegistry, impl: A
 
 def test_a_name_in_use_is_rejected_with_both_origins(registry: KernelRegistry) -> None:
     registry.register(spec(origin="first.py:10"), kernel)
-    with pytest.raises(RegistrationError, match=r"a kernel named mine exists: registered by first.py:10, now again by plugin b"):
+    with pytest.raises(RegistrationError, match=r"named mine exists: .*first.py:10.*plugin b"):
         registry.register(spec(origin="plugin b", family="other"), kernel)
     assert registry.get_by_name("mine").origin == "first.py:10"
 
@@ -181,13 +181,11 @@ def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, mod
         }.items()
     ):
         registry.register(spec(kernel_name, priority=priority), path)
-    with pytest.raises(
-        ImportError, match=r"kernel no_module is implemented by there_is_no_such_module:kernel, which cannot be imported"
-    ):
+    with pytest.raises(ImportError, match=r"no_module .*there_is_no_such_module.*imported"):
         registry.get_impl("no_module")
-    with pytest.raises(AttributeError, match=rf"kernel no_attribute is implemented by {name}:absent, but {name} has no absent"):
+    with pytest.raises(AttributeError, match=f"no_attribute .*{name} has no absent"):
         registry.get_impl("no_attribute")
-    with pytest.raises(ImportError, match=rf"kernel raising is implemented by {raising}:kernel.*OSError: libgpu.so is missing"):
+    with pytest.raises(ImportError, match=f"raising .*{raising}:kernel.*libgpu.so is missing"):
         registry.get_impl("raising")
     with pytest.raises(RegistrationError, match=r"short: norm.scale may write to out, so an implementation must take it"):
         registry.get_impl("short")
@@ -217,9 +215,7 @@ def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: Kerne
     assert "Traceback" in failure
     assert "there_is_no_such_module" in failure
 
-    with pytest.raises(
-        NoKernelFoundError, match=r"broken is wanted by override=, but fails the implementation gate: cannot be loaded"
-    ):
+    with pytest.raises(NoKernelFoundError, match=r"broken .*fails the implementation gate"):
         select_kernel("norm", "scale", X, platform=cpu, override="broken")
 
 
@@ -278,7 +274,7 @@ def test_importing_does_not_overwrite_what_was_registered_meanwhile(registry: Ke
 
 def test_equal_priority_is_reported_with_both_origins(registry: KernelRegistry) -> None:
     registry.register(spec("b", origin="core.py:7"), kernel)
-    with pytest.warns(PriorityClashWarning, match=r"a \(plugin p\) and b \(core.py:7\) both have priority 8 .* a wins by name"):
+    with pytest.warns(PriorityClashWarning, match=r"a \(plugin p\) and b .*priority 8 .*a wins"):
         registry.register(spec("a", origin="plugin p"), kernel)
     assert [str(c) for c in registry.clashes()] == [
         "a (plugin p) and b (core.py:7) both have priority 8 and could serve the same norm.scale request; a wins by name. "

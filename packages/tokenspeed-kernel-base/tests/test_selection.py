@@ -215,9 +215,7 @@ def test_the_objective_from_the_settings(three: None, settings_from: Any, tmp_pa
     assert chosen() == "plain"
     file.write_text('objective = "fastest"\n')
     settings_from()
-    with pytest.raises(
-        ConfigurationError, match=r"objective must be one of default, portability, .*, got 'fastest' \(.*settings.toml\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"objective must be one of .*got 'fastest' .*toml"):
         chosen()
 
 
@@ -233,17 +231,11 @@ def test_an_override_passes_by_traits_and_priority(three: None) -> None:
 
 def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:
     add("half", priority=1, format_signatures=format_signatures("x", "dense", {torch.float16}))
-    with pytest.raises(
-        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs an NVIDIA device"
-    ):
+    with pytest.raises(NoKernelFoundError, match=r"gpu .*fails the platform gate: .*NVIDIA"):
         chosen(override="gpu")
-    with pytest.raises(
-        NoKernelFoundError, match=r"half is wanted by override=, but fails the formats gate: x: bfloat16 wanted, float16"
-    ):
+    with pytest.raises(NoKernelFoundError, match=r"half .*formats gate: x: bfloat16 .*float16"):
         chosen(override="half")
-    with pytest.raises(
-        NoKernelFoundError, match=r"fast is wanted by override=, but fails the solution gate: is made with triton, torch"
-    ):
+    with pytest.raises(NoKernelFoundError, match=r"fast .*fails the solution gate: .*triton, torch"):
         chosen(override="fast", solution="torch")
 
 
@@ -251,16 +243,14 @@ def test_an_override_of_nothing_known(add: Callable[..., Any], three: None) -> N
     add("elsewhere", mode="other")
     with pytest.raises(NoKernelFoundError, match=r"override=: no kernel named fsat; did you mean fast\?"):
         chosen(override="fsat")
-    with pytest.raises(NoKernelFoundError, match=r"elsewhere is wanted by override=, but implements norm.other, not norm.scale"):
+    with pytest.raises(NoKernelFoundError, match=r"elsewhere .*norm.other, not norm.scale"):
         chosen(override="elsewhere")
     add("fasta", mode="other", priority=4)
     with pytest.raises(NoKernelFoundError, match=r"but implements norm.other, not norm.scale; did you mean fast\?"):
         chosen(override="fasta")
     with pytest.raises(NoKernelFoundError, match=r"no kernel named fasty; did you mean fast\?"):
         chosen(override="fasty")
-    with pytest.raises(
-        NoKernelFoundError, match=r"no kernel named triton; did you mean a kernel of solution triton \(.*fast.*\)\?"
-    ):
+    with pytest.raises(NoKernelFoundError, match=r"no kernel named triton; .*solution triton"):
         chosen(override="triton")
 
 
@@ -268,7 +258,7 @@ def test_a_solution_that_the_operator_has_not(add: Callable[..., Any], three: No
     add("elsewhere", mode="other", solution="tritom")
     with pytest.raises(NoKernelFoundError, match=r"no kernel of this operator has solution tritom; did you mean triton\?"):
         chosen(solution="tritom")
-    with pytest.raises(NoKernelFoundError, match=r"has solution fast; it is a kernel of solution triton: override= takes it"):
+    with pytest.raises(NoKernelFoundError, match=r"has solution fast; it is .*solution triton"):
         chosen(solution="fast")
     with pytest.raises(NoKernelFoundError, match=r"no kernel of this operator has solution qqq\n"):
         chosen(solution="qqq")
@@ -383,7 +373,7 @@ def test_override_by_environment_and_file(three: None, settings_from: Any, tmp_p
     assert chosen() == "plain"
     assert f"override plain ({file}: overrides.norm.scale)" in explain_selection("norm", "scale", X)
     settings_from(OVERRIDE_NORM_SCALE="gpu")
-    with pytest.raises(NoKernelFoundError, match="gpu is wanted by TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE, but fails the platform"):
+    with pytest.raises(NoKernelFoundError, match=r"gpu .*OVERRIDE_NORM_SCALE, .*platform"):
         chosen()
     with kernel_override("norm", "scale", "fast"):
         assert chosen() == "fast"
@@ -575,7 +565,7 @@ def test_a_pretended_platform_never_launches(add: Callable[..., Any], settings_f
     add("plain")
     selected = select_kernel("norm", "scale", X, platform=named_platform("sm_90"))
     assert selected.name == "gpu"
-    with pytest.raises(RuntimeError, match=r"gpu was selected for NVIDIA H100 \[sm_90\] \(pretended\), which is pretended"):
+    with pytest.raises(RuntimeError, match=r"gpu was selected for NVIDIA H100 .*pretended"):
         selected()
     settings_from(PLATFORM="gfx950")
     with pytest.raises(RuntimeError, match=r"plain was selected for AMD Instinct MI355X \[gfx950\]"):

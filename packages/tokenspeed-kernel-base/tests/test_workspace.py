@@ -110,7 +110,7 @@ def test_a_host_without_a_device() -> None:
 def test_standing_memory(pretended: Pretended) -> None:
     standing = pretended.keeper.standing
     pretended.capturing = True
-    with pytest.raises(RuntimeError, match="call the kernel on cpu once before a graph is captured: it needs 100 bytes of memory"):
+    with pytest.raises(RuntimeError, match=r"on cpu once before a graph.*100 bytes"):
         standing(0, 7, 100)
     pretended.capturing = False
     first = standing(0, 7, 100)

@@ -93,7 +93,7 @@ def test_layers_that_go_to_the_portable_kernel(changes: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
 def test_sizes_that_are_no_multiple_of_32_are_rejected(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"size must be a multiple of 32, because (weight_format|activation_dtype) is mxfp4"):
+    with pytest.raises(ValueError, match=r"size must be a multiple of 32, .*is mxfp4"):
         _plan(None, **changes)
 
 

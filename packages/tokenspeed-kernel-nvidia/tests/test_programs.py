@@ -305,7 +305,7 @@ def test_a_backend_stands_in_for_the_gpu(scaling: Any, tmp_path: Path) -> None:
 
 def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_programs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"scaling\.scale\.scale is not compiled yet, which needs nvidia-cutlass-dsl"):
+    with pytest.raises(RuntimeError, match=r"scaling\.scale\.scale .*nvidia-cutlass-dsl"):
         scaling.scale.compile(scaling.Config(2))
 
 
@@ -351,9 +351,7 @@ def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatc
     assert compiled(tmp_path) == 1
     with monkeypatch.context() as other:
         other.setattr(_programs, "toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
-        with pytest.warns(
-            storage.StorageWarning, match=r"programs of cutedsl in the pack .*: they were made with nvidia-cutlass-dsl"
-        ):
+        with pytest.warns(storage.StorageWarning, match="programs of cutedsl .*nvidia-cutlass-dsl"):
             assert fresh(scaling)._packed(config) is None
     (file,) = (pack / "cutedsl").iterdir()
     damaged = file.read_bytes()[:-1] + b"?"

@@ -164,7 +164,7 @@ def test_expanded_and_sliced_tensors_keep_their_strides() -> None:
 def test_calls_that_cannot_be_replayed() -> None:
     op = tk.get_operator("rmsnorm")
     record = capture(op, op.complete({"x": torch.ones(2, 4), "weight": torch.ones(4)}))
-    with pytest.raises(ReplayError, match=r"a call of norm\.rmsnorn was captured: no operator norm\.rmsnorn; did you mean"):
+    with pytest.raises(ReplayError, match=r"no operator norm\.rmsnorn"):
         replay({**record, "operator": "norm.rmsnorn"})
     with pytest.raises(ReplayError, match="captured with other parameters than it has here: gamma"):
         replay({**record, "arguments": {**record["arguments"], "gamma": None}})

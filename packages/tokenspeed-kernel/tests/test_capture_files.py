@@ -172,9 +172,7 @@ def test_a_damaged_capture_is_kept_aside(tmp_path: Path) -> None:
     storage.warn_once.cache_clear()
     with pytest.raises(UnreadableCaptureError, match=r"shapes holds no captured shapes: .*malformed"):
         load(path)
-    with pytest.warns(
-        storage.StorageWarning, match=r"captured shapes of .*shapes are damaged: .*malformed; kept as .*shapes\.corrupt"
-    ):
+    with pytest.warns(storage.StorageWarning, match=r"shapes are damaged: .*kept as .*shapes\.corrupt"):
         add_to(path, Contents([record(0)]))
     assert counts(load(path)) == {"f.m0": 1}
     assert (tmp_path / "shapes.corrupt").read_bytes() == damaged

@@ -373,7 +373,7 @@ def test_a_failed_plugin_is_tried_again_with_force(entries: list[Entry]) -> None
             raise RuntimeError("not yet")
 
     entries.append(Entry("late", register))
-    with pytest.warns(PluginWarning, match="plugin late of made-up 1 failed to load and is left out: RuntimeError: not yet"):
+    with pytest.warns(PluginWarning, match="late of made-up 1 failed .*RuntimeError: not yet"):
         discover_plugins(force=True)
     assert [f.name for f in plugins.plugin_failures()] == ["late"]
     working.append(True)
@@ -383,7 +383,7 @@ def test_a_failed_plugin_is_tried_again_with_force(entries: list[Entry]) -> None
 
 def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
     entries += [Entry("same", lambda: None, "one"), Entry("same", lambda: None, "two")]
-    with pytest.warns(PluginWarning, match="plugin same of two 1 is left out: a plugin of that name was loaded from one 1"):
+    with pytest.warns(PluginWarning, match="plugin same of two 1 is left out: .*one 1"):
         (loaded,) = discover_plugins(force=True)
     assert loaded.package == "one"
 

@@ -127,7 +127,7 @@ def test_the_setting_is_a_flag_or_a_folder(tmp_path: Path) -> None:
     assert found("1") == (True, None)
     assert found("off") == found("") == (False, None)
     assert found(str(tmp_path)) == (False, tmp_path)
-    with pytest.raises(ConfigurationError, match="TOKENSPEED_KERNEL_PROFILE must be 1, 0 or a folder that exists, got 'yse'"):
+    with pytest.raises(ConfigurationError, match=r"PROFILE must be .*got 'yse'"):
         found("yse")
 
 

@@ -123,7 +123,7 @@ def test_chosen_sizes(model: GptOss, sizes: tuple[int, ...]) -> None:
 
 
 def test_graphs_need_a_gpu(model: GptOss) -> None:
-    with pytest.raises(ValueError, match="decode must be 'eager' or 'static' on a device without graphs, got 'graphs' on cpu"):
+    with pytest.raises(ValueError, match=r"decode must be .*without graphs, got 'graphs'"):
         Engine(model, PagedKVCache(model.config, 4), decode="graphs")
 
 

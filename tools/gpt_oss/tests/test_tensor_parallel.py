@@ -133,5 +133,5 @@ def test_heads_that_cannot_be_shared() -> None:
 def test_experts_that_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match="num_local_experts must be a multiple of 2, the number of ranks, got 5"):
         shard_of(make_config(num_local_experts=5), 2, whole_experts=True)
-    with pytest.raises(ValueError, match=r"num_local_experts must be at least 2 x num_experts_per_tok, .* got 4 and 3"):
+    with pytest.raises(ValueError, match=r"num_local_experts must be at least 2.*4 and 3"):
         shard_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)

@@ -187,7 +187,7 @@ def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
     plan, weights = plan_of(max_tokens=4), weights_of()
     for few in (0, 1, 4):
         assert linear(torch.randn(few, K), weights, plan, solution=solution).shape == (few, N)
-    with pytest.raises(ValueError, match=r"linear: x.shape\[0\] must be at most plan.max_tokens, which is 4, got 5"):
+    with pytest.raises(ValueError, match=r"x.shape\[0\] must be at most .*4, got 5"):
         linear(torch.randn(5, K), weights, plan, solution=solution)
     assert linear(torch.randn(5, K), weights, plan_of(), solution=solution).shape == (5, N)
 
@@ -269,7 +269,7 @@ def test_arranged_weights_reach_nobody_else(reversing: str) -> None:
         assert verdicts[other].reason == f"weight_layout={LAYOUT} is not canonical"
         with pytest.raises(NoKernelFoundError, match="weight_layout=rows-reversed is not canonical"):
             linear(x, weights, plan, override=other)
-    with pytest.raises(ValueError, match=r"weights.layout must be 'rows-reversed', which reversing of the plan wants"):
+    with pytest.raises(ValueError, match=r"weights.layout must be 'rows-reversed'"):
         linear(x, weights_of(), plan)
 
 

@@ -259,5 +259,5 @@ def test_a_wrong_prefill_is_refused(changes: dict[str, Any], message: str) -> No
     with pytest.raises(ValueError, match=f"^mla_prefill: .*{message}"):
         mla_prefill(**{**arguments, **changes})
     narrow = {name: torch.ones(4, 2, 6).to(torch.float8_e4m3fn) for name in ("q", "k", "v")}
-    with pytest.raises(ValueError, match=r"k_scale must be of shape \[\], \[1\] or \[2\] \(heads\), got \[3\]"):
+    with pytest.raises(ValueError, match=r"k_scale must be of shape .*\[2\].*, got \[3\]"):
         mla_prefill(**{**arguments, **narrow}, k_scale=torch.ones(3))

@@ -166,11 +166,11 @@ def test_a_wrong_cache_is_refused(changes: dict[str, Any], error: type[Exception
 
 def test_other_wrong_calls_are_refused() -> None:
     chosen, options = torch.zeros(1, 2, dtype=torch.int32), {"softmax_scale": 0.1}
-    with pytest.raises(TypeError, match=r"^mla_sparse_with_kvcache: q must be a tensor of bfloat16 or float16, got float32"):
+    with pytest.raises(TypeError, match=r"^mla_sparse_with_kvcache: q .*got float32"):
         mla_sparse_with_kvcache(torch.zeros(1, 3, RANK + ROPE), indices=chosen, kv_lora_rank=RANK, **options, **caches())
-    with pytest.raises(ValueError, match="kv_lora_rank must be a multiple of 128, as kv_scale_cache is given, got 200"):
+    with pytest.raises(ValueError, match=r"kv_lora_rank .*multiple of 128, .*got 200"):
         mla_sparse_with_kvcache(normal(1, 3, RANK + ROPE), indices=chosen, kv_lora_rank=200, **options, **caches())
-    with pytest.raises(TypeError, match=r"^store_mla_kv_cache: latent must be a tensor of bfloat16 or float16, got float32"):
+    with pytest.raises(TypeError, match=r"^store_mla_kv_cache: latent .*got float32"):
         store_mla_kv_cache(torch.zeros(1, RANK), torch.zeros(1, ROPE), slot_mapping=torch.tensor([1]), **caches())
     with pytest.raises(ValueError, match=r"^store_mla_kv_cache: slot_mapping must be below .* = 8"):
         store_mla_kv_cache(normal(1, RANK), normal(1, ROPE), slot_mapping=torch.tensor([8]), **caches())

@@ -502,7 +502,7 @@ def test_wrong_plans_for_weights() -> None:
         moe_apply.prepare(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"plan.top_k must be at least 1, got 0"):
         moe_apply.prepare(weights_of(), dataclasses.replace(plan_of(), top_k=0))
-    with pytest.raises(ValueError, match=r"plan.kernel must be a registered kernel, got 'gone': no kernel named gone"):
+    with pytest.raises(ValueError, match=r"plan.kernel must .*got 'gone': no kernel"):
         moe_apply.prepare(weights_of(), dataclasses.replace(plan_of(), kernel="gone"))
 
 
@@ -547,8 +547,7 @@ def test_canonical_weights_are_refused_where_the_plan_wants_others(register: Reg
     register()
     with pytest.raises(
         ValueError,
-        match=r"weights.layout must be 'rows-reversed', which reversing of the plan wants: moe_apply.prepare\(weights, plan\) "
-        r"makes it, got 'canonical'",
+        match=r"weights.layout .*'rows-reversed'.*got 'canonical'",
     ):
         moe_apply(**call_with(weights_of(), plan_of()))
     assert CALLS == []
@@ -598,12 +597,10 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
     register(priority=7)  # this kernel's `prepare` makes a layout of other kernels
     register("none", weight_preprocessor=None, priority=9)
-    with pytest.raises(
-        ValueError, match=r"'rows-reversed' already, because kernel none \(.*\) wants that and has no weight_prepro"
-    ):
+    with pytest.raises(ValueError, match=r"'rows-reversed' already.*none .*no weight_prepro"):
         moe_apply.prepare(weights_of(), plan_of())
     register("nothing", weight_preprocessor=lambda weights, plan: None, priority=10)
-    with pytest.raises(TypeError, match="what the weight_preprocessor of nothing returns must be an object with w13_weight"):
+    with pytest.raises(TypeError, match=r"weight_preprocessor of nothing .*w13_weight"):
         moe_apply.prepare(weights_of(), plan_of())
     register("absent", weight_preprocessor="tokenspeed_kernel_base.ops.moe:absent", priority=11)
     with pytest.raises(AttributeError, match="the weight_preprocessor of absent"):

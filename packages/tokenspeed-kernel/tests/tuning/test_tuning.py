@@ -210,9 +210,7 @@ def test_tunables_are_checked_when_a_kernel_is_loaded(lab: Any) -> None:
     register_kernel("testing", "lab", name="steady", solution="lab", signatures=None, traits={"width": any}, tunables={"n": [1]})(
         "lab_kernels:steady"
     )
-    with pytest.raises(
-        RegistrationError, match="must take each tunable as a keyword with a default, after a \\*; it does not take n"
-    ):
+    with pytest.raises(RegistrationError, match=r"tunable as a keyword.*does not take n"):
         KernelRegistry.get().get_impl("steady")
 
 

@@ -116,9 +116,9 @@ def calls_that_differ() -> list[str]:
         with pytest.raises(ValueError, match="every rank must make the same call") as caught:
             call()
         said.append(str(caught.value))
-    with pytest.raises(ValueError, match=r"x must be a message that the peer memory of .* holds: 32768 bytes are more") as caught:
+    with pytest.raises(ValueError, match=r"x must be .*32768 bytes") as caught:
         tk.all_reduce(ones(8192), group, override="triton_one_shot_all_reduce")
-    with pytest.raises(ValueError, match=r"one_shot_bytes must be at most 16384, with which .* was made first, got 32768"):
+    with pytest.raises(ValueError, match=r"one_shot_bytes must be at most 16384, .*got 32768"):
         ProcessGroup.with_peer_memory(one_shot_bytes=1 << 15)
     assert ProcessGroup.with_peer_memory() is group
     plain = tk.all_reduce.explain(ones(64), ProcessGroup.of())

@@ -167,7 +167,7 @@ def test_the_others_do_not_wait_for_one_that_died() -> None:
 
 @pytest.mark.slow
 def test_time_is_limited() -> None:
-    with pytest.raises(WorldError, match=r"rank .*1 of 2 was not done after 8 s; do all ranks make the same calls\?") as caught:
+    with pytest.raises(WorldError, match=r"rank .*1 of 2 was not done after 8 s") as caught:
         run_world(one_is_late, 2, time_limit_s=8.0)
     assert 1 in caught.value.ranks
 
@@ -264,7 +264,7 @@ def test_a_group_of_one() -> None:
     total = all_reduce(x, group)
     assert torch.equal(total, x)
     assert total.data_ptr() != x.data_ptr()
-    with pytest.raises(TypeError, match=r"group must be a torch.distributed.ProcessGroup that this rank belongs to, got -100"):
+    with pytest.raises(TypeError, match=r"group must be .*ProcessGroup.*, got -100"):
         ProcessGroup.of(-100)  # type: ignore[arg-type]  # what new_group gives to ranks outside
     with pytest.raises(TypeError, match="all_reduce: group must be ProcessGroup, got NoneType None"):
         all_reduce(x, None)

@@ -212,6 +212,57 @@ def attend_before_diagonal(
 
 
 @gluon.jit
+def attend_window(
+    q, keys, values, block, state, band, scaling, begin, full_begin, end, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr
+):
+    """Updates the softmax state with all blocks from position ``begin`` to ``end``, where the diagonal begins.
+
+    Blocks before ``full_begin`` are masked. If the row max may move, all blocks of a window are.
+    """
+    if WINDOWED:
+        masked_end = full_begin if MAXIMUM == "stays" else end
+        block, state = attend_before_diagonal(q, keys, values, block, state, band, scaling, begin, masked_end, end, True, MAXIMUM)
+    if MAXIMUM == "stays" or not WINDOWED:
+        _, state = attend_before_diagonal(q, keys, values, block, state, band, scaling, full_begin, end, end, False, MAXIMUM)
+    return state
+
+
+@gluon.jit
+def window_begins(first_row, window_left, block_m: gl.constexpr, variant: gl.constexpr):
+    """The first block of keys that some row of a tile sees, and the first that all rows see whole; 0 without a window.
+
+    Every row sees all keys that are before ``first_row`` and inside its window.
+    """
+    begin = 0
+    full_begin = 0
+    if variant.windowed:
+        begin = gl.maximum(first_row - window_left, 0) // block_m * block_m
+        # From full_begin on, every key is inside every row's window.
+        inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
+        full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
+    return begin, full_begin
+
+
+@gluon.jit
+def store_tile(
+    operands, state, sink, location, first_row, head, row, strides,
+    shape: gl.constexpr, variant: gl.constexpr, block_m: gl.constexpr, mfma: gl.constexpr,
+):  # fmt: skip
+    """Epilogue: normalises a tile's accumulator, and stores output and LSE. ``row``: int32 [rows], indices in the sequence."""
+    result, log_sum = normalise(state, sink)
+    first_token = (location.start + first_row).to(gl.int64)
+    out_row = gl.arange(0, block_m, gl.SliceLayout(1, mfma))
+    column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, mfma))
+    out = operands.out + first_token * strides.out_token + head * strides.out_head
+    offsets = out_row[:, None] * strides.out_token + column[None, :]
+    isa.buffer_store(result.to(operands.q.dtype.element_ty), out, offsets, mask=(row < location.length)[:, None])
+    if variant.lse:
+        all_heads: gl.constexpr = shape.xcds * shape.heads
+        lse = operands.lse + first_token * all_heads + head
+        isa.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
+
+
+@gluon.jit
 def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
     """Loads a tile of q; missing rows are loaded from the sequence's last row."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
@@ -256,14 +307,7 @@ def attend_tiles(
         kv_head = head // shape.gqa_ratio
         first_row = location.level * block_m
 
-        # Every row sees all keys that are before first_row and inside its window.
-        begin = 0
-        full_begin = 0
-        if variant.windowed:
-            begin = gl.maximum(first_row - window_left, 0) // block_m * block_m
-            # From full_begin on, every key is inside every row's window.
-            inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
-            full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
+        begin, full_begin = window_begins(first_row, window_left, block_m, variant)
         sequence = Block(
             operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
             operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
@@ -301,31 +345,12 @@ def attend_tiles(
             # A row with a narrow window may see no key in the first block, so its row max may still be `LOWEST`.
             second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
             state = attend_block(q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second)
-        if variant.windowed:
-            masked_end = full_begin if MAXIMUM == "stays" else first_row
-            block, state = attend_before_diagonal(
-                q, keys, values, block, state, band, scaling, begin, masked_end, first_row, True, MAXIMUM
-            )
-        if MAXIMUM == "stays" or not variant.windowed:
-            _, state = attend_before_diagonal(
-                q, keys, values, block, state, band, scaling, full_begin, first_row, first_row, False, MAXIMUM
-            )
+        state = attend_window(q, keys, values, block, state, band, scaling, begin, full_begin, first_row, variant.windowed, MAXIMUM)
         state = summed(state)
         if MAXIMUM == "stays":
             too_large |= gl.where(state.row_sum <= largest_sum(dtype), 0, 1)
 
-        result, log_sum = normalise(state, sink)
-        first_token = (location.start + first_row).to(gl.int64)
-        out_row = gl.arange(0, block_m, row_layout)
-        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.mfma))
-        out = operands.out + first_token * strides.out_token + head * strides.out_head
-        offsets = out_row[:, None] * strides.out_token + column[None, :]
-        isa.buffer_store(result.to(dtype), out, offsets, mask=(row < location.length)[:, None])
-        if variant.lse:
-            all_heads: gl.constexpr = shape.xcds * heads
-            lse = operands.lse + first_token * all_heads + head
-            isa.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
-
+        store_tile(operands, state, sink, location, first_row, head, row, strides, shape, variant, block_m, layouts.mfma)
         location = following
     return too_large
 

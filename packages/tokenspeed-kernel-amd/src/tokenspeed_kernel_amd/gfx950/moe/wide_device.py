@@ -262,6 +262,20 @@ def no_sums(parts: gl.constexpr, warps: gl.constexpr):
     return sums
 
 
+@gluon.jit
+def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count, swiglu, shape: gl.constexpr):
+    """Epilogue of a block of strips: applies the tokens' scales, the bias and the activation, and stores each chunk of tokens."""
+    for part in gl.static_range(shape.columns // _PART):
+        if count > part * _PART:
+            first = firsts[part]
+            second = seconds[part]
+            if shape.encoding.scales != "block":
+                first *= tokens[part].scale[None, :]
+                second *= tokens[part].scale[None, :]
+            first, second = add_bias(first, second, operands, expert, strip, strips, shape)
+            store_product(operands, first, second, strip, strips, tokens[part], swiglu, shape)
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
     """Computes a tile of tokens for several blocks of strips, in one GEMM. Workgroups are numbered by tile of tokens and group of
@@ -315,15 +329,7 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
             high = load_pair(own, next_strip, next_quad * 4 + 2, warps)
             words = next_words
             if ends:
-                for part in gl.static_range(parts):
-                    if count > part * _PART:
-                        first = firsts[part]
-                        second = seconds[part]
-                        if encoding.scales != "block":
-                            first *= tokens[part].scale[None, :]
-                            second *= tokens[part].scale[None, :]
-                        first, second = add_bias(first, second, operands, expert, strip, strips, shape)
-                        store_product(operands, first, second, strip, strips, tokens[part], swiglu, shape)
+                store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count, swiglu, shape)
                 firsts = no_sums(parts, warps)
                 seconds = no_sums(parts, warps)
             quad = next_quad

@@ -193,19 +193,27 @@ def _store_tile(gate, up, block, feature, inputs, weight, out, sizes, swiglu, OP
 
 
 @triton.jit
+def _weight_rows(feature, n, OPTIONS: tl.constexpr):
+    """The gate and the up row of each feature. Features beyond ``n`` repeat the last feature, and are not stored."""
+    known = tl.minimum(feature, n - 1).to(tl.int64)
+    gate_row = known * 2 if OPTIONS.gated and OPTIONS.interleaved else known
+    up_row = known * 2 + 1 if OPTIONS.interleaved else known + n
+    return gate_row, up_row
+
+
+@triton.jit
+def _load_scales(gate, up, offset, GATED: tl.constexpr):
+    """The weight scales of gate and up rows at an offset; the gate's for both unless ``GATED``."""
+    by_gate = tl.load(gate + offset)
+    by_up = tl.load(up + offset) if GATED else by_gate
+    return by_gate, by_up
+
+
+@triton.jit
 def _block(
-    inputs,
-    weight,
-    out,
-    block,
-    feature,
-    sizes,
-    swiglu,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    EXTRA_T: tl.constexpr,
-):
+    inputs, weight, out, block, feature, sizes, swiglu,
+    OPTIONS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, EXTRA_T: tl.constexpr,
+):  # fmt: skip
     """One tile of features, for ``BLOCK_T`` rows of a block and ``EXTRA_T`` further rows that reuse the loaded weight tiles."""
     GATED: tl.constexpr = OPTIONS.gated
     FORMAT: tl.constexpr = OPTIONS.format
@@ -217,9 +225,7 @@ def _block(
     EVEN_K: tl.constexpr = TILE.even_k
     N = sizes.n
     K = sizes.k
-    known = tl.minimum(feature, N - 1).to(tl.int64)  # features beyond N repeat feature N - 1 and are not stored
-    gate_row = known * 2 if GATED and OPTIONS.interleaved else known
-    up_row = known * 2 + 1 if OPTIONS.interleaved else known + N
+    gate_row, up_row = _weight_rows(feature, N, OPTIONS)
     extra = Block(block.order, block.first + BLOCK_T, block.end, block.top_k)
     x_row = _input_rows(inputs, block, GATED, BLOCK_T)
     gate = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -239,8 +245,7 @@ def _block(
     # fp8 block scales multiply the partial sum of one step. Scales are loaded one step ahead to hide the latency.
     scaled: tl.constexpr = OPTIONS.scales == "blocks"
     if scaled:
-        by_gate = tl.load(s_gate)
-        by_up = tl.load(s_up) if GATED else by_gate
+        by_gate, by_up = _load_scales(s_gate, s_up, 0, GATED)
     else:
         by_gate = tl.zeros([BLOCK_N], tl.float32)
         by_up = by_gate
@@ -253,8 +258,7 @@ def _block(
             x_tile_extra = _load(x_row_extra[:, None] + columns[None, :], column, K - k, EVEN_K).to(COMPUTE)
         if scaled:
             next_block = tl.minimum(k + BLOCK_K, K - 1) // _BLOCK_FP8 * weight.scale_column_stride
-            by_gate_next = tl.load(s_gate + next_block)
-            by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
+            by_gate_next, by_up_next = _load_scales(s_gate, s_up, next_block, GATED)
         tile = _weight_tile(weight.gate, at_gate, s_gate, weight, k, K - k, OPTIONS, TILE)
         gate = _accumulate(gate, tile, x_tile, by_gate, scaled, PRECISION)
         if EXTRA_T > 0:
@@ -272,8 +276,7 @@ def _block(
     whole: tl.constexpr = OPTIONS.scales == "channels" or OPTIONS.scales == "e4m3"
     if whole:
         if OPTIONS.scales == "channels":
-            by_gate = tl.load(s_gate)
-            by_up = tl.load(s_up) if GATED else by_gate
+            by_gate, by_up = _load_scales(s_gate, s_up, 0, GATED)
         else:
             by_gate = tl.zeros([BLOCK_N], tl.float32) + tl.load(weight.global_scale)
             by_up = by_gate

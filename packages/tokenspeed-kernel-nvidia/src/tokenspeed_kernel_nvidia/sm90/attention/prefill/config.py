@@ -148,7 +148,7 @@ class Config:
         """log2 of the largest probability in a tile's first block.
 
         With e4m3 probabilities it is 3. A thread holds 32 elements of a row. Even if all were 8, their sum of 256 is less than the
-        largest e4m3 value, see `fp8_device`.
+        largest e4m3 value, see `fp8_softmax_device`.
         """
         return 3.0 if self.fp8 else 0.0
 

@@ -13,6 +13,8 @@ bfloat16 queries are converted as well, see `queries_device`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
@@ -26,15 +28,23 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     store_floats,
     widen_fp8,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.scheduler_device import Work
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Cursors, Rings, Shared
 
 CONVERTERS = 3  # all warps of the producer warpgroup except the one that loads
 CONVERTED = 9  # named barrier of the converter warps
 AHEAD = 4  # ldmatrix loads of a warp in flight before its first store
 
 
-class Converters(Tiles):
-    """Mixin of the converter warps."""
+@dataclass(frozen=True)
+class Converters:
+    """The converter warps."""
+
+    config: Config
+    rings: Rings
+    work: Work
+    cursors: Cursors
 
     @cute.jit
     def convert(self, shared: Shared, warp: Int32, causal: Int32, window_left: Int32):
@@ -47,7 +57,7 @@ class Converters(Tiles):
         while working:
             record = shared.record(q_at)
             kv_len = record.kv_len
-            first, end = self.blocks_seen(record.q_len, kv_len, record.position, causal, window_left)
+            first, end = self.work.blocks_seen(record.q_len, kv_len, record.position, causal, window_left)
             blocks = end - first
             if const_expr(c.fp8_cache):
                 for i in cutlass.range(blocks + 1, unroll=1):
@@ -68,7 +78,7 @@ class Converters(Tiles):
                     self.transpose_block(shared, raw_at, v_at, warp)
                     self.signal_converted(shared, shared.v_pipe, raw_at, v_at)
                     raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
-            q_at = self.next_q(q_at)
+            q_at = self.cursors.next_q(q_at)
             shared.q_pipe.wait(q_at)
             working = shared.record(q_at).exists
 
@@ -86,7 +96,7 @@ class Converters(Tiles):
             panel_bytes = c.block_n * c.raw_panel
             at = valid * c.raw_panel + (warp * 32 + cute.arch.lane_idx()) * 16
             while at < panel_bytes:
-                for panel in cutlass.range_constexpr(self.raw_ring.panels):
+                for panel in cutlass.range_constexpr(self.rings.raw.panels):
                     store_floats("shared", block_at + panel * panel_bytes + at, [Float32(0.0)] * 4)
                 at += CONVERTERS * 32 * 16
             cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTERS * 32)
@@ -110,7 +120,7 @@ class Converters(Tiles):
         chunks = c.raw_panel // 16  # 16-byte chunks of a key's row
         keys = 32 // chunks  # keys that a warp converts at a time: eight, or four
         of_panel = c.block_n // keys
-        steps = self.raw_ring.panels * of_panel
+        steps = self.rings.raw.panels * of_panel
         lane = opt_barrier(cute.arch.lane_idx())
         # All addresses are derived from the lane's first key. A chain of dependent address computations would delay the loads.
         row, chunk = lane // chunks, lane % chunks
@@ -129,7 +139,7 @@ class Converters(Tiles):
                 other = step % 2 * 64 if const_expr(keys == 4) else 0  # odd steps: the upper four keys of the swizzle's eight rows
                 words = load_words("shared", (source ^ other) + step * (keys * c.raw_panel), 4)
                 to = (target ^ other) + step * (keys * 128)
-                if const_expr(self.raw_ring.panels > 1):  # an fp8 panel becomes two 16-bit panels
+                if const_expr(self.rings.raw.panels > 1):  # an fp8 panel becomes two 16-bit panels
                     to += step // of_panel * (c.block_n * 128)
                 loaded.append((words, to))
             for words, to in loaded:
@@ -138,7 +148,7 @@ class Converters(Tiles):
                         some = [cutlass.select_(late == half, words[each], words[2 + each]) for each in range(2)]
                     else:
                         some = words[2 * half : 2 * half + 2]
-                    store_words_shared(to ^ (half * 16), [pair for word in some for pair in widen_fp8(self.mma_dtype, word)])
+                    store_words_shared(to ^ (half * 16), [pair for word in some for pair in widen_fp8(self.rings.mma_dtype, word)])
 
     @cute.jit
     def transpose_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):

@@ -1,11 +1,25 @@
-"""The device code of `prefill`: launch and producer warp. `mma_device` has the consumer warpgroups."""
+"""The device code of `prefill`: the launch, and the roles of the warps.
+
+The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`scheduler_device`).
+
+* CTAs: one per SM, with a producer warpgroup and two or three consumer warpgroups.
+* Warp 0 (`load_device`) schedules tiles, and loads Q, K and V by TMA. `q_load_device` has the loads of Q.
+* Warps 1 to 3 (`convert_device`) convert fp8 blocks: they transpose values, or widen an fp8 cache to float16. Otherwise they idle.
+* Consumer warpgroups (`mma_device`) compute 64 query rows each: wgmma, masks (`mask_device`), online softmax (`softmax_device`, or
+  `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache they first convert bfloat16 queries
+  (`queries_device`).
+* Shared memory: rings of Q tiles and of K and V blocks, fp8 blocks before conversion, and an output tile unless outputs are stored
+  from registers.
+* In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
+  Ping-pong scheduling lets a warpgroup's softmax overlap another's MMAs.
+* Limits: the tensor cores, at the clock that the power limit allows; see `Config`.
+"""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Optional
 
 import cuda.bindings.driver as cuda
@@ -15,16 +29,21 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
-from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_fill
 from tokenspeed_kernel_nvidia.cutedsl.scales_device import Scales
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
-from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import LongestFirst, Queue, own_indices
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.convert_device import CONVERTERS, Converters
-from tokenspeed_kernel_nvidia.sm90.attention.prefill.mma_device import Consumers, Mmas, Output
-from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Sequences, Shared
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.fp8_softmax_device import Fp8Softmax
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.mask_device import Masks
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.mma_device import Consumers, Mmas, PingPong
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.q_load_device import QLoader, SplitQLoader
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.queries_device import QueryConverter
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.scheduler_device import Work
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.softmax_device import Softmax
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.store_device import Epilogue, Output, RowStore, TileStore
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Cursors, Sequences, Shared, rings_of
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 
 
@@ -54,31 +73,22 @@ def fake_arguments(config: Config):
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The keys and values that a tile attends to.
+class Prefill:
+    """The prefill kernel of one configuration."""
 
-    Attributes:
-        sequence: index in the batch.
-        first: row of the sequence's first key, with ragged K/V.
-        kv_len: keys of the sequence.
-        kv_head: the KV head.
-    """
-
-    sequence: Int32
-    first: Int32
-    kv_len: Int32
-    kv_head: Int32
-
-
-class Prefill(Converters, Consumers):
-    """The prefill kernel for one configuration: persistent and warp-specialised, one CTA per SM.
-
-    Warp 0 of the producer warpgroup schedules tiles, and loads Q, K and V by TMA. With fp8, the producer warpgroup's other three
-    warps convert blocks. Two or three consumer warpgroups compute 64 query rows each with wgmma. Shared memory holds rings of Q
-    tiles and of K and V blocks (``q_stages``, ``kv_stages``), fp8 blocks before conversion, and an output tile unless outputs are
-    stored from registers.
-    """
+    def __init__(self, config: Config) -> None:
+        rings, work, cursors = rings_of(config), Work(config), Cursors(config)
+        self.config = config
+        self.rings = rings
+        load_q = SplitQLoader(config, rings) if config.splits_q else QLoader(config, rings)
+        self.loader = Loader(config, rings, work, cursors, load_q)
+        self.converters = Converters(config, rings, work, cursors)
+        store = RowStore(config, rings) if config.stores_from_registers else TileStore(config, rings)
+        softmax = Fp8Softmax(config) if config.fp8 else Softmax(config, rings.mma_dtype)
+        self.consumers = Consumers(
+            config, rings, cursors, PingPong(config), QueryConverter(config, rings), Masks(config, work), softmax,
+            Epilogue(config, store),
+        )  # fmt: skip
 
     @cute.jit
     def __call__(
@@ -110,15 +120,15 @@ class Prefill(Converters, Consumers):
         c = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.q_positions), c.panel))
-        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, (self.raw_ring if c.fp8_cache else self.kv_ring).columns))
-        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, (self.raw_ring if c.converts else self.v_ring).columns))
+        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, (self.rings.raw if c.fp8_cache else self.rings.k).columns))
+        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, (self.rings.raw if c.converts else self.rings.v).columns))
         out_tma = None
         if const_expr(c.store_by_tma):
             out_tma = make_tma(store, gqa_packed(out), ((c.gqa_ratio, 64 // c.gqa_ratio), PANEL))
         mmas = Mmas(
-            make_qk_mma(self.mma_dtype, c.block_n, c.warpgroups),
-            make_qk_mma(self.mma_dtype, c.block_n // 2, c.warpgroups),
-            make_pv_mma(self.mma_dtype, c.v_columns, c.warpgroups),
+            make_qk_mma(self.rings.mma_dtype, c.block_n, c.warpgroups),
+            make_qk_mma(self.rings.mma_dtype, c.block_n // 2, c.warpgroups),
+            make_pv_mma(self.rings.mma_dtype, c.v_columns, c.warpgroups),
         )
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
@@ -153,7 +163,7 @@ class Prefill(Converters, Consumers):
         to_cap: Optional[Float32],
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.shared_of(SmemAllocator().allocate(self.storage()))
+        shared = Shared(SmemAllocator().allocate(self.rings.storage()), self.config.splits_q)
         if warp_index == 0:
             cpasync.prefetch_descriptor(q.atom)
             cpasync.prefetch_descriptor(k.atom)
@@ -185,221 +195,9 @@ class Prefill(Converters, Consumers):
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
-                self.produce(shared, q, k, v, sequences, counter, causal, kv_heads, scales, window_left)
+                self.loader.load(shared, q, k, v, sequences, counter, causal, kv_heads, scales, window_left)
             elif const_expr(self.config.converts):
-                self.convert(shared, warp_index - 1, causal, window_left)
+                self.converters.convert(shared, warp_index - 1, causal, window_left)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, to_cap, mmas)
-
-    # -- producer warp ---------------------------------------------------------------------------------------------------------
-
-    def tiles(self) -> LongestFirst:
-        c = self.config
-        return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)
-
-    def lengths_of(self, sequences: Sequences, at: Int32):
-        """A sequence's first token, its number of queries and its number of keys."""
-        start = sequences.cu_seqlens[at]
-        q_len = sequences.cu_seqlens[at + 1] - start
-        kv_len = q_len
-        if const_expr(self.config.paged):
-            kv_len = sequences.cache_seqlens[at]
-        if const_expr(self.config.own_kv):
-            kv_len = sequences.cache_seqlens[at + 1] - sequences.cache_seqlens[at]
-        return start, q_len, kv_len
-
-    @cute.jit
-    def produce(
-        self,
-        shared: Shared,
-        q: Tma,
-        k: Tma,
-        v: Tma,
-        sequences: Sequences,
-        counter: cute.Tensor,
-        causal: Int32,
-        kv_heads: Int32,
-        scales: tuple,
-        window_left: Int32,
-    ):
-        """The producer warp. It finds this CTA's tiles one by one, and loads their Q, K and V as far ahead as the rings allow."""
-        c = self.config
-        lane = cute.arch.lane_idx()
-        batch = sequences.cu_seqlens.shape[0] - 1
-        index, ctas = own_indices()
-        tiles, queue = self.tiles(), Queue(counter, ctas)
-        search = tiles.begin()
-        q_at, k_at, v_at, raw_at = first_to_fill(), first_to_fill(), first_to_fill(), first_to_fill()
-
-        while tiles.has(search):
-            search = tiles.seek(search, index, sequences, batch, kv_heads)
-            if const_expr(not c.splits_q):
-                shared.q_pipe.acquire(q_at)
-            if tiles.has(search):
-                tile = tiles.item(search, index, lane)
-                keys = Keys(tile.sequence, self.first_key(sequences, tile.sequence, tile.start), tile.kv_len, tile.kv_head)
-                ticket = queue.prefetch(lane)
-
-                if const_expr(c.converts):
-                    q_scales, k_scales, v_scales = scales
-                    qk_scale, v_scale = q_scales.of(tile.kv_head) * k_scales.of(tile.kv_head), v_scales.of(tile.kv_head)
-                    of_tile = registers.bits_of(qk_scale), registers.bits_of(v_scale)
-                else:
-                    of_tile = ()
-                if const_expr(not c.splits_q):
-                    if lane == 0:
-                        shared.record(q_at).write(*tile.record, *of_tile)
-                    cute.arch.sync_warp()
-                first, end = self.blocks_seen(tile.q_len, tile.kv_len, tile.position, causal, window_left)
-
-                if const_expr(not c.splits_q):
-                    with cute.arch.elect_one():
-                        shared.q_pipe.commit(q_at, c.q_bytes)
-                    self.load_q(shared, q, q_at, tile.start + tile.position, tile.kv_head)
-
-                # Blocks are loaded in descending order, and values one block after their keys.
-                for i in cutlass.range(end - first + 1, unroll=1):
-                    if i < end - first:
-                        if const_expr(c.fp8_cache):
-                            raw_at = self.load_raw(shared, k, raw_at, end - 1 - i, keys, sequences.page_table)
-                        else:
-                            k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
-                            self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, end - 1 - i, keys, sequences.page_table)
-                            k_at = advance(k_at, c.kv_stages)
-                    if const_expr(c.splits_q):
-                        if i == 0:  # a K stage is free before the Q stage is
-                            self.load_split_q(shared, q, q_at, (*tile.record, *of_tile))
-                    if i > 0:
-                        if const_expr(c.converts):
-                            raw_at = self.load_raw(shared, v, raw_at, end - i, keys, sequences.page_table)
-                        else:
-                            v_boxes = self.v_ring.boxes(shared.storage.v, c.box)
-                            self.load_kv(v_boxes, c.v_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
-                            v_at = advance(v_at, c.kv_stages)
-
-                index = queue.next(ticket)
-            elif const_expr(c.splits_q):
-                self.end_split_q(shared, q_at)
-            else:
-                if lane == 0:
-                    shared.record(q_at).write_end()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    shared.q_pipe.full.arrive(q_at)
-            q_at = self.next_q(q_at)
-
-        cute.arch.griddepcontrol_launch_dependents()
-        queue.finish(lane)
-
-    # -- loads -----------------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_q(self, shared: Shared, q: Tma, at: Cursor, token: Int32, kv_head: Int32):
-        """Loads a Q tile: all query heads of a KV head, from a token on."""
-        c = self.config
-        box = ((c.gqa_ratio, c.positions), c.panel)
-        tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.positions)
-        for panel in cutlass.range_constexpr(self.q_ring.panels):
-            source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
-            tma_load(q.atom, source, box, tiles[None, None, panel, 0, at.stage], shared.q_pipe.full.of(at))
-
-    @cute.jit
-    def load_split_q(self, shared: Shared, q: Tma, q_at: Cursor, numbers: tuple):
-        """Loads each warpgroup's queries of a tile as soon as the warpgroup has released its previous queries. Writes the tile's
-        records.
-
-        Args:
-            numbers: the values of the record.
-        """
-        c = self.config
-        start, _, _, position, kv_head, *_ = numbers
-        box = ((c.gqa_ratio, c.q_positions), c.panel)
-        tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.q_positions, c.warpgroups)
-        for wg in cutlass.range_constexpr(c.warpgroups):
-            at = Cursor(Int32(wg), q_at.phase)
-            shared.q_pipe.acquire(at)
-            if cute.arch.lane_idx() == 0:
-                shared.record(Cursor(at.stage, at.phase ^ 1)).write(*numbers)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                shared.q_pipe.commit(at, c.q_bytes)
-            token = start + position + wg * c.q_positions
-            for panel in cutlass.range_constexpr(self.q_ring.panels):
-                source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
-                tma_load(q.atom, source, box, tiles[None, None, panel, wg, 0], shared.q_pipe.full.of(at))
-
-    @cute.jit
-    def end_split_q(self, shared: Shared, q_at: Cursor):
-        """Signals to each warpgroup that there are no more tiles."""
-        for wg in cutlass.range_constexpr(self.config.warpgroups):
-            at = Cursor(Int32(wg), q_at.phase)
-            shared.q_pipe.acquire(at)
-            if cute.arch.lane_idx() == 0:
-                shared.record(Cursor(at.stage, at.phase ^ 1)).write_end()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                shared.q_pipe.full.arrive(at)
-
-    @cute.jit
-    def first_key(self, sequences: Sequences, sequence: Int32, token: Int32) -> Int32:
-        """The first key row of a sequence with ragged K/V. ``token``: the sequence's first query row."""
-        if const_expr(self.config.own_kv):
-            token = sequences.cache_seqlens[sequence]
-        return token
-
-    @cute.jit
-    def load_raw(self, shared: Shared, kv: Tma, at: Cursor, block: Int32, keys: Keys, page_table: Optional[cute.Tensor]):
-        """Loads an fp8 block that the converter warps convert. Returns the cursor of the next one."""
-        c = self.config
-        boxes = self.raw_ring.boxes(shared.storage.raw, c.box)
-        self.load_kv(boxes, c.raw_bytes, shared.raw_pipe, kv, at, block, keys, page_table)
-        return advance(at, c.raw_stages)
-
-    @cute.jit
-    def load_kv(
-        self,
-        boxes: cute.Tensor,
-        size: cutlass.Constexpr[int],
-        pipe: Pipeline,
-        kv: Tma,
-        at: Cursor,
-        block: Int32,
-        keys: Keys,
-        page_table: Optional[cute.Tensor],
-    ):
-        """Loads a block of a sequence's keys, or of its values, once its stage is empty.
-
-        Args:
-            boxes: see `Ring.boxes`.
-            size: bytes of the block.
-        """
-        c = self.config
-        pipe.acquire(at)
-        with cute.arch.elect_one():
-            pipe.commit(at, size)
-        full = pipe.full.of(at)
-        columns, panels = boxes.shape[1], boxes.shape[3]
-        if const_expr(c.paged):
-            # A lane holds a page index. Page-table entries beyond the sequence are undefined: use its last page instead.
-            pages = c.block_n // c.box
-            lane = cute.arch.lane_idx()
-            last = cutlass.max(keys.kv_len - 1, 0) // c.page_size
-            number, slot = block * pages + lane % pages, 0
-            if const_expr(c.page_size > c.block_n):  # a block lies within a page
-                number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
-            split = c.box < min(c.page_size, c.block_n)  # neither the page size nor the block size is a multiple of the other
-            if const_expr(split):
-                number = (block * c.block_n + lane % pages * c.box) // c.page_size
-            page = page_table[keys.sequence, cutlass.min(number, last)]
-            for i in cutlass.range(pages, unroll=2):
-                one = cute.arch.shuffle_sync(page, offset=i)
-                if const_expr(split):
-                    slot = (block * c.block_n + i * c.box) % c.page_size
-                for panel in cutlass.range_constexpr(panels):
-                    source = cute.domain_offset((slot, panel * columns), kv.tensor[None, None, keys.kv_head, one])
-                    tma_load(kv.atom, source, (c.box, columns), boxes[None, None, i, panel, at.stage], full)
-        else:
-            for panel in cutlass.range_constexpr(panels):
-                source = cute.domain_offset((keys.first + block * c.block_n, panel * columns), kv.tensor[None, None, keys.kv_head])
-                tma_load(kv.atom, source, (c.box, columns), boxes[None, None, 0, panel, at.stage], full)
+            self.consumers.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, to_cap, mmas)

@@ -1,8 +1,10 @@
-"""16-bit queries of `mma_device` with an fp8 cache: conversion of bfloat16 to float16."""
+"""The conversion of a tile's bfloat16 queries to float16, by the consumer warpgroups: for 16-bit queries with an fp8 cache."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
@@ -10,29 +12,16 @@ from cutlass import Float32, Int32, Uint32, const_expr, cute
 from tokenspeed_kernel_nvidia.cutedsl import registers_device as registers
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor
-from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Rings, Shared, sync_warps, thread_and_row
 
-WARPS = 5  # named barriers, one per warpgroup, for its four warps
 
+@dataclass(frozen=True)
+class QueryConverter:
+    """Converts a tile's queries."""
 
-class Queries(Tiles):
-    """Mixin of the consumer warpgroups: thread positions, and conversion of a tile's queries."""
-
-    @cute.jit
-    def thread_and_row(self, wg: Int32):
-        """This thread's index among the consumers, and the first of its two rows of a tile. The second row is 8 rows below.
-
-        Recomputed at each use, because kept values would occupy registers in the main loops, which have none to spare.
-        """
-        thread = registers.opt_barrier(cute.arch.thread_idx()[0]) - 128
-        if const_expr(self.config.converts):
-            wg = thread // 128
-        return thread, wg * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
-
-    @cute.jit
-    def sync_warps(self, wg: Int32):
-        """Synchronises the four warps of a warpgroup."""
-        cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)
+    config: Config
+    rings: Rings
 
     @cute.jit
     def convert_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
@@ -45,7 +34,7 @@ class Queries(Tiles):
             the inverse of the scale, by which scores must be multiplied.
         """
         c = self.config
-        thread, _ = self.thread_and_row(wg)
+        thread, _ = thread_and_row(self.config, wg)
         # Two lanes share a row: a panel each, or half a panel. Lanes start at different 16-byte chunks, against bank conflicts.
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
@@ -69,10 +58,12 @@ class Queries(Tiles):
             highest = cutlass.max(highest, cutlass.max((words[i] << 16) & 0x7FFFFFFF, words[i] & 0x7FFFFFFF))
         factor, inverse = registers.factors_of_float16(Int32(highest))
         for i in cutlass.range_constexpr(chunks):
-            pairs = [registers.widened(self.dtype, words[4 * i + each]) for each in range(4)]
-            store_words_shared(addresses[i], [registers.pack(self.mma_dtype, low * factor, high * factor) for low, high in pairs])
+            pairs = [registers.widened(self.rings.dtype, words[4 * i + each]) for each in range(4)]
+            store_words_shared(
+                addresses[i], [registers.pack(self.rings.mma_dtype, low * factor, high * factor) for low, high in pairs]
+            )
         cute.arch.fence_view_async_shared()
-        self.sync_warps(wg)
+        sync_warps(wg)
         return inverse
 
     @cute.jit
@@ -81,7 +72,7 @@ class Queries(Tiles):
         twice.
         """
         c = self.config
-        thread, _ = self.thread_and_row(wg)
+        thread, _ = thread_and_row(self.config, wg)
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
         record = shared.record(q_at)
@@ -100,8 +91,10 @@ class Queries(Tiles):
         factor, inverse = registers.factors_of_float16(Int32(highest))
         for i in cutlass.range_constexpr(len(addresses)):
             words = [cutlass.select_(is_row, word, Uint32(0)) for word in load_words("shared", addresses[i], 4)]
-            pairs = [registers.widened(self.dtype, word) for word in words]
-            store_words_shared(addresses[i], [registers.pack(self.mma_dtype, low * factor, high * factor) for low, high in pairs])
+            pairs = [registers.widened(self.rings.dtype, word) for word in words]
+            store_words_shared(
+                addresses[i], [registers.pack(self.rings.mma_dtype, low * factor, high * factor) for low, high in pairs]
+            )
         cute.arch.fence_view_async_shared()
-        self.sync_warps(wg)
+        sync_warps(wg)
         return inverse

@@ -1,4 +1,4 @@
-"""Common to the producer warps and the consumer warpgroups of `kernel_device`: tile shapes, rings, and tile records."""
+"""Common to all warps of `kernel_device`: the layout of shared memory, tile records, and cursors."""
 
 # mypy: ignore-errors
 
@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Numeric, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, float_of
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, advance, first_to_read, nth_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, float_of, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
 RECORD = 8  # int32 words of a tile's record
+WARPS = 5  # named barriers, one per warpgroup, for its four warps
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class Shared:
     """A CTA's shared memory. Addresses are computed at each use. So no address occupies a register between uses.
 
     Attributes:
-        storage: see `Tiles.storage`.
+        storage: see `Rings.storage`.
+        splits_q: see `Config.splits_q`. If true, a Q cursor's stage is the warpgroup's index.
     """
 
     storage: Any
+    splits_q: bool
 
     @property
     def q_pipe(self) -> Pipeline:
@@ -115,44 +118,42 @@ class Shared:
         return pipeline(self.storage.raw_full, self.storage.raw_empty)
 
     def record(self, q_at: Cursor) -> Record:
-        """The record of the tile in a Q stage."""
-        return Record(self.storage.records.data_ptr() + q_at.stage * RECORD)
+        """The record of the tile in a Q stage.
+
+        With separate Q barriers, a warpgroup releases its queries before it stores the tile's output. For that store it still needs
+        the tile's record. So each warpgroup has two records, selected by the phase of its cursor.
+        """
+        index = q_at.stage * 2 + q_at.phase if self.splits_q else q_at.stage
+        return Record(self.storage.records.data_ptr() + index * RECORD)
 
 
 @dataclass(frozen=True)
-class SplitShared(Shared):
-    """`Shared` for warpgroups with separate Q barriers. A Q cursor's stage is the warpgroup's index.
+class Rings:
+    """The layout of shared memory, made by `rings_of`: a ring buffer for each kind of tile.
 
-    A warpgroup releases its queries before it stores the tile's output. For that store it still needs the tile's record. So each
-    warpgroup has two records, selected by the phase of its cursor.
+    Attributes:
+        dtype: dtype of the output, and of 16-bit q, k and v.
+        mma_dtype: dtype of the MMA operands.
+        raw: blocks to convert, in panels with rows of 128 or 64 bytes.
+        transposed: fp8 values after transposition, at the address of ``v``.
+        out: an output tile.
     """
 
-    def record(self, q_at: Cursor) -> Record:
-        return Record(self.storage.records.data_ptr() + (q_at.stage * 2 + q_at.phase) * RECORD)
-
-
-class Tiles:
-    """Base of the mixins: dtypes, rings and shapes that follow from a configuration."""
-
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = dtype_of(config.dtype)
-        # dtype of the MMA operands: with an fp8 cache and 16-bit queries, both are converted to float16.
-        self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else cutlass.Float16 if config.fp8_cache else self.dtype
-        panel = config.panel, config.panel * config.bytes
-        self.q_ring = Ring(config.block_m, config.k_columns, config.q_stages, *panel)
-        self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of keys
-        self.v_ring = Ring(config.block_n, config.v_columns, config.kv_stages, *panel)
-        # Blocks to convert, in panels with rows of 128 or 64 bytes; and fp8 values after transposition.
-        self.raw_ring = Ring(config.block_n, config.raw_columns, config.raw_stages, config.raw_panel, config.raw_panel)
-        self.transposed_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
-        self.out_ring = Ring(config.block_m, config.head_dim, 1)
+    config: Config
+    dtype: type[Numeric]
+    mma_dtype: type[Numeric]
+    q: Ring
+    k: Ring
+    v: Ring
+    raw: Ring
+    transposed: Ring
+    out: Ring
 
     def storage(self) -> Any:
         config = self.config
         dtype = cutlass.Uint8 if config.fp8 else self.dtype
         q_barriers = config.warpgroups if config.splits_q else config.q_stages
-        out_size = 8 if config.stores_from_registers else self.out_ring.size
+        out_size = 8 if config.stores_from_registers else self.out.size
 
         @cute.struct
         class Storage:
@@ -165,9 +166,9 @@ class Tiles:
             raw_full: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
             raw_empty: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
             records: cute.struct.MemRange[Int32, config.q_records * RECORD]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, self.q_ring.size], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v_ring.size], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, self.q.size], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, self.k.size], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v.size], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_size], 1024]
             raw: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.raw_stages * config.raw_bytes], 1024 if config.converts else 16
@@ -175,9 +176,30 @@ class Tiles:
 
         return Storage
 
-    def shared_of(self, storage: Any) -> Shared:
-        """A CTA's shared memory; `SplitShared` if each warpgroup has its own Q barriers."""
-        return SplitShared(storage) if self.config.splits_q else Shared(storage)
+
+def rings_of(config: Config) -> Rings:
+    """The layout of a configuration's shared memory."""
+    dtype = dtype_of(config.dtype)
+    panel = config.panel, config.panel * config.bytes
+    return Rings(
+        config,
+        dtype,
+        # With an fp8 cache and 16-bit queries, both are converted to float16.
+        cutlass.Float8E4M3FN if config.fp8 else cutlass.Float16 if config.fp8_cache else dtype,
+        Ring(config.block_m, config.k_columns, config.q_stages, *panel),
+        Ring(config.block_n, config.k_columns, config.kv_stages, *panel),
+        Ring(config.block_n, config.v_columns, config.kv_stages, *panel),
+        Ring(config.block_n, config.raw_columns, config.raw_stages, config.raw_panel, config.raw_panel),
+        Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n),
+        Ring(config.block_m, config.head_dim, 1),
+    )
+
+
+@dataclass(frozen=True)
+class Cursors:
+    """How a role advances from tile to tile in the Q ring, and a consumer from block to block."""
+
+    config: Config
 
     @cute.jit
     def first_q(self, wg: Int32) -> Cursor:
@@ -196,20 +218,38 @@ class Tiles:
             at = advance(at, self.config.q_stages)
         return at
 
-    @cute.jit
-    def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
-        """The end of the keys that some row of a tile sees, at least 1, because every tile processes a block."""
-        seen = kv_len
-        if causal != 0:
-            seen = kv_len - q_len + cutlass.min(position + self.config.positions, q_len)
-        return cutlass.max(seen, 1)
+    def next_queries(self, q_at: Cursor) -> Cursor:
+        """Returns the next tile's Q cursor, in the form that a consumer keeps: see `queries_at`."""
+        return Cursor(q_at.stage + 1, q_at.phase) if self.counts_tiles else self.next_q(q_at)
+
+    def queries_at(self, q_at: Cursor) -> Cursor:
+        """Returns a tile's Q cursor. If `counts_tiles`, ``q_at.stage`` is the tile's index."""
+        return nth_to_read(q_at.stage, self.config.q_stages) if self.counts_tiles else q_at
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether a consumer keeps the tile's index instead of a cursor: one register instead of two."""
+        return self.config.converts and not self.config.splits_q
 
     @cute.jit
-    def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
-        """Returns the first and the end of the key blocks that at least one row of a tile sees."""
-        n = self.config.block_n
-        end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
-        first = Int32(0)
-        if const_expr(self.config.windowed):
-            first = cutlass.min(cutlass.max(kv_len - q_len + position - window_left, 0) // n, end - 1)
-        return first, end
+    def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
+        """Returns ``k_at``, the cursor after ``v_at``; recomputed where warps convert, as no register is left to keep it in."""
+        return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
+
+
+@cute.jit
+def thread_and_row(config: cutlass.Constexpr[Config], wg: Int32):
+    """This thread's index among the consumers, and the first of its two rows of a tile. The second row is 8 rows below.
+
+    Recomputed at each use, because kept values would occupy registers in the main loops, which have none to spare.
+    """
+    thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+    if const_expr(config.converts):
+        wg = thread // 128
+    return thread, wg * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
+
+
+@cute.jit
+def sync_warps(wg: Int32):
+    """Synchronises the four warps of a warpgroup."""
+    cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)

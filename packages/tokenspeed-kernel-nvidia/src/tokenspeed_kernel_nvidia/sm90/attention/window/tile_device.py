@@ -1,4 +1,4 @@
-"""Common to the producer warps and the consumer warpgroups of `kernel_device`: tile shapes, rings, and an item's record.
+"""Common to all warps of `kernel_device`: the layout of shared memory, and a work item's record.
 
 A Q tile has 64 rows, row = position * heads + head. A stage holds the keys and values of an item. A tile's keys are a view of the
 stage. The view starts at a multiple of 8 keys, where the swizzle pattern repeats. So all tiles of an item share one copy.
@@ -9,7 +9,7 @@ stage. The view starts at a multiple of 8 keys, where the swizzle pattern repeat
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Numeric, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
@@ -83,7 +83,7 @@ class Shared:
     instead of uniform registers: 2 KiB more code.
 
     Attributes:
-        storage: see `Tiles.storage`.
+        storage: see `Rings.storage`.
     """
 
     def __init__(self, storage: Any):
@@ -124,26 +124,68 @@ class Shared:
         return Record(self.storage.records.data_ptr() + kv_at.stage * RECORD)
 
 
-class Tiles:
-    """Base of the mixins: rings and shared memory of a configuration."""
+@dataclass(frozen=True)
+class Rows:
+    """A thread's two rows of a tile, 8 apart.
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = dtype_of(config.dtype)
-        self.q_ring = Ring(64, config.head_dim, config.q_stages)
-        self.k_ring = Ring(config.rows, config.head_dim, config.kv_stages)
-        self.v_ring = Ring(config.value_rows, config.head_dim, config.kv_stages)
-        self.out_ring = Ring(64, config.head_dim, WARPGROUPS)  # a tile per warpgroup
+    Attributes:
+        rows: their indices.
+        positions: the rows' positions, relative to the tile's first position.
+        column: the first of the thread's two columns in each 8.
+    """
+
+    rows: tuple
+    positions: tuple
+    column: Int32
+
+
+@dataclass(frozen=True)
+class TilePosition:
+    """A tile's location in its sequence.
+
+    Attributes:
+        position, token: the tile's first position in the sequence, and the row of q of that position.
+        first, length: position of the sequence's first query, and end of its positions.
+        head: the first of its query heads.
+    """
+
+    position: Int32
+    token: Int32
+    first: Int32
+    length: Int32
+    head: Int32
+
+    @cute.jit
+    def holds(self, offset: Int32):
+        """Whether a position of the tile is a query of the sequence."""
+        return self.position + offset >= self.first and self.position + offset < self.length
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The layout of shared memory, made by `rings_of`: a ring each of Q tiles, K, V and output tiles.
+
+    Attributes:
+        dtype: dtype of the tiles.
+        out: an output tile for each warpgroup.
+    """
+
+    config: Config
+    dtype: type[Numeric]
+    q: Ring
+    k: Ring
+    v: Ring
+    out: Ring
 
     def storage(self) -> Any:
         config, dtype = self.config, self.dtype
 
         @cute.struct
         class Storage:
-            q: cute.struct.Align[cute.struct.MemRange[dtype, self.q_ring.size], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[dtype, self.out_ring.size], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, self.k_ring.size], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v_ring.size], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, self.q.size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[dtype, self.out.size], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, self.k.size], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v.size], 1024]
             q_full: cute.struct.MemRange[Int64, config.q_stages]
             q_empty: cute.struct.MemRange[Int64, config.q_stages]
             k_full: cute.struct.MemRange[Int64, config.kv_stages]
@@ -156,9 +198,21 @@ class Tiles:
 
     def value_words(self, shared: Shared) -> cute.Tensor:
         """V as 8-byte words: ``(word of a panel's row, row, panel, stage)``, unswizzled: the swizzle permutes within a row only."""
-        ring = self.v_ring
+        ring = self.v
         panel = ring.rows * PANEL // 4
         layout = cute.make_layout(
             (PANEL // 4, ring.rows, ring.panels, ring.stages), stride=(1, PANEL // 4, panel, ring.panels * panel)
         )
         return cute.make_tensor(cute.recast_ptr(shared.storage.v.data_ptr(), dtype=Int64), layout)
+
+
+def rings_of(config: Config) -> Rings:
+    """The layout of a configuration's shared memory."""
+    return Rings(
+        config,
+        dtype_of(config.dtype),
+        Ring(64, config.head_dim, config.q_stages),
+        Ring(config.rows, config.head_dim, config.kv_stages),
+        Ring(config.value_rows, config.head_dim, config.kv_stages),
+        Ring(64, config.head_dim, WARPGROUPS),
+    )

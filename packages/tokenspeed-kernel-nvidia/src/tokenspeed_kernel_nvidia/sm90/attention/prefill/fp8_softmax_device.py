@@ -1,4 +1,4 @@
-"""Softmax of `mma_device` with probabilities rounded to e4m3.
+"""The softmax of a consumer warpgroup with e4m3 probabilities.
 
 Probabilities are rounded as they are computed, into separate registers, so the scores survive until the exponents' shift (row_max)
 is known to be good enough. The check uses row sums, which are needed anyway. If a thread's sum over a block is at most the largest
@@ -10,11 +10,14 @@ probabilities. This is rare, because the shift starts at a row max, and probabil
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Float32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, opt_barrier, pack_fp8, quad_max
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2, lane_maxima
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 
 LARGEST = 448.0  # the largest e4m3 value
 
@@ -59,36 +62,48 @@ def move(words: cute.Tensor, probs: cute.Tensor) -> None:
         operand[i] = opt_barrier(words[i])
 
 
-@cute.jit
-def weigh_step(
-    scores: cute.Tensor,
-    words: cute.Tensor,
-    row_max: cute.Tensor,
-    row_sum: cute.Tensor,
-    scale: Float32,
-    lift: cutlass.Constexpr[float],
-):
-    """Computes the probabilities of a further block of keys (online softmax).
+@dataclass(frozen=True)
+class Fp8Softmax:
+    """Softmax with e4m3 probabilities; the counterpart of `Softmax`."""
 
-    Args:
-        lift: log2 of the largest probability after the shift has been raised.
+    config: Config
 
-    Returns:
-        whether this thread's probabilities were too large; each row's rescale factor of accumulators; this thread's partial row
-        sums of the block.
-    """
-    of_block, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    factor.fill(1.0)
-    weigh(scores, words, row_max, of_block, scale)
-    grown = (of_block[0] > LARGEST) | (of_block[1] > LARGEST)
-    if any_lane(grown):
-        maxima = lane_maxima(scores)
-        for r in cutlass.range_constexpr(2):
-            raised = cute.arch.fmax(quad_max(maxima[r]) * scale - lift, row_max[r])
-            factor[r] = exp2(row_max[r] - raised)
-            row_max[r] = raised
-            row_sum[r] = row_sum[r] * factor[r]
+    @cute.jit
+    def step(self, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32):
+        """Computes the probabilities of a further block of keys (online softmax).
+
+        Returns:
+            whether this thread's probabilities were too large; each row's rescale factor of accumulators; this thread's partial row
+            sums of the block; the probabilities, for `put`.
+        """
+        words = cute.make_rmem_tensor(self.config.block_n // 8, cutlass.Uint32)
+        of_block, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        factor.fill(1.0)
         weigh(scores, words, row_max, of_block, scale)
-    for r in cutlass.range_constexpr(2):
-        row_sum[r] = row_sum[r] + of_block[r]
-    return grown, factor, of_block
+        grown = (of_block[0] > LARGEST) | (of_block[1] > LARGEST)
+        if any_lane(grown):
+            maxima = lane_maxima(scores)
+            for r in cutlass.range_constexpr(2):
+                raised = cute.arch.fmax(quad_max(maxima[r]) * scale - self.config.lift, row_max[r])
+                factor[r] = exp2(row_max[r] - raised)
+                row_max[r] = raised
+                row_sum[r] = row_sum[r] * factor[r]
+            weigh(scores, words, row_max, of_block, scale)
+        for r in cutlass.range_constexpr(2):
+            row_sum[r] = row_sum[r] + of_block[r]
+        return grown, factor, of_block, words
+
+    def put(self, words: cute.Tensor, probs: cute.Tensor) -> None:
+        """See `move`."""
+        move(words, probs)
+
+    @cute.jit
+    def put_first(self, weights: cute.Tensor, probs: cute.Tensor):
+        """Rounds probabilities of a tile's first block to the A operand of P @ V. Those of half a block are padded with zeros."""
+        words = cute.recast_tensor(probs, cutlass.Uint32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            elements = elements_of_word(i)
+            if const_expr(elements[0] < cute.size(weights)):
+                words[i] = pack_fp8(*(weights[at] for at in elements))
+            else:
+                words[i] = cutlass.Uint32(0)
