@@ -118,7 +118,7 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     """Returns a call of the ring buffer kernel in another configuration, launched as in our launcher."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
-    count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
+    count, row_bytes = _machine.sm_count_of(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
     weights, scales = ours.kinds_of(inputs["b"], inputs["b_scale"])
     sharing = sharing_of(weights, m, n, row_bytes, count)
     found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, sharing)

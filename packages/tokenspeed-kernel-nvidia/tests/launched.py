@@ -71,7 +71,7 @@ def fresh(cached: Any) -> Iterator[None]:
     """Clears a launcher's cached function and the cached number of SMs, before and after the block."""
 
     def forget() -> None:
-        _machine.multiprocessors.cache_clear()
+        _machine.sm_count_of.cache_clear()
         cached.cache_clear()
 
     forget()
@@ -94,7 +94,7 @@ def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     launcher._programs_of.cache_clear()
     monkeypatch.setattr(_programs.Program, "__call__", record)
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launcher, "sm_count_of", lambda device: 132)
     monkeypatch.setattr(launcher, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     yield found

@@ -41,7 +41,7 @@ def launch() -> Iterator[Any]:
         patch.setenv(_programs.VARIABLE, "off")
         register_package(folder)
         launch = importlib.import_module(f"{folder}.silu.launch")
-        patch.setattr(launch, "multiprocessors", lambda device: 2)
+        patch.setattr(launch, "sm_count_of", lambda device: 2)
         yield launch
     KernelRegistry.get().unregister(NAME)
     for name in [name for name in sys.modules if name.startswith(folder)]:

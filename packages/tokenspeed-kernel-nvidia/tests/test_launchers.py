@@ -64,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tupl
     _forget()
     monkeypatch.setattr(_programs.Program, "__call__", record)
     for module in MODULES:
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
         if module is not window:
             monkeypatch.setattr(module, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0, counters_at=0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

@@ -68,7 +68,7 @@ def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec],
     """Returns the configurations that a launcher's module uses. The value of each is the highest priority of a kernel that uses
     it."""
     found: dict[Any, int] = {}
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
     asked: list[Any] = []
     monkeypatch.setattr(module, name, asked.append)
     program_of = functools.cache(module._program_of.__wrapped__)

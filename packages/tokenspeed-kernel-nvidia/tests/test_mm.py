@@ -420,7 +420,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
 
     module._launch_of.cache_clear()
     monkeypatch.setattr(_programs.Program, "__call__", record)
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
     yield found
     module._launch_of.cache_clear()
 

@@ -416,7 +416,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     stream._program_of.cache_clear()
     monkeypatch.setattr(Program, "__call__", program)
-    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "sm_count_of", lambda device: 132)
     monkeypatch.setattr(stream, "keeper", Recorded(arena=1, capturing=lambda: False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     yield found

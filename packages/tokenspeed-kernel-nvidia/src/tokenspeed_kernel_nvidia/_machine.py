@@ -36,7 +36,7 @@ def dsl_gap() -> str | None:
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
+def sm_count_of(device: int) -> int:
     """The number of SMs of a device, by PyTorch's index; negative for CPU tensors, on which kernels run where the platform is a
     stand-in for a device."""
     if device < 0:
@@ -57,7 +57,7 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
         threads: threads of a CTA.
         shared_bytes: dynamic shared memory of a CTA.
     """
-    most = max(1, multiprocessors(device) // size)
+    most = max(1, sm_count_of(device) // size)
     if device < 0:
         return most
     with torch.cuda.device(device):

@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES, launched_on
@@ -35,6 +35,6 @@ def silu_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 )
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     written = x.new_empty(*x.shape[:-1], x.shape[-1] // 2) if out is None else out
-    rows = min(multiprocessors(x.get_device()), x.numel() // x.shape[-1])
+    rows = min(sm_count_of(x.get_device()), x.numel() // x.shape[-1])
     launched = launched_on(silu_program(Config(DTYPES[x.dtype])), (x,), written, (), (rows,), ())
     return deliver(launched, out)

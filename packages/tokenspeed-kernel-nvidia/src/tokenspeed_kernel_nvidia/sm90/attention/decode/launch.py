@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most, between
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
@@ -98,7 +98,7 @@ def _program_of(
     """The compiled kernel, the number of CTA groups, and the float32 elements of the workspace for partial results."""
     rows = _rows(heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
-    groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
+    groups = max(1, config.resident * sm_count_of(device) * config.heads * config.abreast // kv_heads)
     return decode_program(config), groups, 2 * groups * kv_heads * config.rows * (widths[1] + 2) // config.abreast
 
 

@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -76,7 +76,7 @@ def _programs_of(
     else:
         config = Config(DTYPES.get(dtype, "bfloat16"), heads)
         compute = mla_decode_fp8_program(Fp8Config(config.dtype, heads, dtype not in DTYPES))
-    groups = max(1, multiprocessors(device) // config.ranks)
+    groups = max(1, sm_count_of(device) // config.ranks)
     return compute, mla_merge_program(config), groups, config.workspace_bytes(groups)
 
 

@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -68,7 +68,7 @@ def _programs_of(
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
     config = Config("bfloat16", heads, ranks)
-    groups = max(1, multiprocessors(device) // ranks)
+    groups = max(1, sm_count_of(device) // ranks)
     if cache == torch.bfloat16:
         compute = mla_extend_program(config)
     else:

@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -43,7 +43,7 @@ def mla_sparse_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
     config = Config(DTYPES[dtype], heads)
-    groups = max(1, multiprocessors(device) // config.ranks)
+    groups = max(1, sm_count_of(device) // config.ranks)
     merge = mla_merge_program(mla_decode_config.Config(DTYPES[dtype], heads))
     return mla_sparse_program(config), merge, groups, config.workspace_bytes(groups)
 

@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -85,7 +85,7 @@ def _program_of(
         capped=capped,
         own_kv=own_kv,
     )
-    return prefill_program(config), multiprocessors(device)
+    return prefill_program(config), sm_count_of(device)
 
 
 def mha_prefill(

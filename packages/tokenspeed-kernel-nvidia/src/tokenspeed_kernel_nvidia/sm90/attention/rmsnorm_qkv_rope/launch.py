@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
@@ -48,7 +48,7 @@ def _launch_of(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled kernel, and the launch parameters that depend on sizes alone."""
     config = QkvConfig(dtype_name(dtype), head_dim)
-    return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, multiprocessors(device)))
+    return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
 
 def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
@@ -62,7 +62,7 @@ def _plan(
     """
     gqa_ratio = heads // kv_heads
     config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged, capped=capped)
-    sms = multiprocessors(device)
+    sms = sm_count_of(device)
     even = math.ceil(tokens * kv_heads / sms / config.positions) * config.positions
     if has_short(head_dim, gqa_ratio, paged):
         brief = replace(config, short=True)

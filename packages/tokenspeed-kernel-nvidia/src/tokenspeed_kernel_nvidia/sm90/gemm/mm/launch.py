@@ -37,7 +37,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES, KINDS
@@ -94,7 +94,7 @@ def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
     """The compiled kernel, and the launch arguments that depend only on sizes."""
-    count = multiprocessors(device)
+    count = sm_count_of(device)
     if scales == "none" and is_split(m, n, row_bytes):
         split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
         return split_program(split), split_numbers_of(m, n)

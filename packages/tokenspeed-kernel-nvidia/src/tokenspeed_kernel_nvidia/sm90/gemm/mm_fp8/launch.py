@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_least, multiple_of
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -76,7 +76,7 @@ def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
 @functools.lru_cache(maxsize=1024)  # bounded, because m differs from prefill to prefill
 def _launch_of(scales: Scales, stored: Stored, block: int, m: int, n: int, device: int) -> tuple[Launch, int]:
     """The compiled kernel, and the number of clusters to launch."""
-    count = multiprocessors(device)
+    count = sm_count_of(device)
     config = config_of(scales, stored, block, m, n, count)
     return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
 

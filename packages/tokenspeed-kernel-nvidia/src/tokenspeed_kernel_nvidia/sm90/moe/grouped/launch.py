@@ -32,7 +32,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import Launch, program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
@@ -142,7 +142,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         tuple(gemms),
         tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
-        multiprocessors(device),
+        sm_count_of(device),
     )
 
 

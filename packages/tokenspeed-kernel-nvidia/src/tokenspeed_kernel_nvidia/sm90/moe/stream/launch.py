@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
@@ -74,7 +74,7 @@ class _Launch(NamedTuple):
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
-    ctas = multiprocessors(device)
+    ctas = sm_count_of(device)
     slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4
     turns = turns_of(wanted_experts(pairs, plan.num_experts) * panels_of(2 * plan.intermediate_size) / ctas)
