@@ -14,10 +14,12 @@ pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
 
 from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_sglang import parts, receipt
 from tokenspeed_kernel_sglang.attention import TokenspeedBackend
+from tokenspeed_kernel_sglang.serving import OPTIONS
 from tokenspeed_kernel_sglang.settings import Settings
 
 HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 32, 64, 256
@@ -64,7 +66,7 @@ def make_runner(page_size: int = 16, cache: torch.dtype = BF16, sinks: bool = Tr
         dtype=BF16,
         use_mla_backend=False,
         model_config=SimpleNamespace(context_len=CONTEXT),
-        server_args=SimpleNamespace(speculative_algorithm=None),
+        server_args=SimpleNamespace(**{name: off for name, (_, off) in OPTIONS.items()}),
     )
 
 
@@ -239,6 +241,7 @@ REFUSED = {
     "use_mla_backend": (True, "latent attention"),
     "server_args.speculative_algorithm": ("EAGLE", "speculative decoding"),
     "server_args.dcp_size": (2, "decode context parallelism"),
+    "server_args.enable_prefill_cp": (True, "prefill context parallelism"),
     "server_args.enable_deterministic_inference": (True, "deterministic inference"),
     "model_config.attention_chunk_size": (8192, "attention in chunks"),
     "model_config.is_encoder_decoder": (True, "encoders"),
@@ -253,7 +256,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("where", REFUSED)
-def test_refused_by_name_and_sglangs_own_serves(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_by_name_and_sglangs_own_serves(where: str) -> None:
     runner = make_runner()
     value, message = REFUSED[where]
     _change(runner, where, value)
@@ -262,6 +265,11 @@ def test_refused_by_name_and_sglangs_own_serves(where: str, monkeypatch: pytest.
     assert parts._factory(lambda given: ("own", given))(runner) == ("own", runner)
     assert message in str(receipt())
     assert not receipt().served("attention")
+
+
+def test_the_options_that_are_checked_are_sglangs() -> None:
+    fields = ServerArgs.__dataclass_fields__
+    assert {name: fields[name].default for name in OPTIONS} == {name: off for name, (_, off) in OPTIONS.items()}
 
 
 def test_the_layout_of_the_cache_is_checked() -> None:

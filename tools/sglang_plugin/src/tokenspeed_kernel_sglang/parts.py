@@ -14,6 +14,8 @@ from tokenspeed_kernel_sglang.settings import Settings
 
 # The name of our attention backend, and the backend of SGLang that runs models that ours does not support.
 BACKEND, FALLBACK = "tokenspeed", "triton"
+# The quantisation of GPT-OSS's experts.
+QUANTIZATION = "mxfp4"
 # Built-in backends whose names select ours in this process.
 _replaced: set[str] = set()
 # Methods with a hook of ours in this process.
@@ -29,6 +31,7 @@ def register_parts(settings: Settings) -> None:
         return  # another project's functions have other meanings
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(settings.attention_replaces)),
+        ("experts", settings.experts, _register_experts),
         ("norms", settings.norms, lambda: _register_layers("norms")),
         ("activations", settings.activations, lambda: _register_layers("activations")),
         ("rope", settings.rope, lambda: _register_layers("rope")),
@@ -71,6 +74,18 @@ def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return own(runner)
 
     return create
+
+
+def _register_experts() -> None:
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    from tokenspeed_kernel_sglang.experts import GptOssConfig, Mxfp4Config
+
+    known = QUANTIZATION_METHODS.get(QUANTIZATION)
+    if known is Mxfp4Config:
+        QUANTIZATION_METHODS[QUANTIZATION] = GptOssConfig
+    elif known is not GptOssConfig:
+        logger.warning("tokenspeed_kernel_sglang: no experts, because SGLang's quantisation %s is %s here", QUANTIZATION, known)
 
 
 def _register_layers(part: str) -> None:

@@ -8,19 +8,17 @@ from tokenspeed_kernel_base.served import Receipt, Row
 
 logger = logging.getLogger("sglang.plugins.tokenspeed_kernel")
 
-_rows: dict[tuple[str, str], Row] = {}
+_rows: dict[tuple[str, str, tuple[str, ...], str], Row] = {}
 
 
 def record(part: str, kind: str, kernels: tuple[str, ...] = (), reason: str = "", layers: int = 1) -> None:
-    """Records and logs the decision for a kind of layer. A decision that is recorded already adds to the number of layers."""
-    row = Row(part, kind, layers, kernels, reason)
-    known = _rows.get((part, kind))
-    if known is not None and (known.kernels, known.reason) == (kernels, reason):
-        _rows[part, kind] = Row(part, kind, known.layers + layers, kernels, reason)
-        return
-    _rows[part, kind] = row
-    level = logging.INFO if kernels else logging.WARNING
-    logger.log(level, "tokenspeed_kernel_sglang: %s, %s: %s", part, kind, receipt_of_process().outcome(row))
+    """Records and logs the decision for layers of a kind. A decision that is recorded already gets more layers, and no log line."""
+    key = (part, kind, kernels, reason)
+    known = _rows.get(key)
+    _rows[key] = row = Row(part, kind, layers + (known.layers if known else 0), kernels, reason)
+    if known is None:
+        level = logging.INFO if kernels else logging.WARNING
+        logger.log(level, "tokenspeed_kernel_sglang: %s, %s: %s", part, kind, receipt_of_process().outcome(row))
 
 
 def receipt_of_process() -> Receipt:

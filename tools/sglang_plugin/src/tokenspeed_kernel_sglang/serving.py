@@ -147,6 +147,16 @@ def shapes_of_layers(runner: Any) -> Counter[LayerShape]:
     return shapes
 
 
+# Options of the engine whose values our backend does not support, with the value that means "off".
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "speculative_algorithm": ("speculative decoding", None),
+    "dcp_size": ("decode context parallelism", 1),
+    "enable_prefill_cp": ("prefill context parallelism", False),
+    "enable_deterministic_inference": ("deterministic inference", False),
+    "enable_two_batch_overlap": ("two batches at once", False),
+}
+
+
 def check_runner(runner: Any) -> None:
     """Raises NotServedError if the model or an option of the engine needs what the backend does not support."""
     model, arguments = runner.model_config, runner.server_args
@@ -155,11 +165,7 @@ def check_runner(runner: Any) -> None:
             "latent attention (MLA)": runner.use_mla_backend,
             "encoders and decoders": getattr(model, "is_encoder_decoder", False),
             "attention in chunks (attention_chunk_size)": getattr(model, "attention_chunk_size", None) is not None,
-            "speculative decoding": getattr(arguments, "speculative_algorithm", None) is not None,
-            "decode context parallelism (dcp_size)": (getattr(arguments, "dcp_size", 1) or 1) > 1,
-            "prefill context parallelism": getattr(arguments, "enable_prefill_context_parallel", False),
-            "deterministic inference": getattr(arguments, "enable_deterministic_inference", False),
-            "two batches at once": getattr(arguments, "enable_two_batch_overlap", False),
+            **{f"{feature} ({name})": getattr(arguments, name) not in (off, None) for name, (feature, off) in OPTIONS.items()},
         }
     )
 
