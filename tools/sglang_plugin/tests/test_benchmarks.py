@@ -36,7 +36,7 @@ def test_plan(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert [run["variant"] for run in planned] == list(program.VARIANTS)
     for run in planned:
         read_settings(run["environment"])  # no unknown setting
-        assert not set(run["engine"]) - set(ServerArgs.__dataclass_fields__)
+        assert not set(run["engine"]) - set(ServerArgs.__annotations__)
         assert run["figures"] == ["decode 1", "decode 4", "decode 16", "decode 64", "prefill 4x8192"]
         assert run["engine"]["context_length"] == 8192 + 1 + 128
 

@@ -36,7 +36,7 @@ class Metadata:
     max_query_len: int = 1
 
 
-class TokenspeedBackend(AttentionBackend):  # type: ignore[misc]
+class TokenspeedBackend(AttentionBackend):
     """Attention of decoders with one KV head per group: extend with a cached prefix, and decode; also in CUDA graphs."""
 
     def __init__(self, runner: Any) -> None:
@@ -119,8 +119,8 @@ class TokenspeedBackend(AttentionBackend):  # type: ignore[misc]
         static.page_table[:batch, : table.shape[1]].copy_(table)
         if self.two_pools:
             static.window_table[:batch, : table.shape[1]].copy_(window_table)
-            slots = self._window_slots(forward_batch.out_cache_loc[:batch])
-            static.window_slots[:batch].copy_(slots)  # type: ignore[index, arg-type]
+            slots = self.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc[:batch])
+            static.window_slots[:batch].copy_(slots)  # type: ignore[index]
         self.forward_metadata = Metadata(
             seq_lens=static.seq_lens[:batch],
             max_seq_len=static.max_seq_len,
@@ -175,8 +175,8 @@ class TokenspeedBackend(AttentionBackend):  # type: ignore[misc]
         serving = self.serving[shape]
         scales = {name: getattr(layer, name) if shape.scaled else None for name in ("k_scale", "v_scale")}
         if save and k is not None:
-            windowed = shape.window_left >= 0 and batch.window_slots is not None
-            slots = batch.window_slots if windowed else forward_batch.out_cache_loc
+            windowed = batch.window_slots if shape.window_left >= 0 else None
+            slots = forward_batch.out_cache_loc if windowed is None else windowed
             OPS.store_kv_cache(k, v, k_cache, v_cache, slots[: len(k)], **scales)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         arguments = {

@@ -26,7 +26,7 @@ ROUNDING = 64
 STANDARD = ("auto", "triton")
 
 
-class GptOssConfig(Mxfp4Config):  # type: ignore[misc]
+class GptOssConfig(Mxfp4Config):
     """SGLang's configuration of MXFP4 checkpoints, but experts with an eligible kernel of ours run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
@@ -45,7 +45,7 @@ class GptOssConfig(Mxfp4Config):  # type: ignore[misc]
         return method
 
 
-class GptOssExperts(FusedMoEMethodBase):  # type: ignore[misc]
+class GptOssExperts(FusedMoEMethodBase):
     """Experts of one layer: SGLang's router chooses the experts, and the core's `moe_apply` computes their weighted sum."""
 
     def __init__(self, layer: Any) -> None:

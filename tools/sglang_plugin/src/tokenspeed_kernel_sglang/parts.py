@@ -78,8 +78,9 @@ def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _register_experts() -> None:
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 
-    from tokenspeed_kernel_sglang.experts import GptOssConfig, Mxfp4Config
+    from tokenspeed_kernel_sglang.experts import GptOssConfig
 
     known = QUANTIZATION_METHODS.get(QUANTIZATION)
     if known is Mxfp4Config:
