@@ -27,6 +27,7 @@ AMD = "packages/tokenspeed-kernel-amd"
 NVIDIA = "packages/tokenspeed-kernel-nvidia"
 VLLM_PLUGIN = "tools/vllm_plugin"
 TRANSFORMERS_PLUGIN = "tools/transformers_plugin"
+SGLANG_PLUGIN = "tools/sglang_plugin"
 # The exact version makes all sessions and CI use the same PyTorch: the build for CPUs if the package index offers one.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
@@ -35,6 +36,8 @@ TRITONS = ("triton==3.6.0", "triton==3.9.0")
 VLLMS = ("vllm==0.26.0", "vllm==0.33.0")
 # The releases that the transformers plugin is tested with: the oldest that the plugin accepts, and the newest.
 TRANSFORMERS = ("transformers==5.17.0", "transformers==5.24.0")
+# The releases that the SGLang plugin is tested with, each with the transformers that it pins.
+SGLANGS = (("sglang==0.5.15", "transformers==5.12.1"), ("sglang==0.5.23", "transformers==5.19.0"))
 # The compiler of the NVIDIA wheel's kernels. It can be installed without a GPU.
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 # A C compiler, for machines that have none.
@@ -64,9 +67,9 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Runs the tests that need no GPU, compiler or engine. Arguments replace the default arguments of pytest."""
     _install(session, "test", "peers", "build")
-    # Other sessions run the ignored tests: `emulate` those that need Triton, `cutedsl` those that need CuteDSL, `vllm` and
-    # `transformers` those of the plugins.
-    ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN)
+    # Other sessions run the ignored tests: `emulate` those that need Triton, `cutedsl` those that need CuteDSL, `vllm`,
+    # `transformers` and `sglang` those of the plugins.
+    ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN, SGLANG_PLUGIN)
     others = [part for path in ignored for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # Each worker uses one thread: workers that each use all cores slow each other down many times over.
@@ -135,6 +138,21 @@ def transformers(session: nox.Session, release: str) -> None:
     _install(session, "test", "build", runtime=False)
     session.install("-e", TRANSFORMERS_PLUGIN, release)
     arguments = session.posargs or ["-n", "auto", f"{TRANSFORMERS_PLUGIN}/tests"]
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+@nox.parametrize("release", SGLANGS, ids=[release for release, _ in SGLANGS])
+def sglang(session: nox.Session, release: tuple[str, str]) -> None:
+    """Runs the plugin in SGLang's own layers, on a CPU, with the references.
+
+    Only SGLang's Python code runs, not its compiled operators, which need a GPU. Arguments replace pytest's.
+    """
+    engine, models = release
+    _install(session, "test", "sglang", "build", runtime=False)
+    session.install(TRITONS[-1], models, "-e", SGLANG_PLUGIN)
+    session.install("--no-deps", engine)
+    arguments = session.posargs or ["-n", "auto", f"{SGLANG_PLUGIN}/tests"]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 

@@ -16,10 +16,10 @@ core = pytest.importorskip("tokenspeed_kernel", reason="on a CPU the reference o
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_batches import HEAD_DIM, KV_HEADS, check, expected, make_batch, make_builder, make_layer, run
 
+from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.attention import builder as builders
 from tokenspeed_kernel_vllm.attention import warmup
 from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
-from tokenspeed_kernel_vllm.attention.serving import NotServedError
 from tokenspeed_kernel_vllm.attention.warmup import Largest, batches
 
 DECODE = ([37, 150, 16, 1], [1, 1, 1, 1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_kernel_transformers.version import __version__
 
 if TYPE_CHECKING:
-    from tokenspeed_kernel_transformers.receipt import Receipt
+    from tokenspeed_kernel_base.served import Receipt
 
 __all__ = ["__version__", "enable", "register"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base.served import Receipt, Row
 from tokenspeed_kernel_transformers.experts import arrange, forget, is_experts
 from tokenspeed_kernel_transformers.kernels import NotServedError, kernel_of
 from tokenspeed_kernel_transformers.layers import GatedMLP, RMSNorm, is_gated_mlp, is_norm
-from tokenspeed_kernel_transformers.receipt import Receipt, Row
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def enable_parts(model: Any, *, attention: bool, experts: bool, norms: bool, gat
     ):
         found = [(name, module) for name, module in model.named_modules() if recognised(module)]
         rows += _replaced(model, part, found, replacement) if wanted else [Row(part, "all", len(found), reason=off)]
-    receipt = Receipt(tuple(row for row in rows if row.layers))
+    receipt = Receipt(tuple(row for row in rows if row.layers), "transformers")
     logger.info("tokenspeed_kernel_transformers: %s\n%s", type(model).__name__, receipt)
     return receipt
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.installation import wrong_distributions
+from tokenspeed_kernel_base.served import NotServedError, kernel_for
 from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 
 # The entry point group by which wheels register with the core. Without the core, this group still lists the installed wheels.
@@ -74,10 +75,6 @@ class Serving:
     extend: Callable[..., Tensor] | None
     store: Callable[..., None] | None
     kernels: tuple[str, ...]
-
-
-class NotServedError(ValueError):
-    """No installed package has an eligible kernel for a layer's attention. The message has the reason for each kernel."""
 
 
 @functools.cache
@@ -143,16 +140,9 @@ def _asked(module: ModuleType, name: str, shape: LayerShape) -> _Answer:
 
 def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
     try:
-        explanation = function.explain(**arguments)
-    except (TypeError, ValueError) as error:  # the operator's own checks reject the call
+        chosen = kernel_for(function, arguments)
+    except NotServedError as error:
         return _Answer(reason=str(error))
-    chosen = explanation.chosen
-    if chosen is None:
-        return _Answer(reason=str(explanation))
-    # References and some kernels read lengths on the host. On a GPU, this would block the engine's asynchronous scheduling.
-    waits = "waits" in chosen.tags or chosen.solution == "reference"
-    if waits and not explanation.request.platform.is_cpu:
-        return _Answer(reason=f"{chosen.name} waits for the device")
     return _Answer(function, chosen.name, chosen.priority)
 
 

@@ -15,8 +15,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
+from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import BLOCK, GptOssExperts
-from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
+from tokenspeed_kernel_vllm.experts.planning import find_plan
 from tokenspeed_kernel_vllm.linear import Linear
 from tokenspeed_kernel_vllm.settings import core_is_there, read_settings
 

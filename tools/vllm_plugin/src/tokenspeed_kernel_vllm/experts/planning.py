@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.settings import core_is_there
-
-
-class NotServedError(ValueError):
-    """No kernel of ours is eligible for a layer of experts. The message has the reason."""
 
 
 def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **options: Any) -> Any:

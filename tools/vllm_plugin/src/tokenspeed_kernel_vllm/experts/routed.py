@@ -17,8 +17,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.utils import set_weight_attrs
 
+from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
-from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
+from tokenspeed_kernel_vllm.experts.planning import find_plan
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 

@@ -1,0 +1,70 @@
+"""What plugins of engines share: the kernel of a call, and the receipt."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel_base.served import NotServedError, Receipt, Row, kernel_for
+
+
+class Operator:
+    """An operator whose explanation is given."""
+
+    def __init__(self, chosen: Any = None, cpu: bool = True, error: Exception | None = None) -> None:
+        self.__name__ = "rmsnorm"
+        self.chosen, self.cpu, self.error = chosen, cpu, error
+        self.arguments: dict[str, Any] = {}
+
+    def explain(self, **arguments: Any) -> Any:
+        self.arguments = arguments
+        if self.error is not None:
+            raise self.error
+        platform = SimpleNamespace(is_cpu=self.cpu)
+        return SimpleNamespace(chosen=self.chosen, request=SimpleNamespace(platform=platform))
+
+
+def kernel(solution: str = "triton", *tags: str) -> Any:
+    return SimpleNamespace(name="a_kernel", solution=solution, tags=frozenset(tags))
+
+
+def test_the_kernel_of_a_call() -> None:
+    operator: Any = Operator(kernel(), cpu=False)
+    assert kernel_for(operator, {"eps": 1e-5}).name == "a_kernel"
+    assert operator.arguments == {"eps": 1e-5}
+    assert kernel_for(Operator(kernel("reference")), {}).name == "a_kernel"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [TypeError("eps must be a float"), ValueError("eps must be a float")])
+def test_a_rejected_call_names_the_operator(error: Exception) -> None:
+    operator: Any = Operator(error=error)
+    with pytest.raises(NotServedError, match="rmsnorm: eps must be a float"):
+        kernel_for(operator, {})
+
+
+@pytest.mark.parametrize("chosen", [kernel("reference"), kernel("triton", "waits")])
+def test_kernels_that_wait_are_not_eligible_on_a_gpu(chosen: Any) -> None:
+    operator: Any = Operator(chosen, cpu=False)
+    with pytest.raises(NotServedError, match="a_kernel waits for the device"):
+        kernel_for(operator, {})
+
+
+def test_no_kernel() -> None:
+    operator: Any = Operator()
+    with pytest.raises(NotServedError, match="chosen=None"):
+        kernel_for(operator, {})
+
+
+def test_receipt() -> None:
+    rows = (Row("norms", "RMSNorm", 5, ("a_kernel",)), Row("attention", "window 128", 1, (), "no kernel\n is eligible"))
+    receipt = Receipt(rows, "SGLang")
+    assert receipt.served("norms")
+    assert not receipt.served("attention")
+    assert not receipt.served("experts")
+    assert str(receipt).splitlines() == [
+        "part       layers  kind        runs on",
+        "norms      5       RMSNorm     a_kernel",
+        "attention  1       window 128  SGLang's own, because no kernel | is eligible",
+    ]

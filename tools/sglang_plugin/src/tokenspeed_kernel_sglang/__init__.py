@@ -1,0 +1,38 @@
+"""SGLang on tokenspeed-kernel, through SGLang's public hooks. SGLang calls `register` in each of its processes; users need not call
+it.
+
+Importing this package imports neither SGLang nor PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenspeed_kernel_sglang.version import __version__
+
+if TYPE_CHECKING:
+    from tokenspeed_kernel_base.served import Receipt
+
+__all__ = ["__version__", "receipt", "register"]
+
+
+def register() -> None:
+    """Registers the parts that the settings enable: the entry point ``tokenspeed_kernel`` of ``sglang.srt.plugins``.
+
+    May be called any number of times. If the installed SGLang lacks the hook of a part, the part is skipped with one line in the
+    log. SGLang then works as without this part.
+
+    Raises:
+        ValueError: a setting has an invalid value. The message names the setting and the value.
+    """
+    from tokenspeed_kernel_sglang.parts import register_parts
+    from tokenspeed_kernel_sglang.settings import read_settings
+
+    register_parts(read_settings())
+
+
+def receipt() -> Receipt:
+    """Returns which layers of this process run on which kernels, and why others run on SGLang's own. ``str()`` is a table."""
+    from tokenspeed_kernel_sglang.record import receipt_of_process
+
+    return receipt_of_process()

@@ -1,0 +1,101 @@
+"""Registers the plugin's parts with SGLang."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from tokenspeed_kernel_base.installation import wrong_distributions
+from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_sglang.record import logger, record
+from tokenspeed_kernel_sglang.settings import Settings
+
+# The name of our attention backend, and the backend of SGLang that runs models that ours does not support.
+BACKEND, FALLBACK = "tokenspeed", "triton"
+# The quantisation of GPT-OSS's experts.
+QUANTIZATION = "mxfp4"
+# Built-in backends whose names select ours in this process.
+_replaced: set[str] = set()
+# Methods with a hook of ours in this process.
+_hooked: set[str] = set()
+
+
+def register_parts(settings: Settings) -> None:
+    """Registers each enabled part. A part whose hook is missing is logged and skipped."""
+    wrong = wrong_distributions()
+    for found in wrong:
+        logger.error("tokenspeed_kernel_sglang: %s; %s", found, found.remedy)
+    if any(found.name == "tokenspeed-kernel" for found in wrong):
+        return  # another project's functions have other meanings
+    parts: list[tuple[str, bool, Callable[[], None]]] = [
+        ("attention", settings.attention, lambda: _register_attention(settings.attention_replaces)),
+        ("experts", settings.experts, _register_experts),
+        ("norms", settings.norms, lambda: _register_layers("norms")),
+        ("activations", settings.activations, lambda: _register_layers("activations")),
+        ("rope", settings.rope, lambda: _register_layers("rope")),
+    ]
+    for name, wanted, add in parts:
+        if not wanted:
+            continue
+        try:
+            add()
+        except (ImportError, AttributeError, TypeError) as error:  # a moved or changed hook raises one of these
+            release = version("sglang")
+            logger.error("tokenspeed_kernel_sglang: no %s, because a hook of SGLang %s is missing: %s", name, release, error)
+
+
+def _register_attention(replaced: tuple[str, ...]) -> None:
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    if BACKEND not in ATTENTION_BACKENDS:
+        register_attention_backend(BACKEND)(_factory(ATTENTION_BACKENDS[FALLBACK]))
+        server_args.add_attention_backend_choices([BACKEND])
+    for name in replaced:
+        if name not in ATTENTION_BACKENDS:
+            logger.error("tokenspeed_kernel_sglang: %s is no attention backend of SGLang, so it is not replaced", name)
+        elif name not in _replaced:
+            _replaced.add(name)
+            register_attention_backend(name)(_factory(ATTENTION_BACKENDS[name]))
+
+
+def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a factory of our backend, which makes SGLang's backend for models that ours does not support."""
+
+    def create(runner: Any) -> Any:
+        from tokenspeed_kernel_sglang.attention import TokenspeedBackend
+
+        try:
+            return TokenspeedBackend(runner)
+        except NotServedError as error:
+            record("attention", type(runner.model).__name__, reason=str(error))
+            return own(runner)
+
+    return create
+
+
+def _register_experts() -> None:
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+
+    from tokenspeed_kernel_sglang.experts import GptOssConfig
+
+    known = QUANTIZATION_METHODS.get(QUANTIZATION)
+    if known is Mxfp4Config:
+        QUANTIZATION_METHODS[QUANTIZATION] = GptOssConfig
+    elif known is not GptOssConfig:
+        logger.warning("tokenspeed_kernel_sglang: no experts, because SGLang's quantisation %s is %s here", QUANTIZATION, known)
+
+
+def _register_layers(part: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tokenspeed_kernel_sglang.layers import HOOKS
+
+    for target, hook in HOOKS[part].items():
+        pkgutil.resolve_name(target)  # raises for a missing method, which SGLang would only log
+        if target not in _hooked:
+            _hooked.add(target)
+            HookRegistry.register(target, hook, HookType.AROUND)

@@ -1,0 +1,55 @@
+"""The switches of this package. They are environment variables, because SGLang's processes inherit these."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "TOKENSPEED_SGLANG_"
+_FLAGS = {"1": True, "0": False}
+_SWITCHES = ("ATTENTION", "EXPERTS", "NORMS", "ACTIVATIONS", "ROPE")
+_REPLACES = "ATTENTION_REPLACES"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings from the environment.
+
+    Attributes:
+        attention: whether the attention backend ``tokenspeed`` is registered (``TOKENSPEED_SGLANG_ATTENTION``).
+        attention_replaces: built-in attention backends whose names also select ours (``TOKENSPEED_SGLANG_ATTENTION_REPLACES``,
+            separated by commas). SGLang accepts only built-in names for some models, such as GPT-OSS.
+        experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_SGLANG_EXPERTS``).
+        norms: whether RMS norms do (``TOKENSPEED_SGLANG_NORMS``).
+        activations: whether gated SiLU and GELU do (``TOKENSPEED_SGLANG_ACTIVATIONS``).
+        rope: whether rotary embeddings do (``TOKENSPEED_SGLANG_ROPE``).
+    """
+
+    attention: bool = True
+    attention_replaces: tuple[str, ...] = ()
+    experts: bool = True
+    norms: bool = True
+    activations: bool = True
+    rope: bool = True
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the environment.
+
+    Raises:
+        ValueError: a variable has an invalid value, or has our prefix and is unknown.
+    """
+    env = os.environ if environ is None else environ
+    names = {PREFIX + name for name in (*_SWITCHES, _REPLACES)}
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name not in names:
+            raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
+    flags = {}
+    for switch in _SWITCHES:
+        value = env.get(PREFIX + switch, "1")
+        if value not in _FLAGS:
+            raise ValueError(f"{PREFIX}{switch} must be 1 or 0, got {value!r}")
+        flags[switch.lower()] = _FLAGS[value]
+    replaced = tuple(name.strip() for name in env.get(PREFIX + _REPLACES, "").split(",") if name.strip())
+    return Settings(attention_replaces=replaced, **flags)

@@ -1,0 +1,310 @@
+"""The attention backend, with SGLang's layers and caches on a CPU, compared with plain PyTorch attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
+pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
+
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
+
+from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_sglang import parts, receipt
+from tokenspeed_kernel_sglang.attention import TokenspeedBackend
+from tokenspeed_kernel_sglang.serving import OPTIONS
+from tokenspeed_kernel_sglang.settings import Settings
+
+HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 32, 64, 256
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Pool:
+    """A KV cache of SGLang's layout. With ``shift``, layer 0 has its own slots, as in SGLang's pool of sliding windows."""
+
+    def __init__(self, page_size: int, dtype: torch.dtype, shift: int = 0) -> None:
+        self.k, self.v = (torch.zeros(2, SLOTS + page_size, KV_HEADS, DIM, dtype=dtype) for _ in range(2))
+        if shift:
+            self.translate_loc_from_full_to_swa = lambda slots: (slots + shift) % SLOTS
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.k[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.v[layer_id]
+
+
+class Model(torch.nn.Module):
+    """Layer 0 has a window of 8 tokens (SGLang says 7), layer 1 has none."""
+
+    def __init__(self, sinks: bool, cap: float, **options: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            RadixAttention(HEADS, DIM, 0.2, KV_HEADS, layer, logit_cap=cap, sliding_window_size=window, **options)
+            for layer, window in enumerate((7, -1))
+        )
+        if sinks:
+            self.sinks = torch.nn.Parameter(torch.randn(HEADS, dtype=BF16, generator=torch.Generator().manual_seed(9)))
+
+
+def make_runner(page_size: int = 16, cache: torch.dtype = BF16, sinks: bool = True, cap: float = 0.0, shift: int = 0) -> Any:
+    # Each request has its own pages, in reversed order.
+    pages = torch.arange(SLOTS // page_size, 0, -1).view(4, -1)
+    slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size)).flatten(1)
+    return SimpleNamespace(
+        model=Model(sinks, cap),
+        token_to_kv_pool=Pool(page_size, cache, shift),
+        req_to_token_pool=SimpleNamespace(req_to_token=slots[:, :CONTEXT].int()),
+        page_size=page_size,
+        dtype=BF16,
+        use_mla_backend=False,
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        server_args=SimpleNamespace(**{name: off for name, (_, off) in OPTIONS.items()}),
+    )
+
+
+def make_batch(runner: Any, mode: ForwardMode, prefix: list[int], new: list[int], requests: list[int]) -> Any:
+    table = runner.req_to_token_pool.req_to_token
+    lengths = torch.tensor([a + b for a, b in zip(prefix, new, strict=True)])
+    spans = zip(requests, prefix, lengths.tolist(), strict=True)
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(new),
+        req_pool_indices=torch.tensor(requests),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
+        extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
+        extend_seq_lens_cpu=new,
+        out_cache_loc=torch.cat([table[request, begin:end] for request, begin, end in spans]).long(),
+        positions=torch.cat([torch.arange(a, a + b) for a, b in zip(prefix, new, strict=True)]),
+    )
+
+
+class Requests:
+    """The keys and values of all tokens so far, and plain attention over them."""
+
+    def __init__(self, runner: Any, scale: float = 1.0) -> None:
+        self.runner, self.scale = runner, scale
+        self.generator = torch.Generator().manual_seed(1)
+        self.known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def step(self, backend: TokenspeedBackend, batch: Any) -> None:
+        """Runs both layers, and compares with plain attention."""
+        for layer in self.runner.model.layers:
+            tokens = len(batch.out_cache_loc)
+            qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, generator=self.generator).to(BF16)
+            q, k, v = qkv.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1)
+            if self.scale != 1.0:
+                layer.k_scale = layer.v_scale = torch.tensor(self.scale)
+            sinks = getattr(self.runner.model, "sinks", None)
+            options = {} if sinks is None else {"sinks": sinks.data}
+            k, v = (part.view(-1, KV_HEADS, DIM) for part in (k, v))
+            forward = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+            out = forward(q, k, v, layer, batch, **options)
+            expected = self.attend(batch, layer, q.view(-1, HEADS, DIM), k, v, sinks)
+            assert out.shape == (tokens, HEADS * DIM)
+            torch.testing.assert_close(out.float(), expected.flatten(1), rtol=2e-2, atol=2e-2)
+
+    def attend(self, batch: Any, layer: Any, q: Any, k: Any, v: Any, sinks: Any) -> torch.Tensor:
+        outs, begin = [], 0
+        lengths = batch.seq_lens.tolist()
+        for request, length, new in zip(batch.req_pool_indices.tolist(), lengths, self.new(batch), strict=True):
+            rows = slice(begin, begin + new)
+            begin += new
+            key = (request, layer.layer_id)
+            past = self.known.get(key, (k[:0], v[:0]))
+            keys, values = (torch.cat((old[: length - new], fresh[rows])) for old, fresh in zip(past, (k, v), strict=True))
+            self.known[key] = keys, values
+            cached = [self.through_the_cache(part) for part in (keys, values)]
+            outs.append(self.plain(q[rows].float(), *cached, layer, sinks))
+        return torch.cat(outs)
+
+    @staticmethod
+    def new(batch: Any) -> list[int]:
+        return [1] * batch.batch_size if batch.forward_mode.is_decode() else batch.extend_seq_lens_cpu
+
+    def through_the_cache(self, part: torch.Tensor) -> torch.Tensor:
+        dtype = self.runner.token_to_kv_pool.k.dtype
+        return (part.float() / self.scale).to(dtype).float() * self.scale if dtype == FP8 else part.float()
+
+    @staticmethod
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, sinks: Any) -> torch.Tensor:
+        group = HEADS // KV_HEADS
+        k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scaling
+        if layer.logit_cap:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        at = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
+        distance = at - torch.arange(len(k))
+        hidden = distance < 0
+        if layer.sliding_window_size >= 0:
+            hidden = hidden | (distance > layer.sliding_window_size)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)), 2)
+        weights = scores.softmax(2)[..., : len(k)]
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({}, 1.0),
+        ({"page_size": 1}, 1.0),
+        ({"shift": 16}, 1.0),
+        ({"sinks": False, "cap": 20.0}, 1.0),
+        ({"cache": FP8}, 0.5),
+    ],
+    ids=["sinks and windows", "pages of one token", "two pools", "soft cap", "fp8 cache"],
+)
+@torch.inference_mode()
+def test_prefill_chunk_prefix_mixed_and_decode(options: dict[str, Any], scale: float) -> None:
+    runner = make_runner(**options)
+    backend, requests = TokenspeedBackend(runner), Requests(runner, scale)
+    steps = [
+        (ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0]),  # a prefill
+        (ForwardMode.EXTEND, [20], [9], [2]),  # the next chunk of a prompt, or a prompt with a cached prefix
+        (ForwardMode.MIXED, [29, 3], [1, 11], [2, 0]),
+        (ForwardMode.DECODE, [30, 14], [1, 1], [2, 0]),
+        (ForwardMode.DECODE, [15, 31], [1, 1], [0, 2]),
+    ]
+    for mode, prefix, new, which in steps:
+        batch = make_batch(runner, mode, prefix, new, which)
+        backend.init_forward_metadata(batch)
+        requests.step(backend, batch)
+    assert receipt().served("attention")
+    assert sum(row.layers for row in receipt().rows) == 2
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+@torch.inference_mode()
+def test_graphs_read_static_buffers(shift: int) -> None:
+    runner = make_runner(shift=shift)
+    backend, requests = TokenspeedBackend(runner), Requests(runner)
+    prefill = make_batch(runner, ForwardMode.EXTEND, [0, 0], [20, 3], [1, 3])
+    backend.init_forward_metadata(prefill)
+    requests.step(backend, prefill)
+    backend.init_cuda_graph_state(4, 4)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    captured = make_batch(runner, ForwardMode.DECODE, [0, 0], [1, 1], [0, 0])
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    seen = backend.forward_metadata
+    assert seen is not None
+    addresses = [part.data_ptr() for part in (seen.seq_lens, seen.page_table, seen.window_table)]
+    for length in (20, 21):
+        batch = make_batch(runner, ForwardMode.DECODE, [length, length - 17], [1, 1], [1, 3])
+        backend.init_forward_metadata_out_graph(batch)
+        backend.init_forward_metadata_in_graph(batch)
+        found = backend.forward_metadata
+        assert found is not None
+        assert [part.data_ptr() for part in (found.seq_lens, found.page_table, found.window_table)] == addresses
+        assert found.max_seq_len == CONTEXT  # bounds of a captured graph hold for every replay
+        # The captured graph reads the metadata of the capture.
+        backend.forward_metadata = seen
+        requests.step(backend, batch)
+
+
+def test_graphs_of_prefills_are_refused() -> None:
+    runner = make_runner()
+    backend = TokenspeedBackend(runner)
+    with pytest.raises(ValueError, match="prefill graph backend 'breakable'"):
+        backend.init_forward_metadata_out_graph(make_batch(runner, ForwardMode.EXTEND, [0], [2], [0]))
+    with pytest.raises(ValueError, match="batches of TARGET_VERIFY"):
+        backend.init_forward_metadata(make_batch(runner, ForwardMode.TARGET_VERIFY, [0], [2], [0]))
+
+
+@torch.inference_mode()
+def test_an_idle_batch_has_no_metadata() -> None:
+    runner = make_runner()
+    backend = TokenspeedBackend(runner)
+    backend.init_forward_metadata(SimpleNamespace(forward_mode=ForwardMode.IDLE, seq_lens=torch.empty(0)))
+    assert backend.forward_metadata is None
+
+
+def _change(runner: Any, where: str, value: Any) -> None:
+    owner, _, name = where.rpartition(".")
+    target = runner
+    for part in owner.split(".") if owner else ():
+        target = target[int(part)] if part.isdigit() else getattr(target, part)
+    setattr(target, name, value)
+
+
+REFUSED = {
+    "use_mla_backend": (True, "latent attention"),
+    "server_args.speculative_algorithm": ("EAGLE", "speculative decoding"),
+    "server_args.dcp_size": (2, "decode context parallelism"),
+    "server_args.enable_prefill_cp": (True, "prefill context parallelism"),
+    "server_args.enable_deterministic_inference": (True, "deterministic inference"),
+    "model_config.attention_chunk_size": (8192, "attention in chunks"),
+    "model_config.is_encoder_decoder": (True, "encoders"),
+    "model.layers.0.is_cross_attention": (True, "cross attention"),
+    "model.layers.1.use_irope": (True, "iRoPE"),
+    "model.layers.1.xai_temperature_len": (4, "a temperature by position"),
+    "model.layers.1.pos_encoding_mode": ("ALIBI", "ALIBI"),
+    "model.layers.1.head_dim": (31, "a cache of shape"),
+    "dtype": (torch.int8, "mha_decode_with_kvcache"),
+    "model": (torch.nn.Linear(2, 2), "no RadixAttention layers"),
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_refused_by_name_and_sglangs_own_serves(where: str) -> None:
+    runner = make_runner()
+    value, message = REFUSED[where]
+    _change(runner, where, value)
+    with pytest.raises(NotServedError, match=message):
+        TokenspeedBackend(runner)
+    assert parts._factory(lambda given: ("own", given))(runner) == ("own", runner)
+    assert message in str(receipt())
+    assert not receipt().served("attention")
+
+
+def test_the_options_that_are_checked_are_sglangs() -> None:
+    assert set(OPTIONS) <= set(ServerArgs.__annotations__)
+
+
+def test_the_layout_of_the_cache_is_checked() -> None:
+    runner = make_runner()
+    runner.token_to_kv_pool.k = runner.token_to_kv_pool.k.transpose(2, 3)
+    with pytest.raises(NotServedError, match=r"expected \[slots, kv_heads, head_dim\]"):
+        TokenspeedBackend(runner)
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    runner = make_runner()
+    backend = TokenspeedBackend(runner)
+    batch = make_batch(runner, ForwardMode.DECODE, [0], [1], [0])
+    q = torch.zeros(1, HEADS * DIM, dtype=BF16)
+    kv = torch.zeros(1, KV_HEADS, DIM, dtype=BF16)
+    with pytest.raises(RuntimeError, match="init_forward_metadata must run"):
+        backend.forward_decode(q, kv, kv, runner.model.layers[0], batch)
+    backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="no kernel for q_rope"):
+        backend.forward_decode(q, kv, kv, runner.model.layers[0], batch, q_rope=q)
+    with pytest.raises(ValueError, match="found no layer"):  # the model has sinks
+        backend.forward_decode(q, kv, kv, runner.model.layers[0], batch)
+
+
+def test_registered_under_its_name_and_over_built_in_names(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    own = dict(ATTENTION_BACKENDS)
+    monkeypatch.setattr(parts, "_replaced", set())
+    off = dict.fromkeys(("experts", "norms", "activations", "rope"), False)
+    try:
+        for _ in range(2):
+            parts.register_parts(Settings(attention_replaces=("fa3", "fa7"), **off))
+        assert "fa7 is no attention backend of SGLang" in caplog.text
+        assert set(ATTENTION_BACKENDS) - set(own) == {"tokenspeed"}
+        assert {name for name, factory in own.items() if ATTENTION_BACKENDS[name] is not factory} == {"fa3"}
+        assert isinstance(ATTENTION_BACKENDS["tokenspeed"](make_runner()), TokenspeedBackend)
+        assert isinstance(ATTENTION_BACKENDS["fa3"](make_runner()), TokenspeedBackend)
+    finally:
+        ATTENTION_BACKENDS.clear()
+        ATTENTION_BACKENDS.update(own)

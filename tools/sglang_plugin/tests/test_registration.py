@@ -1,0 +1,92 @@
+"""Settings, the entry point, and which hooks it registers with SGLang."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
+pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from tokenspeed_kernel_sglang import parts, receipt
+from tokenspeed_kernel_sglang.layers import HOOKS
+from tokenspeed_kernel_sglang.record import record
+from tokenspeed_kernel_sglang.settings import Settings, read_settings
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Collects registrations instead of changing SGLang's registry."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: found.update({target: (hook, kind.value)}))
+    monkeypatch.setattr(parts, "_hooked", set())
+    return found
+
+
+def test_settings() -> None:
+    assert read_settings({}) == Settings()
+    env = {"TOKENSPEED_SGLANG_NORMS": "0", "TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3, triton", "OTHER": "x"}
+    assert read_settings(env) == Settings(norms=False, attention_replaces=("fa3", "triton"))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"TOKENSPEED_SGLANG_NORMS": "yes"}, "TOKENSPEED_SGLANG_NORMS must be 1 or 0, got 'yes'"),
+        ({"TOKENSPEED_SGLANG_NORM": "1"}, "TOKENSPEED_SGLANG_NORM is no setting; expected one of TOKENSPEED_SGLANG_ACTIVATIONS"),
+    ],
+)
+def test_invalid_settings(env: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_settings(env)
+
+
+def test_entry_point() -> None:
+    found = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.value == "tokenspeed_kernel_sglang:register"]
+    assert [entry.name for entry in found] == ["tokenspeed_kernel"]
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    program = "import sys, tokenspeed_kernel_sglang; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("part", sorted(HOOKS))
+def test_each_part_has_a_switch(part: str, registered: dict[str, Any]) -> None:
+    off = dict.fromkeys(("attention", "experts", *HOOKS), False)
+    parts.register_parts(Settings(**{**off, part: True}))
+    assert registered == {target: (hook, "around") for target, hook in HOOKS[part].items()}
+    registered.clear()
+    parts.register_parts(Settings(**{**off, part: True}))
+    assert registered == {}
+
+
+def test_a_missing_hook_is_logged(
+    registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(HOOKS, "norms", {"sglang.srt.layers.layernorm.RMSNorm.forward_moved": print})
+    with caplog.at_level(logging.ERROR):
+        parts.register_parts(Settings(attention=False, experts=False))
+    assert "tokenspeed_kernel_sglang: no norms, because a hook of SGLang" in caplog.text
+    assert "forward_moved" in caplog.text
+    assert len(registered) == 3
+
+
+def test_a_decision_is_one_line_of_the_log_and_one_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        record("norms", "RMSNorm of 64", ("a_kernel",))
+        record("norms", "RMSNorm of 64", ("a_kernel",))
+        record("rope", "RotaryEmbedding of 64", reason="it does not fit")
+    assert [entry.message for entry in caplog.records] == [
+        "tokenspeed_kernel_sglang: norms, RMSNorm of 64: a_kernel",
+        "tokenspeed_kernel_sglang: rope, RotaryEmbedding of 64: SGLang's own, because it does not fit",
+    ]
+    assert [(row.part, row.layers) for row in receipt().rows] == [("norms", 2), ("rope", 1)]
