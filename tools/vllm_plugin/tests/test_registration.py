@@ -28,9 +28,12 @@ def test_settings() -> None:
     assert read_settings(given) == Settings(attention=False, experts=False, package="my_kernels")
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
     assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
+    assert read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}) == Settings(activations="fp8")
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_ACTIVATIONS must be one of none, fp8, mxfp4, got 'fp4'"):
+        read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp4"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):
         read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
-    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ATTENTION"):
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ACTIVATIONS"):
         read_settings({"TOKENSPEED_VLLM_EXPERT": "0"})
 
 

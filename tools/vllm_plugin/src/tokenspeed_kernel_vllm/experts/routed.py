@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
-from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
+from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan, say_served
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
@@ -42,6 +42,7 @@ class _Served:
     def arrange(self, layer: Any) -> None:
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops, self.scale)
+        say_served(f"{self.plan.weight_format} (TOKENSPEED_VLLM_OTHER_EXPERTS)", self.plan)
         if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
             _warmed.add(self.plan)
             with warming("experts"):
