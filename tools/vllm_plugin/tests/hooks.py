@@ -8,6 +8,8 @@ ATTENTION = "vllm.v1.attention"
 MOE = "vllm.model_executor.layers.fused_moe"
 LINEAR = "vllm.model_executor.layers.linear"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
+MLA = "vllm.model_executor.layers.attention.mla_attention"
+MLA_PREFILL = f"{ATTENTION}.backends.mla.prefill"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ FORWARD = "self layer query key value kv_cache attn_metadata output output_scale
 IMPL = (
     "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
     "kv_sharing_target_layer_name"
+)
+LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer q_pad_num_heads"
+PREFILL = "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config"
+BUILD_DECODE = (
+    "self block_table_tensor seq_lens_device max_seq_len query_start_loc_cpu query_start_loc_device num_decode_tokens "
+    "dcp_tot_seq_lens_device"
 )
 COMMON = (
     "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor "
@@ -129,6 +137,23 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.get_quant_method", words("self layer prefix")),
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.from_config", words("config")),
     Hook(f"{QUANTIZATION}.fp8.Fp8MoEMethod", words("quant_config layer"), words(METHOD)),
+    # latent attention
+    Hook(f"{MLA_PREFILL}.registry.register_mla_prefill_backend", words("backend class_path")),
+    Hook(f"{MLA_PREFILL}.registry.MLAPrefillBackendEnum", attributes=words("CUSTOM get_path is_overridden")),
+    Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend", words(PREFILL), words("get_name prepare_metadata run_prefill_context_chunk")),
+    Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend.run_prefill_new_tokens", words("self q k v return_softmax_lse out output_scale")),
+    Hook(f"{MLA}.MLACommonBackend", attributes=words("get_name get_impl_cls get_builder_cls is_mla validate_configuration")),
+    Hook(f"{MLA}.MLACommonImpl.__init__", words(f"{IMPL} {LATENT}")),
+    Hook(f"{MLA}.MLACommonImpl.forward_mqa", words("self q kv_c_and_k_pe_cache attn_metadata layer")),
+    Hook(
+        f"{ATTENTION}.backend.MLAAttentionImpl.do_kv_cache_update",
+        words("self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale"),
+        partial=True,
+    ),
+    Hook(f"{MLA}.MLACommonMetadataBuilder", words("kv_cache_spec layer_names vllm_config device"), partial=True),
+    Hook(f"{MLA}.MLACommonMetadataBuilder._build_decode", words(BUILD_DECODE), partial=True),
+    Hook(f"{MLA}.MLACommonDecodeMetadata", attributes=words("block_table seq_lens dcp_tot_seq_lens")),
+    Hook(f"{MLA}.QueryLenSupport", attributes=words("VARLEN")),
     Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),

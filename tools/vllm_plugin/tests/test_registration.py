@@ -56,7 +56,7 @@ def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch
         (info / "entry_points.txt").write_text(f"[{serving.WHEELS}]\nwrong = no_such_module_{name}:register\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not core_is_there()
-    taken = {module.__name__ for module in serving._packages(None)}
+    taken = {module.__name__ for module in serving.packages(None)}
     assert "tokenspeed_kernel" not in taken
     assert not [name for name in taken if name.startswith("no_such_module")]
 

@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators
-_NAMES = ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "PACKAGE", "WARMUP")
+_NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "PACKAGE", "WARMUP")
 _FLAGS = {"1": True, "0": False}
 # Rounding of the experts' activations that needs no scales from the checkpoint.
 ACTIVATIONS = ("none", "fp8", "mxfp4")
@@ -28,6 +28,8 @@ class Settings:
 
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
+        mla: whether the attention backend is the one for multi-head latent attention, not the one for other models
+            (``TOKENSPEED_VLLM_MLA``, 0 by default).
         experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
         other_experts: whether unquantised experts and fp8 experts with block scales run on our kernels if one is eligible
             (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
@@ -40,6 +42,7 @@ class Settings:
     """
 
     attention: bool = True
+    mla: bool = False
     experts: bool = True
     other_experts: bool = False
     activations: str = "none"
@@ -72,6 +75,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise ValueError(f"{PREFIX}ACTIVATIONS must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
     return Settings(
         attention=flag("ATTENTION"),
+        mla=flag("MLA", "0"),
         experts=flag("EXPERTS"),
         other_experts=flag("OTHER_EXPERTS", "0"),
         activations=activations,
