@@ -29,6 +29,7 @@ def test_settings() -> None:
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
     assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
     assert read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}) == Settings(activations="fp8")
+    assert read_settings({"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}) == Settings(mla=True, fp8_linear=True)
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_ACTIVATIONS must be one of none, fp8, mxfp4, got 'fp4'"):
         read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp4"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):

@@ -33,7 +33,8 @@ def register_parts(settings: Settings) -> None:
         ("routers", settings.linear and core_is_there(), _register_routers),
         ("norms", core_is_there(), _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
-        ("fp8 experts", settings.other_experts, _register_fp8_experts),
+        ("fp8 layers", settings.other_experts or settings.fp8_linear, _register_fp8),
+        ("fp8 linear layers of compressed-tensors", settings.fp8_linear and core_is_there(), _register_compressed_fp8),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -109,9 +110,17 @@ def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
         logger.warning("tokenspeed_kernel_vllm: no %s, because %s replaces %s already", part, op_registry_oot[name], name)
 
 
-def _register_fp8_experts() -> None:
+def _register_fp8() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from tokenspeed_kernel_vllm.experts.routed import BlockFp8Config
 
     register_quantization_config("fp8")(BlockFp8Config)
+
+
+def _register_compressed_fp8() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.linear_fp8 import Fp8CompressedConfig
+
+    register_quantization_config("compressed-tensors")(Fp8CompressedConfig)

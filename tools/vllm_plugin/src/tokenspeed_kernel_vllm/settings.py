@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators
-_NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "PACKAGE", "WARMUP")
+_NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "PACKAGE", "WARMUP")
 _FLAGS = {"1": True, "0": False}
 # Rounding of the experts' activations that needs no scales from the checkpoint.
 ACTIVATIONS = ("none", "fp8", "mxfp4")
@@ -36,6 +36,7 @@ class Settings:
         activations: the format that experts round their activations to: ``none``, ``fp8`` with a scale per token, or ``mxfp4``
             (``TOKENSPEED_VLLM_ACTIVATIONS``, ``none`` by default).
         linear: whether unquantised linear layers use the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by default).
+        fp8_linear: whether fp8 linear layers use the core's ``linear`` (``TOKENSPEED_VLLM_FP8_LINEAR``, 0 by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, otherwise the first vendor's wheel with an eligible kernel.
         warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
@@ -47,6 +48,7 @@ class Settings:
     other_experts: bool = False
     activations: str = "none"
     linear: bool = False
+    fp8_linear: bool = False
     package: str | None = None
     warmup: bool = True
 
@@ -80,6 +82,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         other_experts=flag("OTHER_EXPERTS", "0"),
         activations=activations,
         linear=flag("LINEAR", "0"),
+        fp8_linear=flag("FP8_LINEAR", "0"),
         package=package,
         warmup=flag("WARMUP"),
     )
