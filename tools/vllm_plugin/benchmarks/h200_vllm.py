@@ -1,10 +1,13 @@
-"""Measures vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: ms per token, prefill, start-up.
+"""Measures vLLM with random weights, with and without this plugin, on one H200: ms per token, prefill, start-up.
 
     python tools/vllm_plugin/benchmarks/h200_vllm.py --output tools/vllm_plugin/benchmarks/h200_vllm.json
     python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm plugin
     python tools/vllm_plugin/benchmarks/h200_vllm.py --float32 --layers 2 --variants vllm marlin plugin
     python tools/vllm_plugin/benchmarks/h200_vllm.py --profile --layers 2 --variants vllm marlin plugin plugin-linear
     python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --model deepseek-v3 --variants vllm plugin-mla plugin-mla-only
+
+The model is GPT-OSS-120B, or one of ``random_models.py``.
 
 Each variant is an engine in its own process (``vllm_engine.py``). Engines run one after another. With ``--starts 2`` each engine
 starts twice, to measure start-up with cold and with warm caches. ``--correctness`` instead compares the engines' results
@@ -20,9 +23,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,11 +37,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from random_models import DEFAULT, MODELS
+
 HERE = Path(__file__).parent
 # Bars: upper limits of the milliseconds per token, by batch size; and the lower limit of prefill tokens per second.
 DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
 PREFILL_BAR = 50_000
-_ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
+# Bars of other models: the lower limits of the plugin's speed, relative to vLLM's own, in each row and as the geometric mean.
+ROW_BAR, MEAN_BAR = 0.98, 1.12
+_ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss,random_models"}
 
 
 @dataclass(frozen=True)
@@ -47,14 +58,25 @@ class Variant:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+_LATENT = ("--attention", "CUSTOM", "--mla-prefill", "CUSTOM")
 VARIANTS = {
     "vllm": Variant(variables=_ONLY_WEIGHTS),
     "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),
+    "plugin-experts": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}),
+    "plugin-experts-fp8": Variant(
+        ("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_OTHER_EXPERTS": "1", "TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}
+    ),
+    "plugin-fp8-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_FP8_LINEAR": "1"}),
+    "plugin-mla-only": Variant(_LATENT, {"TOKENSPEED_VLLM_MLA": "1"}),
+    "plugin-mla": Variant(
+        _LATENT, {"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_OTHER_EXPERTS": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}
+    ),
     "plugin-portable": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "triton_moe_apply_mxfp4"}),
 }
+OF_GPT_OSS = ("vllm", "marlin", "plugin", "plugin-linear", "plugin-norms", "plugin-portable")
 # Chunked prefill, prefix caching and a cache that is too small for all requests at once.
 _CORRECTNESS = [
     *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
@@ -75,8 +97,9 @@ _SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs
 def parser_of() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(OF_GPT_OSS))
+    parser.add_argument("--model", choices=[DEFAULT, *MODELS], default=DEFAULT)
+    parser.add_argument("--layers", type=int, help="the model's if left out")
     parser.add_argument("--starts", type=int, default=1, help="how often each starts: once with cold caches, then with warm ones")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--correctness", action="store_true", help="compare what engines generate, and measure nothing")
@@ -94,7 +117,8 @@ def entry_point(folder: Path) -> Path:
     made = folder / "random_gpt_oss-0.dist-info"
     made.mkdir(parents=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: random-gpt-oss\nVersion: 0\n")
-    (made / "entry_points.txt").write_text("[vllm.general_plugins]\nrandom_gpt_oss = random_gpt_oss:register\n")
+    loaders = "".join(f"{name} = {name}:register\n" for name in ("random_gpt_oss", "random_models"))
+    (made / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{loaders}")
     return folder
 
 
@@ -102,7 +126,8 @@ def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: in
     """Runs one engine to its end and returns its result lines. If it fails, prints the last lines of its log."""
     variant = VARIANTS[name]
     out = folder / f"{name}-{start}"
-    words = ["--name", name, "--out", out, "--layers", given.layers, *_tasks(given)]
+    layers = ["--layers", given.layers] if given.layers else []
+    words = ["--name", name, "--out", out, "--model", given.model, *layers, *_tasks(given)]
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"), **variant.variables}
     out.mkdir(parents=True)
     log = out / "log"
@@ -147,8 +172,27 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line per variant of the plugin: its speed relative to vLLM's own, in each row and as the geometric mean."""
+    speeds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["figure"] == "decode":
+            speeds.setdefault(row["engine"], {})[f"decode {row['batch']}"] = 1 / row["ms"]
+        elif row["figure"] == "prefill":
+            speeds.setdefault(row["engine"], {})[f"prefill {row['shape']}"] = row["tokens_per_s"]
+    own, found = speeds.get("vllm", {}), []
+    for name, each in speeds.items():
+        ratios = {label: speed / own[label] for label, speed in each.items() if label in own}
+        if name.startswith("plugin") and ratios:
+            mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
+            holds = min(ratios.values()) >= ROW_BAR and mean >= MEAN_BAR
+            text = ", ".join(f"{label} {ratio:.2f}" for label, ratio in ratios.items())
+            found.append(f"{'holds' if holds else 'MISSED'} {name}: {text}; mean {mean:.2f} (>= {ROW_BAR} each, {MEAN_BAR} mean)")
+    return found
+
+
 def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
-    """The pass criteria for 36 layers, applied to the better of the plugin's variants."""
+    """The pass criteria of GPT-OSS-120B with 36 layers, applied to the better of the plugin's variants."""
     ours = [row for row in rows if row["engine"].startswith("plugin")]
     found = []
     for batch, bar in DECODE_BARS.items():
@@ -173,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Runs all variants, prints a table, and writes the results."""
     words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
-    results: dict[str, Any] = {"metadata": measured_on(given, words), "layers": given.layers}
+    results: dict[str, Any] = {"metadata": measured_on(given, words), "model": given.model, "layers": given.layers}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = os.pathsep.join([str(entry_point(folder / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -185,7 +229,8 @@ def main(words: Sequence[str] | None = None) -> None:
         if beside:
             results["compared"] = compare_variants(given.variants, folder)
         else:
-            print(table(rows, given.variants), *judged(rows, given.layers), sep="\n")
+            bars = judged(rows, given.layers or 36) if given.model == DEFAULT else speed_ups(rows)
+            print(table(rows, given.variants), *bars, sep="\n")
     if given.output:
         from tokenspeed_kernel.workbench.benchmark import as_text
 

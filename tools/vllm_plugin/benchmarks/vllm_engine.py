@@ -1,10 +1,10 @@
-"""Runs one vLLM engine on GPT-OSS with random weights, with or without this plugin, and its tasks. See ``h200_vllm.py``.
+"""Runs one vLLM engine on a model with random weights, with or without this plugin, and its tasks. See ``h200_vllm.py``.
 
     python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --out results
     VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --out results
 
-The script needs one GPU, and the entry point of ``random_gpt_oss.py``. Result lines (JSON) go to ``<out>/<name>.jsonl``; tokens and
-logits for comparisons between engines go to ``<out>/<name>.pt``.
+The script needs one GPU, and the entry points of ``random_gpt_oss.py`` and ``random_models.py``. Result lines (JSON) go to
+``<out>/<name>.jsonl``; tokens and logits for comparisons between engines go to ``<out>/<name>.pt``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from random_gpt_oss import EXPERT_SIZES, LOAD_FORMAT, draw_experts, drawn, write_model
+from random_gpt_oss import EXPERT_SIZES, draw_experts, drawn
+from random_models import DEFAULT, MODELS, PREFILLS, load_format, write_model
 
 _STARTED = time.time()
 # No network is available, and a single process needs no communication.
@@ -67,7 +68,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         default="describe,decode,prefill",
         help="of describe, logits, tokens, random, float32, decode, prefill, kernels, prefill-kernels; in the order that is given",
     )
-    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--model", choices=[DEFAULT, *MODELS], default=DEFAULT)
+    p.add_argument("--layers", type=int, help="the model's if left out")
+    p.add_argument("--mla-prefill", help="CUSTOM for this plugin's prefill of latent attention")
     p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
     p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
     p.add_argument("--norms", action="store_true", help="norms by this plugin's provider of vLLM's IR")
@@ -75,7 +78,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
     p.add_argument("--decode", type=int, default=136, help="tokens that the longer of two runs generates")
     p.add_argument("--short", type=int, default=8, help="and the shorter")
-    p.add_argument("--prefill", default="4x8192", help="prompts and their tokens")
+    p.add_argument("--prefill", help="prompts and their tokens, like 4x8192")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--requests", type=int, default=1000, help="for random")
     p.add_argument("--max-num-batched-tokens", type=int)
@@ -88,14 +91,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
     p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
     p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
-    return p.parse_args(words)
+    a = p.parse_args(words)
+    a.prefill = a.prefill or PREFILLS.get(a.model, "4x8192")
+    return a
 
 
 def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
     """The arguments of `LLM`."""
     made: dict[str, Any] = {
         "model": str(model),
-        "load_format": LOAD_FORMAT,
+        "load_format": load_format(a.model),
         "skip_tokenizer_init": True,
         "max_model_len": 8448,
         "kv_cache_memory_bytes": int(a.kv_gib * 2**30),
@@ -115,6 +120,8 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
         made["enforce_eager"] = True
     if a.attention:
         made["attention_config"] = {"backend": a.attention}
+    if a.mla_prefill:
+        made.setdefault("attention_config", {})["mla_prefill_backend"] = a.mla_prefill
     return made
 
 
@@ -187,6 +194,7 @@ class Engine:
         self.a = a
         self.saved: dict[str, Any] = {}
         self.random = random.Random(0)
+        self.highest_token = 199000  # tokens above it are special, or not in the vocabulary
         self.llm: Any = None
         self.watched: Any = None
 
@@ -203,7 +211,10 @@ class Engine:
         import vllm
 
         self.report("imported", vllm=vllm.__version__, torch=torch.__version__)
-        model = write_model(Path(f"/tmp/random-gpt-oss-{self.a.layers}"), self.a.layers)
+        model = write_model(Path(f"/tmp/random-{self.a.model}-{self.a.layers}"), self.a.model, self.a.layers)
+        fields = json.loads((model / "config.json").read_text())
+        self.a.layers = fields["num_hidden_layers"]
+        self.highest_token = min(199000, fields["vocab_size"])
         given = engine_arguments(self.a, model)
         if self.a.dry:
             from vllm.engine.arg_utils import EngineArgs
@@ -233,7 +244,7 @@ class Engine:
                 self.llm.apply_model(self.watched.watch_routers)
 
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
-        return [{"prompt_token_ids": [self.random.randrange(100, 199000) for _ in range(length)]} for _ in range(count)]
+        return [{"prompt_token_ids": [self.random.randrange(100, self.highest_token) for _ in range(length)]} for _ in range(count)]
 
     def generate(self, prompts: Any, tokens: int) -> tuple[float, list[list[int]]]:
         """Generates tokens. Returns the seconds, and the tokens of each prompt."""
@@ -312,7 +323,7 @@ class Engine:
         engine, rng = self.llm.llm_engine, random.Random(1)
         # If the model is in another process, non-finite logits are detected in the tokens' probabilities.
         logprobs, bad = (0, 0) if self.watched is None else (None, 0)
-        prefixes = [[rng.randrange(100, 199000) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
+        prefixes = [[rng.randrange(100, self.highest_token) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
         asked: dict[str, int] = {}
         aborted: set[str] = set()
         got: dict[str, list[int]] = {}
@@ -322,7 +333,7 @@ class Engine:
         while left or engine.has_unfinished_requests():
             for _ in range(min(left, rng.randrange(0, 12))):
                 length, tokens = rng.choice((1, 3, 17, 90, 400, 1500)), rng.choice((1, 2, 9, 30, 70))
-                own = [rng.randrange(100, 199000) for _ in range(rng.randrange(1, length + 1))]
+                own = [rng.randrange(100, self.highest_token) for _ in range(rng.randrange(1, length + 1))]
                 prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + own
                 name = f"r{self.a.requests - left}"
                 asked[name] = tokens

@@ -8,6 +8,10 @@ ATTENTION = "vllm.v1.attention"
 MOE = "vllm.model_executor.layers.fused_moe"
 LINEAR = "vllm.model_executor.layers.linear"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
+MLA = "vllm.model_executor.layers.attention.mla_attention"
+MLA_PREFILL = f"{ATTENTION}.backends.mla.prefill"
+COMPRESSED = f"{QUANTIZATION}.compressed_tensors"
+FP8_UTILS = f"{QUANTIZATION}.utils.fp8_utils"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,13 @@ IMPL = (
     "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
     "kv_sharing_target_layer_name"
 )
+LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj indexer q_pad_num_heads"
+PREFILL = "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config"
+BUILD_DECODE = (
+    "self block_table_tensor seq_lens_device max_seq_len query_start_loc_cpu query_start_loc_device num_decode_tokens "
+    "dcp_tot_seq_lens_device"
+)
+BLOCK_SHAPE = "layer input_size output_size input_size_per_partition output_partition_sizes block_size"
 COMMON = (
     "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor "
     "slot_mapping causal dcp_local_seq_lens mm_req_doc_ranges rswa_prefix_lens encoder_seq_lens"
@@ -129,6 +140,38 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.get_quant_method", words("self layer prefix")),
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.from_config", words("config")),
     Hook(f"{QUANTIZATION}.fp8.Fp8MoEMethod", words("quant_config layer"), words(METHOD)),
+    # latent attention
+    Hook(f"{MLA_PREFILL}.registry.register_mla_prefill_backend", words("backend class_path")),
+    Hook(f"{MLA_PREFILL}.registry.MLAPrefillBackendEnum", attributes=words("CUSTOM get_path is_overridden")),
+    Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend", words(PREFILL), words("get_name prepare_metadata run_prefill_context_chunk")),
+    Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend.run_prefill_new_tokens", words("self q k v return_softmax_lse out output_scale")),
+    Hook(f"{MLA}.MLACommonBackend", attributes=words("get_name get_impl_cls get_builder_cls is_mla validate_configuration")),
+    Hook(f"{MLA}.MLACommonImpl.__init__", words(f"{IMPL} {LATENT}")),
+    Hook(f"{MLA}.MLACommonImpl.forward_mqa", words("self q kv_c_and_k_pe_cache attn_metadata layer")),
+    Hook(
+        f"{ATTENTION}.backend.MLAAttentionImpl.do_kv_cache_update",
+        words("self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale"),
+        partial=True,
+    ),
+    Hook(f"{MLA}.MLACommonMetadataBuilder", words("kv_cache_spec layer_names vllm_config device"), partial=True),
+    Hook(f"{MLA}.MLACommonMetadataBuilder._build_decode", words(BUILD_DECODE), partial=True),
+    Hook(f"{MLA}.MLACommonDecodeMetadata", attributes=words("block_table seq_lens dcp_tot_seq_lens")),
+    Hook(f"{MLA}.QueryLenSupport", attributes=words("VARLEN")),
+    # fp8 linear layers
+    Hook(f"{LINEAR}.LinearMethodBase", attributes=words("create_weights apply process_weights_after_loading")),
+    Hook(f"{LINEAR}.register_weight_loader_v2_supported_method", words("cls")),
+    Hook(f"{QUANTIZATION}.fp8.Fp8LinearMethod", words("quant_config")),
+    Hook(f"{FP8_UTILS}.validate_fp8_block_shape", words(BLOCK_SHAPE)),
+    Hook(f"{FP8_UTILS}.create_fp8_weight_parameter", words("output_size_per_partition input_size_per_partition weight_loader")),
+    Hook(
+        f"{FP8_UTILS}.create_fp8_scale_parameter",
+        words("parameter_type output_partition_sizes input_size_per_partition block_size weight_loader"),
+        partial=True,
+    ),
+    Hook(f"{FP8_UTILS}.create_fp8_input_scale", words("output_partition_sizes weight_loader")),
+    Hook(f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig.get_quant_method", words("self layer prefix")),
+    Hook(f"{COMPRESSED}.compressed_tensors.CompressedTensorsLinearMethod"),
+    Hook(f"{COMPRESSED}.schemes.CompressedTensorsW8A8Fp8", words("weight_quant is_static_input_scheme")),
     Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import compare
 import h200_vllm
 import random_gpt_oss
+import random_models
 import vllm_engine
 
 # -- weights ---------------------------------------------------------------------------------------------------------------------
@@ -70,6 +71,57 @@ def test_the_loader_fills_a_model(tmp_path: Path) -> None:
     directory = random_gpt_oss.write_model(tmp_path / "model", 3)
     config = json.loads((directory / "config.json").read_text())
     assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize("model", list(random_models.MODELS))
+def test_a_model_of_few_layers(tmp_path: Path, model: str) -> None:
+    """transformers and vLLM know the architecture and its sizes."""
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.config import get_config
+
+    found = get_config(random_models.write_model(tmp_path / model, model, 3), trust_remote_code=False)
+    assert found.num_hidden_layers == 3
+    assert found.architectures[0] in ModelRegistry.get_supported_archs()
+    assert len(getattr(found, "layer_types", None) or range(3)) == 3
+
+
+def test_other_models_are_drawn_by_dtype(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    random_models.register()
+    random_models.register()
+    model = torch.nn.Module()
+    made = {
+        "w13_weight": torch.zeros(2, 256, 128, dtype=torch.float8_e4m3fn),
+        "w13_weight_scale_inv": torch.zeros(2, 2, 1),
+        "w2_weight": torch.zeros(2, 128, 128, dtype=torch.bfloat16),
+        "gate": torch.zeros(8, 128, dtype=torch.bfloat16),
+    }
+    for name, values in made.items():
+        model.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    loader = get_model_loader(LoadConfig(load_format=random_models.LOAD_FORMAT))
+    loader.load_weights(model, SimpleNamespace(get_hidden_size=lambda: 128))
+    decoded = model.w13_weight.float() * model.w13_weight_scale_inv[0, 0, 0]
+    for values in (decoded, model.w2_weight.float(), model.gate.float()):
+        assert 0.8 < values.std() * 128**0.5 < 1.2
+    assert not torch.equal(model.w13_weight.float()[0], model.w13_weight.float()[1])
+
+
+def test_the_plugins_speed_beside_vllms_own() -> None:
+    def rows(engine: str, ms: float, rate: float) -> list[dict[str, Any]]:
+        return [
+            {"engine": engine, "figure": "decode", "batch": 1, "ms": ms},
+            {"engine": engine, "figure": "prefill", "shape": "1x8192", "tokens_per_s": rate},
+        ]
+
+    found = h200_vllm.speed_ups([*rows("vllm", 4.0, 100), *rows("plugin-mla", 2.0, 100), *rows("plugin-experts", 3.0, 97)])
+    assert [line.split(" (")[0] for line in found] == [
+        "holds plugin-mla: decode 1 2.00, prefill 1x8192 1.00; mean 1.41",
+        "MISSED plugin-experts: decode 1 1.33, prefill 1x8192 0.97; mean 1.14",
+    ]
 
 
 # -- one engine ------------------------------------------------------------------------------------------------------------------

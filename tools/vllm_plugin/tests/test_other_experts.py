@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import parts
-from tokenspeed_kernel_vllm.experts import routed
+from tokenspeed_kernel_vllm.experts import planning, routed
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 9
 DENSE, FP8 = "dense", "fp8"
@@ -179,6 +179,21 @@ def test_shards_of_two_ranks(one_process: Any, monkeypatch: pytest.MonkeyPatch, 
         load(layer, tensors)
         total += run(one_process, layer, x, logits).float()
     check(total, expected(tensors, x, logits))
+
+
+@pytest.mark.parametrize("kind", [DENSE, FP8])
+def test_activations_are_rounded_if_asked_for(one_process: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """vLLM's own fp8 experts round activations, too. A line of the log says which kernel runs, and how activations are rounded."""
+    said: list[str] = []
+    monkeypatch.setattr(planning.logger, "info_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setenv("TOKENSPEED_VLLM_ACTIVATIONS", "fp8")
+    layer, tensors = make_layer(kind), checkpoint(kind)
+    load(layer, tensors)
+    x, logits = inputs()
+    got, wanted = run(one_process, layer, x, logits).float(), expected(tensors, x, logits)
+    assert 0.01 < (got - wanted).norm() / wanted.norm() <= 0.06
+    assert len(said) == 1
+    assert said[0].endswith("routing separate; activations rounded to fp8 (TOKENSPEED_VLLM_ACTIVATIONS)")
 
 
 def test_all_sizes_are_called_before_the_first_request(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,13 @@ def test_settings() -> None:
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
     assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
     assert read_settings({"TOKENSPEED_VLLM_RECEIPTS": "there"}) == Settings(receipts=Path("there"))
+    assert read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}) == Settings(activations="fp8")
+    assert read_settings({"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}) == Settings(mla=True, fp8_linear=True)
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_ACTIVATIONS must be one of none, fp8, mxfp4, got 'fp4'"):
+        read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp4"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):
         read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
-    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ATTENTION"):
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ACTIVATIONS"):
         read_settings({"TOKENSPEED_VLLM_EXPERT": "0"})
 
 
@@ -73,7 +77,7 @@ def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch
         (info / "entry_points.txt").write_text(f"[{serving.WHEELS}]\nwrong = no_such_module_{name}:register\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not core_is_there()
-    taken = {module.__name__ for module in serving._packages(None)}
+    taken = {module.__name__ for module in serving.packages(None)}
     assert "tokenspeed_kernel" not in taken
     assert not [name for name in taken if name.startswith("no_such_module")]
 

@@ -15,6 +15,8 @@ from tokenspeed_kernel_vllm.settings import Settings, core_is_there
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
+MLA_BACKEND = "tokenspeed_kernel_vllm.mla.backend.LatentBackend"
+MLA_PREFILL = "tokenspeed_kernel_vllm.mla.prefill.LatentPrefill"
 QUANTIZATION = "gpt_oss_mxfp4"
 # vLLM classes that are replaced as a whole.
 DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
@@ -25,12 +27,14 @@ def register_parts(settings: Settings) -> None:
     for wrong in wrong_distributions():
         logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
     parts: list[tuple[str, bool, Callable[[], None]]] = [
-        ("attention", settings.attention, _register_attention),
+        ("attention", settings.attention, lambda: _register_attention(MLA_BACKEND if settings.mla else BACKEND)),
+        ("MLA prefill", settings.attention and settings.mla, _register_mla_prefill),
         ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
         ("routers", settings.linear and core_is_there(), _register_routers),
         ("norms", core_is_there(), _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
-        ("fp8 experts", settings.other_experts, _register_fp8_experts),
+        ("fp8 layers", settings.other_experts or settings.fp8_linear, _register_fp8),
+        ("fp8 linear layers of compressed-tensors", settings.fp8_linear and core_is_there(), _register_compressed_fp8),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -43,18 +47,28 @@ def register_parts(settings: Settings) -> None:
             logger.error("tokenspeed_kernel_vllm: no %s, because a hook of vLLM %s is missing: %s", name, vllm.__version__, error)
 
 
-def _register_attention() -> None:
+def _register_attention(path: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    custom = AttentionBackendEnum.CUSTOM
+    _name_backend("attention", path, AttentionBackendEnum.CUSTOM, register_backend)
+
+
+def _register_mla_prefill() -> None:
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+
+    _name_backend("MLA prefill", MLA_PREFILL, MLAPrefillBackendEnum.CUSTOM, register_mla_prefill_backend)
+
+
+def _name_backend(kind: str, path: str, custom: Any, register: Callable[[Any, str], Any]) -> None:
+    """Makes a class vLLM's backend CUSTOM of a kind, unless another class has taken this entry."""
     # vLLM gets the name of the class, and imports the class when a layer needs it. Importing the module here makes a failure
     # visible now.
-    import_module(BACKEND.rpartition(".")[0])
-    taken = custom.get_path() if custom.is_overridden() else BACKEND
-    if taken != BACKEND:
-        logger.warning("tokenspeed_kernel_vllm: no attention, because %s is the attention backend CUSTOM already", taken)
+    import_module(path.rpartition(".")[0])
+    taken = custom.get_path() if custom.is_overridden() else path
+    if taken != path:
+        logger.warning("tokenspeed_kernel_vllm: no %s, because %s is the %s backend CUSTOM already", kind, taken, kind)
         return
-    register_backend(custom, BACKEND)
+    register(custom, path)
 
 
 def _register_quantization() -> None:
@@ -96,9 +110,17 @@ def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
         logger.warning("tokenspeed_kernel_vllm: no %s, because %s replaces %s already", part, op_registry_oot[name], name)
 
 
-def _register_fp8_experts() -> None:
+def _register_fp8() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from tokenspeed_kernel_vllm.experts.routed import BlockFp8Config
 
     register_quantization_config("fp8")(BlockFp8Config)
+
+
+def _register_compressed_fp8() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.linear_fp8 import Fp8CompressedConfig
+
+    register_quantization_config("compressed-tensors")(Fp8CompressedConfig)

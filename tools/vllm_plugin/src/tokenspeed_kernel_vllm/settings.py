@@ -12,7 +12,10 @@ from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators
+_NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "PACKAGE", "WARMUP", "RECEIPTS")
 _FLAGS = {"1": True, "0": False}
+# Rounding of the experts' activations that needs no scales from the checkpoint.
+ACTIVATIONS = ("none", "fp8", "mxfp4")
 
 
 def core_is_there() -> bool:
@@ -26,10 +29,15 @@ class Settings:
 
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
+        mla: whether the attention backend is the one for multi-head latent attention, not the one for other models
+            (``TOKENSPEED_VLLM_MLA``, 0 by default).
         experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
         other_experts: whether unquantised experts and fp8 experts with block scales run on our kernels if one is eligible
             (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
+        activations: the format that experts round their activations to: ``none``, ``fp8`` with a scale per token, or ``mxfp4``
+            (``TOKENSPEED_VLLM_ACTIVATIONS``, ``none`` by default).
         linear: whether unquantised linear layers use the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by default).
+        fp8_linear: whether fp8 linear layers use the core's ``linear`` (``TOKENSPEED_VLLM_FP8_LINEAR``, 0 by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, otherwise the first vendor's wheel with an eligible kernel.
         warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
@@ -38,9 +46,12 @@ class Settings:
     """
 
     attention: bool = True
+    mla: bool = False
     experts: bool = True
     other_experts: bool = False
+    activations: str = "none"
     linear: bool = False
+    fp8_linear: bool = False
     package: str | None = None
     warmup: bool = True
     receipts: Path | None = None
@@ -53,7 +64,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has an invalid value, or has our prefix and is unknown.
     """
     env = os.environ if environ is None else environ
-    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "LINEAR", "PACKAGE", "WARMUP", "RECEIPTS")}
+    names = {PREFIX + name for name in _NAMES}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
@@ -65,11 +76,17 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         return _FLAGS[value]
 
     package = env.get(PREFIX + "PACKAGE") or None
+    activations = env.get(PREFIX + "ACTIVATIONS", ACTIVATIONS[0])
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"{PREFIX}ACTIVATIONS must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
     return Settings(
         attention=flag("ATTENTION"),
+        mla=flag("MLA", "0"),
         experts=flag("EXPERTS"),
         other_experts=flag("OTHER_EXPERTS", "0"),
+        activations=activations,
         linear=flag("LINEAR", "0"),
+        fp8_linear=flag("FP8_LINEAR", "0"),
         package=package,
         warmup=flag("WARMUP"),
         receipts=Path(folder) if (folder := env.get(PREFIX + "RECEIPTS")) else None,

@@ -89,12 +89,12 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
         NotServedError: no package has eligible kernels.
     """
     reasons = []
-    for module in _packages(package):
+    for module in packages(package):
         decode, mixed, extend, store = (_asked(module, name, shape) for name in _FUNCTIONS)
         if decode.kernel and (mixed.kernel or extend.kernel):
             # One launch for mixed batches is better than two, unless both specialised kernels have a higher priority.
             divided = not mixed.kernel or min(decode.priority, extend.priority) > mixed.priority
-            mixed, extend = (_NOBODY, extend) if divided else (mixed, _NOBODY)
+            mixed, extend = (NOBODY, extend) if divided else (mixed, NOBODY)
             kernels = tuple(part.kernel for part in (decode, mixed, extend, store) if part.kernel)
             return Serving(module.__name__, decode.function, mixed.function, extend.function, store.function, kernels)
         reasons += [f"{module.__name__}: {part.reason}" for part in (decode, mixed, extend) if part.reason]
@@ -105,10 +105,11 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
 
 def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
     """Whether the decode function supports ``tokens`` new tokens per sequence, for speculative decoding."""
-    return bool(_answer(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)).kernel)
+    return bool(answer(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)).kernel)
 
 
-def _packages(package: str | None) -> Iterator[ModuleType]:
+def packages(package: str | None) -> Iterator[ModuleType]:
+    """Yields the packages whose functions may run attention: the given one; else the core, or without it, each wheel."""
     if package is not None:
         yield import_module(package)
     elif core_is_there():
@@ -121,7 +122,7 @@ def _packages(package: str | None) -> Iterator[ModuleType]:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """The result of testing a function for a layer: the function and its kernel, or the reason for rejection."""
 
     function: Any = None
@@ -130,20 +131,21 @@ class _Answer:
     reason: str = ""
 
 
-_NOBODY = _Answer()
+NOBODY = Answer()
 
 
-def _asked(module: ModuleType, name: str, shape: LayerShape) -> _Answer:
+def _asked(module: ModuleType, name: str, shape: LayerShape) -> Answer:
     function = getattr(module, name, None)
-    return _Answer(reason=f"has no {name}") if function is None else _answer(function, _arguments(shape, name))
+    return Answer(reason=f"has no {name}") if function is None else answer(function, _arguments(shape, name))
 
 
-def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
+def answer(function: Any, arguments: dict[str, Any]) -> Answer:
+    """Tests a function for a call with these arguments."""
     try:
         chosen = kernel_for(function, arguments)
     except NotServedError as error:
-        return _Answer(reason=str(error))
-    return _Answer(function, chosen.name, chosen.priority)
+        return Answer(reason=str(error))
+    return Answer(function, chosen.name, chosen.priority)
 
 
 def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
+from tokenspeed_kernel_vllm.experts.planning import find_routed, say_served
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
@@ -33,6 +34,7 @@ class GptOssExperts(FusedMoEMethodBase):
         self.plan = plan
         self.ops: Any = import_module(CORE)
         self.weights: Any = None
+        self.routed = False  # whether one kernel routes and computes the experts
 
     @property
     def is_monolithic(self) -> bool:
@@ -79,6 +81,10 @@ class GptOssExperts(FusedMoEMethodBase):
         """Rearranges the weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory."""
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops)
+        # Under expert parallelism, routing is among all experts, but the plan has this rank's.
+        routed = find_routed(self.ops, self.plan, self.weights) if layer.expert_map is None else None
+        self.routed = routed is not None
+        say_served("MXFP4", self.plan, routed)
         if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
             _warmed.add(self.plan)
             with warming("experts"):
@@ -110,8 +116,12 @@ class GptOssExperts(FusedMoEMethodBase):
         Returns:
             ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks, which vLLM adds (all-reduce).
         """
+        out: Tensor
+        if self.routed:
+            out = self.ops.moe_topk_apply(x, router_logits, self.weights, self.plan, renormalize=True)
+            return out
         weights, ids = self.ops.moe_topk(router_logits, self.plan.top_k, renormalize=True)
-        out: Tensor = self.ops.moe_apply(x, self.weights, weights, ids_of_rank(layer, ids), self.plan)
+        out = self.ops.moe_apply(x, self.weights, weights, ids_of_rank(layer, ids), self.plan)
         return out
 
 

@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from tokenspeed_kernel_base.served import NotServedError
-from tokenspeed_kernel_vllm.settings import core_is_there
+from tokenspeed_kernel_vllm.settings import core_is_there, read_settings
+
+logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **options: Any) -> Any:
-    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel.
+    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel. Activations are rounded as the
+    settings say.
 
     Args:
         moe: vLLM's `FusedMoEConfig`.
@@ -45,6 +49,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
             dtype=moe.in_dtype,
             device=device,
             bias=moe.has_bias,
+            activation_dtype=read_settings().activations,
             **options,
         )
     except (NoKernelFoundError, TypeError, ValueError) as error:
@@ -55,6 +60,32 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
         explanation = experts.consider_plan(plan, platform, solution=None, override=None, package=None)
         raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
     return plan
+
+
+def find_routed(ops: Any, plan: Any, weights: Any) -> str | None:
+    """Returns the fused kernel of `moe_topk_apply` for a prepared layer; None if there is no such kernel.
+
+    Without a fused kernel, the operator would call `moe_topk` and `moe_apply`, as the layer then does itself.
+
+    Args:
+        ops: the core's module.
+        plan: the core's plan.
+        weights: the layer's weights, prepared for the plan.
+    """
+    device = weights.w13_weight.device
+    x = torch.zeros(1, plan.hidden_size, dtype=plan.dtype, device=device)
+    logits = torch.zeros(1, plan.num_experts, dtype=plan.dtype, device=device)
+    chosen = ops.moe_topk_apply.explain(x=x, logits=logits, weights=weights, plan=plan).chosen
+    fused = chosen is not None and chosen.solution not in ("composed", "reference") and "waits" not in chosen.tags
+    return str(chosen.name) if fused else None
+
+
+def say_served(what: str, plan: Any, routed: str | None = None) -> None:
+    """Logs, once per kind of layer, which kernel computes the experts, which one routes, and how activations are rounded."""
+    routing = "separate" if routed is None else f"fused, by {routed}"
+    rounding = "unrounded" if plan.activation_dtype == "none" else f"rounded to {plan.activation_dtype}"
+    text = "tokenspeed_kernel_vllm: %s experts by %s; routing %s; activations %s (TOKENSPEED_VLLM_ACTIVATIONS)"
+    logger.info_once(text, what, plan.kernel, routing, rounding)
 
 
 def _never_served(moe: Any) -> dict[str, bool]:

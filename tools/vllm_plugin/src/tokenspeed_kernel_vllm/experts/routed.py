@@ -19,7 +19,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
-from tokenspeed_kernel_vllm.experts.planning import find_plan
+from tokenspeed_kernel_vllm.experts.planning import find_plan, say_served
+from tokenspeed_kernel_vllm.linear_fp8 import fp8_linear
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
@@ -43,6 +44,7 @@ class _Served:
     def arrange(self, layer: Any) -> None:
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops, self.scale)
+        say_served(f"{self.plan.weight_format} (TOKENSPEED_VLLM_OTHER_EXPERTS)", self.plan)
         if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
             _warmed.add(self.plan)
             with warming("experts"):
@@ -166,11 +168,11 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
 
 class BlockFp8Config(Fp8Config):
-    """vLLM's configuration of fp8 checkpoints, but experts with an eligible kernel of ours run on this kernel."""
+    """vLLM's configuration of fp8 checkpoints, but experts and linear layers with an eligible kernel of ours run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the method of a layer. If experts fall back to vLLM's own method, one line of the log gives the reason."""
-        own = super().get_quant_method(layer, prefix)
+        own = fp8_linear(super().get_quant_method(layer, prefix), prefix, self)
         if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
             return own
         try:

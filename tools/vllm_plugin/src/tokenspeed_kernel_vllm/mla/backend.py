@@ -1,0 +1,48 @@
+"""The capabilities of the backend of latent attention, which vLLM queries before it builds a layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+
+from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES
+from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
+from tokenspeed_kernel_vllm.mla.builder import LatentMetadataBuilder
+from tokenspeed_kernel_vllm.mla.impl import LatentImpl
+
+
+class LatentBackend(MLACommonBackend):
+    """Latent attention of decoders over a paged cache: ``--attention-backend CUSTOM`` with ``TOKENSPEED_VLLM_MLA=1``.
+
+    `LatentImpl` checks whether a kernel is eligible for a layer when the layer is built.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name by which vLLM finds the backend's entry."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[LatentImpl]:
+        """The class that runs attention."""
+        return LatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LatentMetadataBuilder]:
+        """The class that builds a batch's metadata."""
+        return LatentMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """The supported numbers of tokens per page, for every layer."""
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """Decode context parallelism is not supported: it would need an LSE merge across ranks."""
+        return False

@@ -1,0 +1,70 @@
+"""Builds the metadata of latent attention: vLLM's own, and what the decode kernels need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+# Requests with at most this many new tokens attend to the latents themselves, all others to expanded keys and values. Expanding a
+# cached token takes 2 * 512 * 256 FLOPs per head in DeepSeek-V3. Attention to its latent takes 2 * (1088 - 320) FLOPs more per head
+# and new token than attention to expanded keys and values. The sums are equal at 170 new tokens.
+SHORT = 128
+
+
+@dataclass
+class LatentDecodeMetadata(MLACommonDecodeMetadata):
+    """The requests with few new tokens.
+
+    Attributes:
+        query_start_loc: int32 ``[num_decodes + 1]``.
+        max_query_len: the largest number of new tokens of these requests.
+        max_seq_len: an upper bound of their lengths.
+        uniform: whether each of them, including padding of a captured batch, has max_query_len rows.
+    """
+
+    query_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+    uniform: bool
+
+
+class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """Builds the metadata of each step. Nothing here synchronises with the device."""
+
+    # Decode batches in which all requests have the same number of new tokens are captured whole. vLLM's own metadata of prompts has
+    # numbers of chunks on the host, so other batches cannot be.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    reorder_batch_threshold: int = SHORT
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+        max_query_len: Any = None,
+    ) -> LatentDecodeMetadata:
+        longest = int(query_start_loc_cpu.diff().max())
+        return LatentDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=longest,
+            # vLLM captures graphs with the length of the model's longest sequence, which may exceed the block table's capacity.
+            max_seq_len=min(max_seq_len, block_table_tensor.shape[1] * self.page_size),
+            uniform=num_decode_tokens == len(seq_lens_device) * longest,
+        )

@@ -1,0 +1,106 @@
+"""Prompts of latent attention: attention with expanded keys and values, whole or in chunks of the context.
+
+``--attention-config '{"mla_prefill_backend": "CUSTOM"}'`` selects it. vLLM expands the latents, and merges chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+from tokenspeed_kernel_vllm.mla.serving import PrefillShape, find_prefill
+from tokenspeed_kernel_vllm.settings import read_settings
+
+logger = init_logger("vllm.plugins.tokenspeed_kernel")
+
+
+class LatentPrefill(MLAPrefillBackend):
+    """`mla_prefill` as vLLM's backend of MLA prefill."""
+
+    def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
+        """Finds the kernel of a model.
+
+        Raises:
+            ValueError: no kernel is eligible. The message has each kernel's reason.
+        """
+        super().__init__(num_heads, *args, **options)
+        shape = PrefillShape(
+            heads=num_heads,
+            head_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=torch.get_default_dtype(),
+            device=torch.get_default_device(),
+        )
+        self._prefill, kernel = find_prefill(shape, read_settings().package)
+        text = "tokenspeed_kernel_vllm: MLA prefill by %s (TOKENSPEED_VLLM_MLA; off by default, because it was not measured)"
+        logger.info_once(text, kernel)
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the backend's entry."""
+        return "CUSTOM"
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Causal attention of the new tokens to themselves.
+
+        Args:
+            q, k: ``[tokens, heads, head_dim]``.
+            v: ``[tokens, heads, v_head_dim]``.
+            return_softmax_lse: whether the log-sum-exp is also returned.
+            out: receives the output.
+            output_scale: must be None.
+
+        Returns:
+            ``[tokens, heads, v_head_dim]``, and with return_softmax_lse the natural log-sum-exp ``[heads, tokens]``.
+
+        Raises:
+            NotImplementedError: vLLM requests a quantised output.
+        """
+        if output_scale is not None:
+            raise NotImplementedError("tokenspeed_kernel_vllm does not quantise the output of attention")
+        batch = self._prefill_metadata
+        result = self._prefill(
+            q, k, v, batch.query_start_loc, max_seqlen=batch.max_query_len, softmax_scale=self.scale, return_lse=return_softmax_lse,
+            out=out,
+        )  # fmt: skip
+        return _heads_first(result) if return_softmax_lse else result
+
+    def run_prefill_context_chunk(
+        self, *args: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **chunk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of new tokens to a chunk of their context, all of which they see. See `run_prefill_new_tokens`.
+
+        Args:
+            args, chunk: the chunk; in vLLM 0.26, its index in the metadata.
+            q, k, v, out: see `run_prefill_new_tokens`; k and v belong to the chunk.
+        """
+        (which,) = (*args, *chunk.values())
+        batch = self._prefill_metadata
+        if isinstance(which, int):
+            context: Any = batch.chunked_context
+            offsets, longest, offsets_kv = batch.query_start_loc, batch.max_query_len, context.cu_seq_lens[which]
+        else:
+            offsets, longest, offsets_kv = which.query_start_loc, which.max_query_len, which.cu_seq_lens
+        result = self._prefill(
+            q, k, v, offsets, max_seqlen=longest, softmax_scale=self.scale, cu_seqlens_kv=offsets_kv, is_causal=False,
+            return_lse=True, out=out,
+        )  # fmt: skip
+        return _heads_first(result)
+
+
+def _heads_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns an output, and its log-sum-exp in vLLM's order of axes."""
+    out, lse = result
+    return out, lse.t().contiguous()
