@@ -31,9 +31,11 @@ PLUGIN, DRAW = "tokenspeed_kernel", "random_gpt_oss"
 OWN: dict[str, Any] = {"attention_backend": "fa3", "moe_runner_backend": "triton_kernel"}
 OURS: dict[str, Any] = {"attention_backend": "fa3", "page_size": 64, "moe_runner_backend": "triton"}
 REPLACES = {"TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3"}
+LAYERS = {f"TOKENSPEED_SGLANG_{part}": "1" for part in ("NORMS", "ACTIVATIONS", "ROPE")}
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "sglang": ({"SGLANG_PLUGINS": DRAW}, OWN),
     "plugin": ({"SGLANG_PLUGINS": f"{PLUGIN},{DRAW}", **REPLACES}, OURS),
+    "plugin with layers": ({"SGLANG_PLUGINS": f"{PLUGIN},{DRAW}", **REPLACES, **LAYERS}, OURS),
     "plugin attention": (
         {"SGLANG_PLUGINS": f"{PLUGIN},{DRAW}", **REPLACES, "TOKENSPEED_SGLANG_EXPERTS": "0"},
         {**OURS, "moe_runner_backend": "triton_kernel"},

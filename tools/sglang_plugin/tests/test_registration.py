@@ -32,8 +32,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_settings() -> None:
     assert read_settings({}) == Settings()
-    env = {"TOKENSPEED_SGLANG_NORMS": "0", "TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3, triton", "OTHER": "x"}
-    assert read_settings(env) == Settings(norms=False, attention_replaces=("fa3", "triton"))
+    env = {
+        "TOKENSPEED_SGLANG_NORMS": "1",
+        "TOKENSPEED_SGLANG_EXPERTS": "0",
+        "TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3, triton",
+        "OTHER": "x",
+    }
+    assert read_settings(env) == Settings(norms=True, experts=False, attention_replaces=("fa3", "triton"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_a_missing_hook_is_logged(
 ) -> None:
     monkeypatch.setitem(HOOKS, "norms", {"sglang.srt.layers.layernorm.RMSNorm.forward_moved": print})
     with caplog.at_level(logging.ERROR):
-        parts.register_parts(Settings(attention=False, experts=False))
+        parts.register_parts(Settings(attention=False, experts=False, norms=True, activations=True, rope=True))
     assert "tokenspeed_kernel_sglang: no norms, because a hook of SGLang" in caplog.text
     assert "forward_moved" in caplog.text
     assert len(registered) == 3

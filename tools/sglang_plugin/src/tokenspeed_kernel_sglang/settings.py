@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 PREFIX = "TOKENSPEED_SGLANG_"
 _FLAGS = {"1": True, "0": False}
-_SWITCHES = ("ATTENTION", "EXPERTS", "NORMS", "ACTIVATIONS", "ROPE")
+# The switches and their defaults. Parts that replace SGLang's own kernels in every model stay off until they are measured.
+_SWITCHES = {"ATTENTION": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0"}
 _REPLACES = "ATTENTION_REPLACES"
 
 
@@ -29,9 +30,9 @@ class Settings:
     attention: bool = True
     attention_replaces: tuple[str, ...] = ()
     experts: bool = True
-    norms: bool = True
-    activations: bool = True
-    rope: bool = True
+    norms: bool = False
+    activations: bool = False
+    rope: bool = False
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -46,8 +47,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
     flags = {}
-    for switch in _SWITCHES:
-        value = env.get(PREFIX + switch, "1")
+    for switch, default in _SWITCHES.items():
+        value = env.get(PREFIX + switch, default)
         if value not in _FLAGS:
             raise ValueError(f"{PREFIX}{switch} must be 1 or 0, got {value!r}")
         flags[switch.lower()] = _FLAGS[value]
