@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - begun
     print(
         f"{len(results)} configurations in {seconds:.0f} s: {len(broken)} do not compile, {len(local)} use local memory, "
-        f"{len(serialised)} have serialised products"
+        f"{len(serialised)} have serialised wgmma instructions"
     )
     for result in local:
         print(f"  {result.local_bytes} B local: {result.name}")
