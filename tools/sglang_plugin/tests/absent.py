@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 # Top-level packages that are replaced if they are not installed.
-ABSENT = ("IPython", "sentencepiece", "torchvision", "torchaudio", "torchao", "sgl_kernel", "flashinfer")
+ABSENT = ("IPython", "sentencepiece", "torchvision", "torchaudio", "torchao", "sgl_kernel", "flashinfer", "vllm")
 
 
 class _AnyName(type):
