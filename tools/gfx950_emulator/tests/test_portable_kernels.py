@@ -19,8 +19,8 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 CPU = torch.device("cpu")
-# The number of a kernel's cases that run by default: the first, the last, and others evenly spaced between them. The remaining cases
-# are marked slow.
+# The number of a kernel's cases that run by default: the first, the last, and others evenly spaced between them. The remaining
+# cases are marked slow.
 FAST = 2
 # Cases of ten million wave instructions: one that searches down to the last bit, and one with long prompts.
 HEAVY = ("ties across top-k and top-p", "deepseek-v3, 16 of its heads, 1 to 100 new")
