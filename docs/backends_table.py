@@ -47,7 +47,8 @@ def _platform(name: str) -> PlatformInfo:
 
 
 def _backends(op: Operator[Any, Any], platform: PlatformInfo) -> list[str]:
-    """The backends with a kernel for this platform, without those that rank below the portable kernels. If none is left, the best.
+    """The backends with a kernel for this platform that ranks at least as high as the portable kernels. If no backend has one, the
+    backend of the best kernel.
 
     Probes are ignored: they look for software on this machine.
     """

@@ -74,7 +74,7 @@ Implementation = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
 
 
 def implementations(i: Inputs) -> Iterator[Implementation]:
-    """Each operator, a name, the call, and the reference whose result is compared (or None)."""
+    """Yields implementations: the operator, the implementation's name, the call, and the reference call for comparison or None."""
     library, reference = dist.get_backend(), {"solution": "reference"}
     yield "moe_dispatch, moe_combine", f"{library}, two all-to-alls", i.two_all_to_alls, None
     yield "moe_dispatch, moe_combine", "chosen", i.there_and_back, functools.partial(i.there_and_back, **reference)

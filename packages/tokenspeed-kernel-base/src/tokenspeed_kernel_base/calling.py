@@ -34,7 +34,9 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-_MAKERS = "makers"  # key of the functions that make the last comparisons, newest first; `fast_path.FIRST` is the key of their chain
+# The key under which an operator keeps the functions that make the last comparisons, newest first. `fast_path.FIRST` is the key of
+# their chain.
+_MAKERS = "makers"
 
 # An overlap guard remembers at most this many sets of addresses. Checking a new set takes a microsecond.
 _MOST_ADDRESSES = 512

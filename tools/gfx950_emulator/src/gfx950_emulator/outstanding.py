@@ -117,8 +117,8 @@ class Outstanding:
             group.shadow.arrived(finished)
 
     def wait_local(self, group: Waiting, limit: int) -> None:
-        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others. So while one is
-        outstanding, a limit above 0 proves nothing."""
+        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others. So while a scalar
+        load is outstanding, a limit above 0 says of no operation that it has finished."""
         if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
             return
         finished = self._finish(self.local, limit)

@@ -61,8 +61,8 @@ class Heard:
         }
 
     def _within_packages(self, value: Any) -> Any:
-        """Returns the value with shortened source files of kernel declarations. The paths begin at their packages, so that results
-        do not show installation folders."""
+        """Returns the value with shorter paths of source files: each path begins at its package, so that results do not show
+        installation folders."""
         if isinstance(value, dict):
             return {key: self._within_packages(each) for key, each in value.items()}
         if isinstance(value, list):

@@ -171,8 +171,8 @@ def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexp
 
 @gluon.jit
 def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
-    """Two of four steps of all tokens (HALF: the first two or the last two): the encoded values of each plane, then the block
-    scales of each plane. Codes are zeros beyond a row, where rows are not padded."""
+    """Loads two of the four steps of all tokens; HALF names the first two or the last two. Returns the encoded values of each
+    plane, then the block scales of each plane. If rows are not padded, encoded values beyond a row's end are zeros."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists = None
     if not shape.padded:
