@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tokenspeed_kernel_base.served import NotServedError, Receipt, Row, kernel_for
+from tokenspeed_kernel_base import served
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.served import NotServedError, Receipt, Row, kernel_for, plan_for
 
 
 class Operator:
@@ -34,7 +37,8 @@ def test_the_kernel_of_a_call() -> None:
     operator: Any = Operator(kernel(), cpu=False)
     assert kernel_for(operator, {"eps": 1e-5}).name == "a_kernel"
     assert operator.arguments == {"eps": 1e-5}
-    assert kernel_for(Operator(kernel("reference")), {}).name == "a_kernel"  # type: ignore[arg-type]
+    on_a_cpu: Any = Operator(kernel("reference"))
+    assert kernel_for(on_a_cpu, {}).name == "a_kernel"
 
 
 @pytest.mark.parametrize("error", [TypeError("eps must be a float"), ValueError("eps must be a float")])
@@ -55,6 +59,18 @@ def test_no_kernel() -> None:
     operator: Any = Operator()
     with pytest.raises(NotServedError, match="chosen=None"):
         kernel_for(operator, {})
+
+
+def test_the_plan_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, device = (4, 2, 64, 32), torch.device("cpu")
+    assert plan_for(moe_apply, *sizes, device=device, dtype=torch.bfloat16) == moe_apply.plan(
+        *sizes, device=device, dtype=torch.bfloat16
+    )
+    with pytest.raises(NotServedError, match="weight_format"):
+        plan_for(moe_apply, *sizes, device=device, dtype=torch.bfloat16, weight_format="int3")
+    monkeypatch.setattr(served, "_blocks_graphs", lambda spec, platform: True)
+    with pytest.raises(NotServedError, match=r"only .*moe_apply.* would serve it, which waits for the device"):
+        plan_for(moe_apply, *sizes, device=device, dtype=torch.bfloat16)
 
 
 def test_receipt() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenspeed_kernel_base.spec import KernelSpec
+import torch
+
+from tokenspeed_kernel_base.explanation import NoKernelFoundError
+from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 
 class NotServedError(ValueError):
@@ -33,9 +37,37 @@ def kernel_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Kerne
     chosen: KernelSpec | None = explanation.chosen
     if chosen is None:
         raise NotServedError(str(explanation))
-    if not explanation.request.platform.is_cpu and ("waits" in chosen.tags or chosen.solution == "reference"):
+    if _blocks_graphs(chosen, explanation.request.platform):
         raise NotServedError(f"{name}: {chosen.name} waits for the device\n{explanation}")
     return chosen
+
+
+def plan_for(function: Any, *sizes: int, device: torch.device, **options: Any) -> Any:
+    """Returns the plan of a layer's weights, for a kernel that runs inside an engine's step.
+
+    Args:
+        function: a public operator with ``plan``, such as `moe_apply`.
+        sizes: the sizes that ``plan`` takes.
+        device: the layer's device.
+        options: further arguments of ``plan``.
+
+    Raises:
+        NotServedError: the operator rejects the arguments, or no kernel is eligible. See `kernel_for` for kernels that wait.
+    """
+    try:
+        plan = function.plan(*sizes, device=device, **options)
+    except (NoKernelFoundError, TypeError, ValueError) as error:
+        raise NotServedError(str(error)) from error
+    spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
+    if _blocks_graphs(spec, platform):
+        explanation = function.operator.consider_plan(plan, platform, solution=None, override=None, package=None)
+        raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
+    return plan
+
+
+def _blocks_graphs(spec: KernelSpec, platform: PlatformInfo) -> bool:
+    """Whether a kernel synchronises the host with a GPU, so that no graph can capture it."""
+    return not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference")
 
 
 @dataclass(frozen=True)

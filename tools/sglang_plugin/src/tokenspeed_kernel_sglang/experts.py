@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 
-from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_sglang.record import record
 
 # Operators are overloaded for type checkers.
@@ -155,28 +155,18 @@ def plan_of(layer: Any) -> Any:
     found = [feature for feature, wanted in asked.items() if wanted]
     if found:
         raise NotServedError(f"our method does not support {', '.join(found)}")
-    from tokenspeed_kernel import KernelRegistry, NoKernelFoundError
-
-    device = torch.get_default_device()
-    try:
-        plan = OPS.moe_apply.plan(
-            layer.num_local_experts,
-            layer.top_k,
-            layer.hidden_size,
-            -(-layer.intermediate_size_per_partition // ROUNDING) * ROUNDING,
-            dtype=config.params_dtype or torch.get_default_dtype(),
-            device=device,
-            weight_format="mxfp4",
-            w13_interleaved=True,
-            bias=True,
-            alpha=float(config.gemm1_alpha),
-            limit=float(config.gemm1_clamp_limit),
-            beta=1.0,
-        )
-    except (NoKernelFoundError, TypeError, ValueError) as error:
-        raise NotServedError(str(error)) from error
-    spec = KernelRegistry.get().get_by_name(plan.kernel)
-    # SGLang captures the layer in graphs, so its kernel must not synchronise with the device.
-    if device.type != "cpu" and ("waits" in spec.tags or spec.solution == "reference"):
-        raise NotServedError(f"only {spec.name} is eligible, which waits for the device")
-    return plan
+    return plan_for(
+        OPS.moe_apply,
+        layer.num_local_experts,
+        layer.top_k,
+        layer.hidden_size,
+        -(-layer.intermediate_size_per_partition // ROUNDING) * ROUNDING,
+        dtype=config.params_dtype or torch.get_default_dtype(),
+        device=torch.get_default_device(),
+        weight_format="mxfp4",
+        w13_interleaved=True,
+        bias=True,
+        alpha=float(config.gemm1_alpha),
+        limit=float(config.gemm1_clamp_limit),
+        beta=1.0,
+    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tokenspeed_kernel_transformers.kernels import OPS, NotServedError
+from tokenspeed_kernel_base.served import NotServedError, plan_for
+from tokenspeed_kernel_transformers.kernels import OPS
 
 # The number of elements that share a scale in MXFP4.
 _BLOCK = 32
@@ -92,7 +93,7 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     else:
         options["weight_format"] = "mxfp4"
         weights = OPS.MoEWeights(*of_w13, biases[0], *of_w2, biases[1])
-    plan = _plan((experts, top_k, hidden, intermediate), w13.device, options)
+    plan = plan_for(OPS.moe_apply, experts, top_k, hidden, intermediate, device=w13.device, **options)
     arranged = Arranged(plan, OPS.moe_apply.prepare(weights, plan))
     setattr(layer, _ATTRIBUTE, arranged)
     return arranged
@@ -106,17 +107,6 @@ def is_experts(module: torch.nn.Module) -> bool:
 def forget(module: torch.nn.Module) -> None:
     """Drops the arranged weights of a layer, if it has any."""
     vars(module).pop(_ATTRIBUTE, None)
-
-
-def _plan(sizes: tuple[int, int, int, int], device: torch.device, options: dict[str, Any]) -> Any:
-    try:
-        plan = OPS.moe_apply.plan(*sizes, device=device, **options)
-    except (OPS.NoKernelFoundError, TypeError, ValueError) as error:
-        raise NotServedError(str(error)) from error
-    spec = OPS.KernelRegistry.get().get_by_name(plan.kernel)
-    if device.type != "cpu" and ("waits" in spec.tags or spec.solution == "reference"):
-        raise NotServedError(f"moe_apply: {spec.name} waits for the device")
-    return plan
 
 
 def _activation(layer: Any) -> dict[str, Any]:

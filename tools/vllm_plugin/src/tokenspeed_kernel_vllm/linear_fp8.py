@@ -25,7 +25,7 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter, ChannelQuant
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_vllm.settings import CORE, core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -102,21 +102,13 @@ class Fp8Linear(LinearMethodBase):
             raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
         if current_platform.is_fp8_fnuz():
             raise NotServedError("this device's fp8 is e4m3fnuz, which linear does not support")
-        from tokenspeed_kernel import KernelRegistry, NoKernelFoundError, get_operator
-        from tokenspeed_kernel_base.platform import platform_of
+        from tokenspeed_kernel import linear
 
         device = torch.get_default_device()  # vLLM builds a model on its device
         formats = {"weight_format": "fp8_channel", "activation_dtype": "fp8_static" if self.static else "fp8"}
         if self.scales == "block":
             formats = {"weight_format": "fp8_block", "activation_dtype": "fp8_block"}
-        try:
-            plan = get_operator("linear").function.plan(in_features, out_features, dtype=dtype, device=device, **formats)
-        except (NoKernelFoundError, TypeError, ValueError) as error:
-            raise NotServedError(str(error)) from error
-        spec = KernelRegistry.get().get_by_name(plan.kernel)
-        if not platform_of(device).is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
-            raise NotServedError(f"only {spec.name} would serve it, which waits for the device")
-        return plan
+        return plan_for(linear, in_features, out_features, dtype=dtype, device=device, **formats)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arranges the weights for the plan's kernel. A scale per tensor becomes equal scales of its rows, without rounding."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_vllm.settings import core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -36,30 +36,20 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     found = [feature for feature, asked in {**refused, **_never_served(moe)}.items() if asked]
     if found:
         raise NotServedError(f"it does not serve {', '.join(found)}")
-    from tokenspeed_kernel import KernelRegistry, NoKernelFoundError, get_operator
-    from tokenspeed_kernel_base.platform import platform_of
+    from tokenspeed_kernel import moe_apply
 
-    device, experts = torch.device(moe.device), get_operator("moe_apply")
-    try:
-        plan = experts.function.plan(
-            moe.num_local_experts,
-            moe.experts_per_token,
-            moe.hidden_dim,
-            intermediate_size,
-            dtype=moe.in_dtype,
-            device=device,
-            bias=moe.has_bias,
-            activation_dtype=read_settings().activations,
-            **options,
-        )
-    except (NoKernelFoundError, TypeError, ValueError) as error:
-        raise NotServedError(str(error)) from error
-    spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
-    # vLLM captures the layer in graphs, so its kernel must not synchronise with the device.
-    if not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
-        explanation = experts.consider_plan(plan, platform, solution=None, override=None, package=None)
-        raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
-    return plan
+    return plan_for(
+        moe_apply,
+        moe.num_local_experts,
+        moe.experts_per_token,
+        moe.hidden_dim,
+        intermediate_size,
+        dtype=moe.in_dtype,
+        device=torch.device(moe.device),
+        bias=moe.has_bias,
+        activation_dtype=read_settings().activations,
+        **options,
+    )
 
 
 def find_routed(ops: Any, plan: Any, weights: Any) -> str | None:

@@ -229,7 +229,7 @@ def attend_window(
 
 @gluon.jit
 def window_begins(first_row, window_left, block_m: gl.constexpr, variant: gl.constexpr):
-    """The first block of keys that some row of a tile sees, and the first that all rows see whole; 0 without a window.
+    """Returns the first block with a key that some row sees, and the first that all rows see whole; 0 and 0 without a window.
 
     Every row sees all keys that are before ``first_row`` and inside its window.
     """

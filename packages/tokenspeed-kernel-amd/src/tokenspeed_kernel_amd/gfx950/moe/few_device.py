@@ -333,7 +333,7 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM of the pairs at positions 1 to ``shape.rows``."""
+    """Computes the gate/up GEMM for the pairs of token and expert at positions 1 to ``shape.rows``."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     acc_layout: gl.constexpr = accumulator_layout(warps)

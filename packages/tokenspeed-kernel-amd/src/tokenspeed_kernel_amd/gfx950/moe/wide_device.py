@@ -77,7 +77,7 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Two steps of a block of strips; zeros for strips that do not exist, and beyond k."""
+    """Loads two steps of a block of strips. Strips that do not exist, and elements beyond k, are zeros."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
