@@ -102,13 +102,13 @@ class Fp8Linear(LinearMethodBase):
             raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
         if current_platform.is_fp8_fnuz():
             raise NotServedError("this device's fp8 is e4m3fnuz, which linear does not support")
-        from tokenspeed_kernel import linear
+        from tokenspeed_kernel import get_operator
 
         device = torch.get_default_device()  # vLLM builds a model on its device
         formats = {"weight_format": "fp8_channel", "activation_dtype": "fp8_static" if self.static else "fp8"}
         if self.scales == "block":
             formats = {"weight_format": "fp8_block", "activation_dtype": "fp8_block"}
-        return plan_for(linear, in_features, out_features, dtype=dtype, device=device, **formats)
+        return plan_for(get_operator("linear").function, in_features, out_features, dtype=dtype, device=device, **formats)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arranges the weights for the plan's kernel. A scale per tensor becomes equal scales of its rows, without rounding."""

@@ -36,10 +36,10 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     found = [feature for feature, asked in {**refused, **_never_served(moe)}.items() if asked]
     if found:
         raise NotServedError(f"it does not serve {', '.join(found)}")
-    from tokenspeed_kernel import moe_apply
+    from tokenspeed_kernel import get_operator
 
     return plan_for(
-        moe_apply,
+        get_operator("moe_apply").function,
         moe.num_local_experts,
         moe.experts_per_token,
         moe.hidden_dim,
