@@ -67,6 +67,16 @@ def test_any_mixture(lengths: list[tuple[int, int]]) -> None:
     _agrees(_draw([cached + new for cached, new in lengths], [new for _, new in lengths], 4, 1, 16, dtype=torch.float32), 1e-5)
 
 
+@pytest.mark.parametrize("kv_lens", [[9], [9, 0], []], ids=["one sequence", "two", "none"])
+def test_padding_alone(kv_lens: list[int]) -> None:
+    """A padded batch in which no sequence has a new token: no row is written."""
+    arguments = _draw(kv_lens, [0] * len(kv_lens), 8, 2, 32)
+    q = torch.randn(5, 8, 32, dtype=arguments["q"].dtype, device=DEVICE)
+    out = torch.full_like(q, 7.0)
+    tk.mha_with_kvcache(**{**arguments, "q": q}, out=out, solution="triton")
+    assert torch.equal(out, torch.full_like(q, 7.0))
+
+
 @pytest.mark.parametrize("window_left", [0, 1, 127, 128, 1000])
 def test_windows(window_left: int) -> None:
     _agrees(_draw([*KV_LENS, 300], [*Q_LENS, 1], 8, 2, 32, window_left=window_left, sinks=True))
