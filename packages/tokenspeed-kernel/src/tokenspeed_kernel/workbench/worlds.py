@@ -7,8 +7,7 @@
     results = run_world(ranks_of, 2, (shape,))     # one result per rank
 
 Cases with a ``world_size`` are verified and timed in a world of that size. The processes run this Python interpreter, and import
-the function's module. Processes on CPUs are forked from a server process that has imported the core once. Processes on GPUs are
-spawned.
+the function's module. They are forked from a server process that has imported the core once, see `start_process`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -107,18 +107,13 @@ def run_world(
     # The operating system chooses a free port. This process holds the port, so that no other process can claim it in between.
     limit = timedelta(seconds=time_limit_s)
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
-    context = _context_for(kind)
     processes, connections = [], []
     try:
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
             settings = rank, world_size, kind, store.port, time_limit_s
-            # A server's children have the environment in which the server was started.
-            process = context.Process(target=_run_rank, args=(theirs, settings, {**os.environ}, function, args), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process closes the pipe
+            process, connection = start_process(_run_rank, settings, function, args)
             processes.append(process)
-            connections.append(ours)
+            connections.append(connection)
         results = _gather(connections, time.monotonic() + time_limit_s, time_limit_s)
     except BaseException:
         for process in processes:
@@ -131,17 +126,38 @@ def run_world(
     return results
 
 
-def _context_for(kind: str) -> Any:
-    """The context that starts processes for a type of device.
+def start_process(function: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """Starts a process that calls ``function(connection, *args)`` with the core imported.
 
-    A new interpreter takes seconds to import PyTorch and the core. A fork of an interpreter that has imported them takes
-    milliseconds. The server has used no device and started no thread.
+    A new interpreter takes seconds to import PyTorch and the core. A fork of a server process that has imported them takes
+    milliseconds. The server has used no device and started no thread, so its children may use any device. Where the operating
+    system cannot fork, the process is spawned.
+
+    Args:
+        function: defined in a module that the process can import.
+        args: the further arguments, which are pickled.
+
+    Returns:
+        The process, and this process's end of the connection. The end of the process closes the connection.
     """
-    if kind != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(["tokenspeed_kernel", __name__])
-    return context
+    ours, theirs = context.Pipe()
+    call = pickle.dumps((function, args))
+    process = context.Process(target=_run_call, args=(theirs, {**os.environ}, call), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process closes the connection
+    return process, ours
+
+
+def _run_call(connection: Connection, environment: Mapping[str, str], call: bytes) -> None:
+    """Runs a pickled call. A server's children have the environment in which the server was started. So the environment is set
+    before the call is unpickled, which imports modules that may read it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    function, args = pickle.loads(call)
+    function(connection, *args)
 
 
 def _gather(connections: Sequence[Connection], deadline: float, time_limit_s: float) -> list[Any]:
@@ -187,13 +203,10 @@ def _join(processes: Sequence[Any]) -> None:
 def _run_rank(
     parent: Connection,
     settings: tuple[int, int, str, int, float],
-    environment: Mapping[str, str],
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
     rank, world_size, kind, port, time_limit_s = settings
-    os.environ.clear()
-    os.environ.update(environment)
     limit = timedelta(seconds=time_limit_s)
     # Libraries for multi-process programs read these variables, too.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=_HOST, MASTER_PORT=str(port))

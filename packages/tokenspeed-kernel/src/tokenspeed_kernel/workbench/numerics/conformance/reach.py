@@ -7,18 +7,18 @@ copied to the device, and the kernel runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.plugins import discover_plugins
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel
+from tokenspeed_kernel.workbench.worlds import start_process
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import with_tensors
@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Time limit in seconds. Importing, compiling and running a few small calls takes seconds.
+# Time limit in seconds. Compiling and running a few small calls takes seconds.
 _TIMEOUT_S = 300
 
 
@@ -47,26 +47,30 @@ def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: i
     names = [case.name for case in cases if case.name in known and _looks_up(spec.operator, case, seed)]
     if not names:
         return
-    command = [sys.executable, "-m", __name__, spec.name, "--device", str(device), "--seed", str(seed), *names]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process, connection = start_process(_run_cases, spec.name, names, device, seed)
+    deadline = time.monotonic() + _TIMEOUT_S
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        yield CaseResult(spec.name, spec.operator, names[0], Status.ERROR, f"did not end within {_TIMEOUT_S} s")
-        return
-    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    if not told:
-        why = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
-        yield CaseResult(spec.name, spec.operator, names[0], Status.SKIPPED, f"not looked at in a process of its own: {why[0]}")
-        return
-    ended = {line["case"]: line["error"] for line in told if "error" in line}
-    for case in dict.fromkeys(line["case"] for line in told):
-        error = ended.get(case, f"the process ended with exit code {ran.returncode}")
-        yield CaseResult(spec.name, spec.operator, case, Status.PASSED if not error else Status.FAILED, error, faults=_fault(error))
+        for name in names:
+            status, said = _received(connection, process, deadline)
+            faults = (Fault("reach", said),) if status is Status.FAILED else ()
+            yield CaseResult(spec.name, spec.operator, name, status, said, faults=faults)
+            if status is not Status.PASSED:
+                return
+    finally:
+        process.kill()
+        process.join()
 
 
-def _fault(error: str) -> tuple[Fault, ...]:
-    return (Fault("reach", error),) if error else ()
+def _received(connection: Connection, process: Any, deadline: float) -> tuple[Status, str]:
+    """Returns the next result that the other process sends, or how this process ended."""
+    if not connection.poll(max(deadline - time.monotonic(), 0.0)):
+        return Status.ERROR, f"did not end within {_TIMEOUT_S} s"
+    try:
+        status, said = connection.recv()
+    except EOFError:
+        process.join()
+        return Status.FAILED, f"the process ended with exit code {process.exitcode}"
+    return status, said
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
@@ -90,30 +94,23 @@ def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) ->
     return op.prepared(moved, spec)
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kernel")
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--device", type=torch.device, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    options = parser.parse_args()
+def _run_cases(connection: Connection, kernel: str, names: Sequence[str], device: torch.device, seed: int) -> None:
+    """Runs a kernel on cases, in the other process. Sends each case's status and error."""
+    discover_plugins(force=True)  # plugins that were installed after the server process started
     try:
-        spec = KernelRegistry.get().get_by_name(options.kernel)
+        spec = KernelRegistry.get().get_by_name(kernel)
     except KeyError:
-        raise SystemExit(f"importing tokenspeed_kernel does not register {options.kernel}; a plugin's entry point would") from None
+        said = f"importing tokenspeed_kernel does not register {kernel}; a plugin's entry point would"
+        connection.send((Status.SKIPPED, f"not looked at in a process of its own: {said}"))
+        return
     op = get_operator(spec.operator)
     cases = {case.name: case for case in op.all_cases()}
-    for name in options.cases:
-        print(json.dumps({"case": name}), flush=True)
+    for name in names:
         try:
-            run_kernel(op, spec, _arguments(cases[name], spec, options.device, options.seed))
+            run_kernel(op, spec, _arguments(cases[name], spec, device, seed))
         except Exception as error:  # the parent process reports any error
             line = (str(error).strip() or "no message").splitlines()[0]
-            print(json.dumps({"case": name, "error": f"{type(error).__name__}: {line}"}), flush=True)
+            connection.send((Status.FAILED, f"{type(error).__name__}: {line}"))
             # After an illegal access no device memory can be freed, so the process exits without cleaning up.
             os._exit(1)
-        print(json.dumps({"case": name, "error": ""}), flush=True)
-
-
-if __name__ == "__main__":
-    _main()
+        connection.send((Status.PASSED, ""))
