@@ -41,6 +41,8 @@ SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
 # Programs that take up to a minute to compile. Several processes compile these programs before the tests, so that no test waits
 # while another test compiles.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
+# Tests that take up to a minute or two. Each worker starts with some of them, so that none of them begins when all others are done.
+SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
 GRACE_S = 30  # seconds that running tests get after the time limit
 
 
@@ -50,11 +52,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps only the tests that belong to the part."""
+    """Keeps only the tests that belong to the part, in an order in which each worker starts with slow tests: pytest-xdist gives
+    each worker an equal stretch of the tests, and workers without tests take some from others."""
     part, parts = map(int, config.getoption("--part").split("/"))
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
-    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+    mine = [item for item, keep in zip(items, kept, strict=True) if keep]
+    mine.sort(key=lambda item: not item.name.startswith(SLOW_TESTS))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for worker in range(workers) for item in mine[worker::workers]]
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -164,11 +170,14 @@ def _kind_of(reason: str) -> str:
 
 
 def warm_up(workers: int) -> float:
-    """Compiles the slow programs into the cache on disk. Returns the duration in seconds."""
+    """Compiles the slow programs into the cache on disk, and the tests to byte code. Returns the duration in seconds."""
     began = time.monotonic()
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nvidia", *TESTS]
+    collection = subprocess.Popen(collect, cwd=ROOT, stdout=subprocess.DEVNULL)
     for words in SLOW_PROGRAMS:
         command = [sys.executable, "-m", "tokenspeed_kernel_nvidia.warmup", words, "--every", "--jobs", str(workers)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    collection.wait()  # the tests' own collection reports errors
     return time.monotonic() - began
 
 

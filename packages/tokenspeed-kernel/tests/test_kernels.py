@@ -65,24 +65,32 @@ def _takes_long(spec: KernelSpec, case: Case) -> bool:
     return INTERPRETED and spec.solution == "triton" and case.name.startswith(LONG_CASES.get(spec.mode, ()))
 
 
+def _drawn(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
+    """Returns arguments that show whether a kernel is eligible. Eligibility depends on no value, so large cases have meta
+    tensors."""
+    return op.complete(case.build("meta" if case.large else "cpu"))
+
+
 def _runs() -> Iterator[Any]:
     """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
-        # Large cases are drawn when their test runs.
-        drawn = {case.name: None if case.large else op.complete(case.build(default_device())) for case in cases}
+        drawn = {case.name: _drawn(op, case) for case in cases}
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             runs_here = spec.capability.gap(PLATFORM) is None
             for case in cases if runs_here else cases[:1]:
-                arguments = drawn[case.name]
                 # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
-                unknown = arguments is None or case.world_size > 1
-                if not runs_here or unknown or refusal(op, spec, arguments) is None:
+                unknown = case.world_size > 1
+                if not runs_here or unknown or refusal(op, spec, drawn[case.name]) is None:
                     marks = [*_marks(spec), *([pytest.mark.slow] if _takes_long(spec, case) else [])]
                     yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
 
 
-@pytest.mark.parametrize(("spec", "case"), [*_runs()])
+with use_platform(PLATFORM):  # the tensors do not show the platform
+    RUNS = [*_runs()]
+
+
+@pytest.mark.parametrize(("spec", "case"), RUNS)
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
     result = verify_case(spec, case, default_device())
     if case.large and ON_GPU:
@@ -102,10 +110,8 @@ def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
     op = get_operator(spec.operator)
     refusals = Counter[str]()
     for case in sorted(op.all_cases(), key=lambda c: c.large):
-        # Eligibility depends on no value, so large cases are not drawn.
-        device = torch.device("meta") if case.large else default_device()
-        with as_rank_of(case.world_size), use_platform(PLATFORM):  # meta tensors do not show the platform
-            refused = refusal(op, spec, op.complete(case.build(device)))
+        with as_rank_of(case.world_size), use_platform(PLATFORM):
+            refused = refusal(op, spec, _drawn(op, case))
         if refused is None:
             return
         refusals[": ".join(refused)] += 1
@@ -117,3 +123,6 @@ def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
 def test_an_operator_has_kernels_and_cases(op: Operator[Any, Any]) -> None:
     assert any(spec.universal for spec in KernelRegistry.get().get_for_operator(op.family, op.mode))
     assert [case for case in op.all_cases() if not case.large]
+    for case in op.all_cases():
+        if case.large:
+            _drawn(op, case)  # on a GPU, all cases are drawn when this module is imported

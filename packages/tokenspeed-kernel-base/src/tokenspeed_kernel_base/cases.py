@@ -45,6 +45,10 @@ class Draw:
     def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.randperm(n, generator=self.generator, device=self.device).to(dtype)
 
+    def order(self, n: int) -> list[int]:
+        """A random order of 0 to ``n - 1``, in host memory, also where tensors have no values."""
+        return torch.randperm(n, generator=self.generator, device=self.generator.device).tolist()
+
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 

@@ -74,7 +74,7 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
     """
     counts = [-(-length // page_size) for length in kv_lens]
     pages = sum(counts) + 2
-    free = iter(draw.permutation(pages).tolist())
+    free = iter(draw.order(pages))
     width = max(counts, default=0) + 1 if width is None else width
     rows = [[next(free) for _ in range(count)] + [-1] * (width - count) for count in counts]
     page_table = draw.tensor(rows, torch.int32).reshape(len(kv_lens), width)

@@ -174,8 +174,9 @@ def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
     rows = []
     at_once = max(1, (1 << 26) // max(1, *visible, 1))
     for begin in range(0, len(visible), at_once):
-        lens = draw.tensor(list(visible[begin : begin + at_once]), torch.int64).unsqueeze(1)
-        width = max(int(lens.max()), top_k)
+        some = list(visible[begin : begin + at_once])
+        lens = draw.tensor(some, torch.int64).unsqueeze(1)
+        width = max(*some, top_k)
         noise = draw.uniform(len(lens), width).masked_fill(torch.arange(width, device=draw.device) >= lens, -1.0)
         found = noise.topk(top_k, dim=1).indices
         found = found.masked_fill(found >= lens, width).sort(dim=1).values
@@ -213,9 +214,9 @@ def _inputs(
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, _, held = draw_paging(draw, kv_lens, page_size, None)
-        counts = draw.tensor(list(q_lens or [1] * len(kv_lens)), torch.int64)
-        sequence = torch.arange(len(kv_lens), device=draw.device).repeat_interleave(counts)
-        visible = [kv_len - n + i + 1 for kv_len, n in zip(kv_lens, counts.tolist(), strict=True) for i in range(n)]
+        counts = list(q_lens or [1] * len(kv_lens))
+        sequence = draw.tensor([index for index, n in enumerate(counts) for _ in range(n)], torch.int64)
+        visible = [kv_len - n + i + 1 for kv_len, n in zip(kv_lens, counts, strict=True) for i in range(n)]
         positions = draw_chosen(draw, visible, top_k)
         pages = page_table[sequence.unsqueeze(1), positions.clamp(min=0) // page_size]
         indices = torch.where(positions >= 0, pages * page_size + positions % page_size, -1)

@@ -134,14 +134,17 @@ class CaseSpace:
         Cases with known wrong results are left out, because the comparison with the reference reports these.
         """
 
+        def has_value(known: Known) -> bool:
+            return trait in known.traits and same_value(known.traits[trait], value)
+
         def fits(known: Known | None) -> bool:
-            if known is None or trait not in known.traits or not same_value(known.traits[trait], value):
+            if known is None or not has_value(known):
                 return False
             gap = self.gap(known.case)
             return gap is None if taken else gap is not None and gap[0] == "traits"
 
         usable = [known for known in self.taken if known.elements and known.case.name not in self.wrong]
-        found = [known.case for known in _spread([known for known in usable if fits(known)], most)]
+        found = [known.case for known in _spread([known for known in usable if taken and has_value(known)], most)]
         # The smallest cases hide faults: a single token attends only to itself, whatever its score. So larger cases are tried, too.
         for known in _spread([known for known in usable if isinstance(known.case.make, Recipe)], 4):
             if len(found) >= most:
