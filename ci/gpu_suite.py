@@ -18,6 +18,7 @@ import argparse
 import collections
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -58,9 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
     mine = [item for item, keep in zip(items, kept, strict=True) if keep]
-    mine.sort(key=lambda item: not item.name.startswith(SLOW_TESTS))
+    slow = [item for item in mine if item.name.startswith(SLOW_TESTS)]
+    others = iter([item for item in mine if not item.name.startswith(SLOW_TESTS)])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = [item for worker in range(workers) for item in mine[worker::workers]]
+    items.clear()
+    for worker in range(workers):  # neighbours stay together, because they use the same programs
+        items += slow[worker::workers]
+        items += itertools.islice(others, max(0, (worker + 1) * len(mine) // workers - len(items)))
+    items += others
 
 
 @pytest.hookimpl(hookwrapper=True)
