@@ -24,6 +24,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
 
 from backends_table import backends_table
+from callers_table import callers_table
 from coverage_table import coverage_table
 from figure_plots import PLOTS, devices_table, stylesheet, table
 
@@ -175,6 +176,11 @@ def _backends(argument: str, page: str) -> str:
     return backends_table()
 
 
+def _callers(argument: str, page: str) -> str:
+    """The engines that call each operator, as a table."""
+    return callers_table()
+
+
 def _tables(argument: str, page: str) -> str:
     """Measured times, as tables."""
     return str(table.made(argument))
@@ -193,6 +199,7 @@ _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "tags": _tags,
     "coverage": _coverage,
     "backends": _backends,
+    "callers": _callers,
     "tables": _tables,
     "devices": _devices,
 }

@@ -1,0 +1,43 @@
+"""The engines that call each operator, from their sources. `hooks.py` inserts this table into a page."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenspeed_kernel_base.operator import operators
+
+ROOT = Path(__file__).parents[1]
+ENGINES = {
+    "GPT-OSS runtime": "tools/gpt_oss/src",
+    "vLLM": "tools/vllm_plugin/src",
+    "SGLang": "tools/sglang_plugin/src",
+    "transformers": "tools/transformers_plugin/src",
+    "the example below": "docs/examples",
+}
+NAMESPACES = {"ops", "tk", "tokenspeed_kernel"}  # names by which the engines' sources refer to the operators
+
+
+def callers_table() -> str:
+    """A table of all operators, with the engines that call them."""
+    calls = {engine: {name for file in (ROOT / folder).rglob("*.py") for name in _called(file)} for engine, folder in ENGINES.items()}
+    rows = ["| operator | called by |", "|---|---|"]
+    for op in operators():
+        callers = [engine for engine, names in calls.items() if {op.mode, f"{op.family}.{op.mode}"} & names]
+        rows.append(f"| [`{op.mode}`][{op.body.__module__}.{op.mode}] | {', '.join(callers) or 'none'} |")
+    return "\n".join(rows)
+
+
+def _called(file: Path) -> Iterator[str]:
+    """Names that a file imports from the core or reads from a namespace of operators. Plugins look operators up by name, so strings
+    count, too. A string of one word may mean something else, so it counts only as an argument."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tokenspeed_kernel"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).lower().rpartition(".")[2] in NAMESPACES:
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            yield from (each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "_" in node.value:
+            yield node.value
