@@ -325,8 +325,16 @@ def test_elements_are_split_if_there_are_few_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "experts", "most"),
-    [("bfloat16", 128, 384), ("bfloat16", 384, 1024), ("bfloat16", 32, 384), ("bfloat16", 8, 128), ("float16", 128, 1024)],
+    ("dtype", "experts", "most", "rounded"),
+    [
+        ("bfloat16", 128, 384, False),
+        ("bfloat16", 384, 1024, False),
+        ("bfloat16", 32, 384, False),
+        ("bfloat16", 8, 128, False),
+        ("float16", 128, 1024, False),
+        ("bfloat16", 128, 1024, True),
+        ("float16", 32, 256, True),
+    ],
 )
-def test_few_pairs_are_streamed(dtype: str, experts: int, most: int) -> None:
-    assert [moe_apply._is_streamed(dtype, pairs, experts) for pairs in (1, most, most + 1)] == [True, True, False]
+def test_few_pairs_are_streamed(dtype: str, experts: int, most: int, rounded: bool) -> None:
+    assert [moe_apply._is_streamed(dtype, pairs, experts, rounded) for pairs in (1, most, most + 1)] == [True, True, False]

@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia._programs import Launch, program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import STRIP
-from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import RoundedWeights
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import require_rounded
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     FITTED,
@@ -256,13 +256,11 @@ def moe_apply_rounded(
             of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see `moe_apply_many`.
     """
-    if not isinstance(weights, RoundedWeights):
-        wanted = "what moe_apply.prepare makes for fp8 activations"
-        raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
+    rounded = require_rounded(weights)
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
         codes = codes_for(topk_ids.numel(), plan.num_experts)
-    if codes and weights.inexact < plan.num_experts:
-        inputs = (CODES, VALUES) if weights.inexact else (CODES,)
-    exact = weights.exact if len(inputs) > 1 else None
+    if codes and rounded.inexact < plan.num_experts:
+        inputs = (CODES, VALUES) if rounded.inexact else (CODES,)
+    exact = rounded.exact if len(inputs) > 1 else None
     return moe_apply_many(x, weights, topk_weights, topk_ids, plan, out, columns=columns, inputs=inputs, exact=exact)

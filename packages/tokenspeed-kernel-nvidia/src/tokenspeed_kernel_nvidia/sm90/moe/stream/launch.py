@@ -73,7 +73,7 @@ class _Launch(NamedTuple):
 @functools.cache
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
-    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
+    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
     ctas = sm_count_of(device)
     slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4
