@@ -337,4 +337,4 @@ def test_elements_are_split_if_there_are_few_pairs() -> None:
     ],
 )
 def test_few_pairs_are_streamed(dtype: str, experts: int, most: int, rounded: bool) -> None:
-    assert [moe_apply._is_streamed(dtype, pairs, experts, rounded) for pairs in (1, most, most + 1)] == [True, True, False]
+    assert [moe_apply.is_streamed(dtype, pairs, experts, rounded) for pairs in (1, most, most + 1)] == [True, True, False]

@@ -5,7 +5,7 @@ expert, where reading weights is the bottleneck, and `grouped` for many.
 
 A plan is valid for any number of tokens. This kernel is preferred to the portable kernel. On an H200 it was faster at all measured
 numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`): with 16-bit activations from 1 to 8192 tokens, with fp8 activations
-at 8192. `h200_moe.py --only rounding` measures fp8 activations at other numbers of tokens.
+at 8192. The same benchmark measures fp8 activations at other numbers of tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FEW_IN_ALL = 384
 _FEW_ROUNDED = 8
 
 
-def _is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
+def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
     """Returns whether `stream` handles this number of pairs. ``rounded``: whether activations are fp8."""
     most = min(MAX_PAIRS, (_FEW_ROUNDED if rounded else _FEW) * experts)
     if not rounded and inputs_for(dtype, pairs, experts) == (PARTS,):
@@ -133,7 +133,7 @@ def moe_apply(
     if plan.exact_activations and not rounded:  # `stream` splits rows
         grouped = True
     elif grouped is None:
-        grouped = not _is_streamed(DTYPES[x.dtype], topk_ids.numel(), plan.num_experts, rounded)
+        grouped = not is_streamed(DTYPES[x.dtype], topk_ids.numel(), plan.num_experts, rounded)
     launch = moe_apply_few
     if grouped:
         launch = moe_apply_rounded if rounded else moe_apply_many
