@@ -4,6 +4,7 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output package
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --baselines ours,triton_kernels,marlin
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qwen3 --only deepseek
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --baselines ours,48,160,few --tiles 48 160 few
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only '120b .* fp8' --baselines 48v,40c --tiles 48v 40c
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 64 256 1024 8192 --baselines ours,triton
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme  # plots h200_moe.json
 
@@ -233,7 +234,7 @@ _US |= {"1024 fp8": 560, "8192 fp8": 1750}
 # Numbers of tokens at which fp8 activations must take no longer than bfloat16 activations.
 _NO_SLOWER = (1, 4, 16, 64, 256)
 _NAME = GPT_OSS_120B.name
-_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
+_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME and not shape.more)
 BARS = [
     *(bars.at_most(f"{_NAME} {tokens}", us) for tokens, us in _US.items()),
     bars.Bar(

@@ -252,6 +252,7 @@ def test_blocks_of_zeros_with_any_scale(sm90: torch.device, dtype: torch.dtype) 
 @pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
 def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:
     layer = RoundedLayer(sm90, 4, 1, 160, 192, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales([1])
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
     for codes in (False, True):

@@ -40,6 +40,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import STRIP
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import require_rounded
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
+    FEW_ROUNDED_COLUMNS,
     FITTED,
     MANY_COLUMNS,
     PARTS,
@@ -62,6 +63,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     most_tiles,
     repair_of,
     sorting_ctas,
+    usual_gemms,
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
@@ -76,7 +78,7 @@ def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
     return schedule_device.host(config), schedule_device.fake_arguments(config)
 
 
-@program(arch=ARCH, configs=every_gemm)
+@program(arch=ARCH, configs=every_gemm, usual=usual_gemms)
 def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import kernel_device
 
@@ -254,13 +256,16 @@ def moe_apply_rounded(
         codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised
             values. None chooses fp8 MMAs for many pairs. The partial sums of fp8 MMAs are accumulated in float32 every 256 elements
             of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
-        columns: see `moe_apply_many`.
+        columns: see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8 MMAs, because block scales multiply partial
+            sums and not the weights.
     """
     rounded = require_rounded(weights)
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
         codes = codes_for(topk_ids.numel(), plan.num_experts)
-    if codes and rounded.inexact < plan.num_experts:
+    if columns == FEW_ROUNDED_COLUMNS:
+        inputs = (CODES,)
+    elif codes and rounded.inexact < plan.num_experts:
         inputs = (CODES, VALUES) if rounded.inexact else (CODES,)
     exact = rounded.exact if len(inputs) > 1 else None
     return moe_apply_many(x, weights, topk_weights, topk_ids, plan, out, columns=columns, inputs=inputs, exact=exact)
