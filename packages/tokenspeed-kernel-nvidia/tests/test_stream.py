@@ -318,9 +318,10 @@ def test_two_streams(sm90: torch.device) -> None:
         assert not keeper.get(sm90.index, on.cuda_stream, 0, 0).counters.any()
 
 
-def test_kernels_that_overlap(sm90: torch.device) -> None:
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
+def test_kernels_that_overlap(sm90: torch.device, activation_dtype: str) -> None:
     """Kernels overlap (PDL). The output of each call is the next call's tokens."""
-    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    layer = Layer(sm90, 16, 4, 192, 160, activation_dtype=activation_dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(24)
     wanted = x
     for _ in range(8):
