@@ -368,7 +368,7 @@ def _is_supported(product: Gemm) -> bool:
 
 def every_rounding() -> list[Rounding]:
     """Returns all configurations of kernels that convert rows."""
-    every = [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
+    every = [Rounding(dtype, result, early) for dtype in DTYPES.values() for result in (CODES, VALUES) for early in (False, True)]
     every += [Rounding("float16", result, wide=True) for result in (CODES, VALUES, FITTED)]
     return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
 

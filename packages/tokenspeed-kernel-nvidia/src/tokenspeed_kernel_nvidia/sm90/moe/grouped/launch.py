@@ -129,9 +129,9 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         first = second = None
         gemm_input = kind
         if kind != PLAIN:
-            # The first split kernel follows the schedule kernel. The latter does not write the former's input rows, so the two
+            # The first conversion follows the schedule kernel. The latter does not write the former's input rows, so the two
             # overlap.
-            first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
+            first = rounding_program(Rounding(name, kind, early=part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
         elif wide:
             second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
