@@ -1,10 +1,11 @@
 """Measures an MoE layer from router logits to the combined output: this package against the best baselines, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.json
-python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --baselines ours,triton
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --baselines ours,triton_kernels,marlin
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qwen3 --only deepseek
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --baselines ours,48,160,few --tiles 48 160 few
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only '120b .* fp8' --baselines 48v,40c --tiles 48v 40c
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 64 256 1024 8192 --baselines ours,triton
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme  # plots h200_moe.json
 
 All implementations run in one process on the same random inputs. Each implementation arranges the weights of several layers, and
@@ -12,8 +13,9 @@ the time of this preparation is reported. Calls rotate over the layers, each wit
 weights that a call reads are not in the L2 cache. Routing is uniform and independent. Before timing, each output is compared with
 the operator's definition in float32. The error of all rows together and the error of the worst row are limited. Baselines that are
 not installed are reported as absent; ``--site`` names a folder with baselines that are installed elsewhere.
-`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. The floor is the roofline time: of the weights of
-the selected experts, or of the arithmetic, whichever is longer (``moe_shapes.py``).
+`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. Other processes compile this package's kernels
+ahead of the measurements. The floor is the roofline time: of the weights of the selected experts, or of the arithmetic, whichever
+is longer (``moe_shapes.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +37,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_baselines import Experts, implementations, tiles
-from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Model, Shape, batches, expected, floor_us
+from moe_baselines import Experts, implementations, programs_of, tiles
+from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Model, Shape, batches, expected, floor_us, quantization_error
 
 from tokenspeed_kernel.workbench.benchmark import bars, runner
 from tokenspeed_kernel.workbench.benchmark.figures import Figure, Marks, Panel, Report, measured, three_digits, us
@@ -52,6 +56,8 @@ from tokenspeed_kernel.workbench.benchmark.runner import (
 )
 from tokenspeed_kernel_base.cases import Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_nvidia._programs import cache_directory
+from tokenspeed_kernel_nvidia.warmup import warm_up
 
 # Between two calls on the same layer, three calls run on other layers. One token of GPT-OSS reads 53 MB of a layer, so these three
 # calls read more than three times the size of the L2 cache.
@@ -149,12 +155,24 @@ def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Laye
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
     """Yields a task per shape, model by model."""
+    if device.type == "cuda" and "ours" in {each.name for each in who}:
+        compile_ahead(shapes)
     for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
         of_group = list(group)
         layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
         loaded = _prepared(of_group[0], who, layers, device)
         yield from (_task(shape, loaded, layers, device, effort) for shape in of_group)
         del layers, loaded  # frees their memory before the next model's layers are drawn
+
+
+def compile_ahead(shapes: Sequence[Shape]) -> None:
+    """Compiles our programs for these shapes in other processes, widest tiles first, because these take longest to compile. A call
+    waits until its programs are compiled."""
+    programs = dict.fromkeys(itertools.chain.from_iterable(map(programs_of, shapes)))
+    ordered = sorted(programs, key=lambda each: -each[1].columns)
+    jobs = max(1, len(os.sched_getaffinity(0)) // 2)  # the other cores launch kernels and compile Triton's
+    if cache_directory() is not None and jobs > 1:
+        threading.Thread(target=lambda: [*warm_up(ordered, jobs)], name="compile_ahead").start()
 
 
 def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort) -> Task:
@@ -168,6 +186,7 @@ def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], d
         "tokens": shape.tokens,
         "experts": statistics.mean(batch.experts for batch in of_shape),
         "floor_us": statistics.mean(floor_us(each, shape.activation_dtype) for each in costs),
+        "quantization_error": quantization_error(of_shape[0], layers[of_shape[0].layer]),
     }
 
     def checks(each: Implementation) -> Iterator[tuple[Callable[[], Call], Errors, Limits]]:
@@ -210,11 +229,21 @@ def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
 
 BASELINES = ("triton_kernels", "marlin", "humming")
 # Bars in microseconds. A key is the end of the shape's name: the number of tokens, and the activations' dtype.
-_US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750, "8192 fp8": 1750}
+_US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750}
+_US |= {"1024 fp8": 560, "8192 fp8": 1750}
+# Numbers of tokens at which fp8 activations must take no longer than bfloat16 activations.
+_NO_SLOWER = (1, 4, 16, 64, 256)
 _NAME = GPT_OSS_120B.name
-_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
+_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME and not shape.more)
 BARS = [
     *(bars.at_most(f"{_NAME} {tokens}", us) for tokens, us in _US.items()),
+    bars.Bar(
+        f"{_NAME}: fp8 over bfloat16 activations, worst number of tokens",
+        1.0,
+        True,
+        tuple(f"{_NAME} {tokens}{dtype}" for tokens in _NO_SLOWER for dtype in ("", " fp8")),
+        lambda times: max(times[f"{_NAME} {tokens} fp8"]["ours"] / times[f"{_NAME} {tokens}"]["ours"] for tokens in _NO_SLOWER),
+    ),
     bars.against(f"{_NAME}: best baseline, geometric mean", 1.5, _BF16, BASELINES, mean=True),
     bars.against(f"{_NAME}: best baseline, worst number of tokens", 1.1, _BF16, BASELINES),
 ]
@@ -304,7 +333,10 @@ BENCHMARK = Benchmark(
     judged=judged,
     rate=lambda row: f"{row['floor_us'] / row['timing']['median_us']:.0%} of floor",
     figure=FIGURE,
-    about=lambda row: f" ({row['experts']:.1f} experts, floor {row['floor_us']:.1f} us)",
+    about=lambda row: (
+        f" ({row['experts']:.1f} experts, floor {row['floor_us']:.1f} us, error of quantised activations"
+        f" {row['quantization_error']:.1e})"
+    ),
     copies=_LAYERS,
     options=options,
     chosen=lambda given, shape: (not given.tokens or shape.tokens in given.tokens) and (given.more or not shape.more),

@@ -24,10 +24,13 @@ from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES, Gemm, codes_for, columns_for, inputs_for
+from tokenspeed_kernel_nvidia.sm90.moe.moe_apply import is_streamed
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of
 
 Experts = Callable[[Batch], Call]
 
@@ -77,20 +80,37 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
     return setup
 
 
+def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
+    """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4 weights
+    that float8_e5m2 represents exactly."""
+    model, dtype, rounded = shape.model, "bfloat16", shape.activation_dtype == "fp8"
+    pairs = shape.tokens * model.top_k
+    if model.weight_format != "mxfp4":
+        return []
+    if is_streamed(dtype, pairs, model.experts, rounded):
+        k = max(model.hidden, model.intermediate)
+        return [(stream.stream_program, config_of(dtype, k, pairs / model.experts, rounded))]
+    inputs = inputs_for(dtype, pairs, model.experts)
+    if rounded:
+        inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
+    columns = columns_for(pairs, model.experts, inputs)
+    return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind)) for gated in (True, False) for kind in inputs]
+
+
 def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
     """Sets up `moe_apply` on mxfp4 weights with one tile width, without the router.
 
     Args:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
-            ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. The name
-            ``few`` is the streaming kernel.
+            ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. The names
+            ``few`` and ``fewc`` are the streaming kernel.
         shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
         raise Unsupported("for mxfp4 weights, and activations of one dtype")
     prepared = mxfp4_layout.prepare_weights(layer.weights, layer.plan)
     apply = functools.partial(stream.moe_apply_few, out=None)
-    if name != "few":
+    if not name.startswith("few"):
         kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
         apply = functools.partial(grouped.moe_apply_many, columns=int(name.rstrip("vcs")), inputs=(kind,))
     return lambda batch: functools.partial(apply, batch.x, prepared, batch.topk_weights, batch.topk_ids, layer.plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,10 +99,15 @@ QWEN3_FP8 = Model("qwen3-235b fp8 blocks", 128, 8, 4096, 1536, "fp8_block")
 DEEPSEEK_V3 = Model("deepseek-v3 32 of 256", 32, 8, 7168, 2048, "fp8_block", of=256)
 
 
+# Numbers of tokens of GPT-OSS-120B that have no bar.
+_BESIDE_BARS = (128, 512, 2048)
+
+
 def _shapes() -> Iterator[Shape]:
-    for tokens in (1, 2, 4, 8, 16, 64, 256, 1024, 8192):
-        yield Shape(GPT_OSS_120B, tokens)
-    yield Shape(GPT_OSS_120B, 8192, "fp8")
+    for tokens in (1, 2, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 8192):
+        yield Shape(GPT_OSS_120B, tokens, more=tokens in _BESIDE_BARS)
+    for tokens in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192):
+        yield Shape(GPT_OSS_120B, tokens, "fp8", more=tokens in _BESIDE_BARS)
     for model in (GPT_OSS_20B, QWEN3, QWEN3_FP8, DEEPSEEK_V3):
         for activation_dtype in ("none", "fp8") if model.weight_format == "fp8_block" else ("none",):
             for tokens in (1, 4, 16, 64, 256, 1024, 8192):
@@ -196,6 +202,14 @@ def expected(batch: Batch, layer: Layer) -> Tensor:
     result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
     assert isinstance(result, Tensor)
     return result
+
+
+def quantization_error(batch: Batch, layer: Layer) -> float:
+    """Returns the relative error of the definition because it quantises activations; 0 if it does not."""
+    if layer.plan.activation_dtype == "none":
+        return 0.0
+    exact = expected(batch, Layer(layer.weights, dataclasses.replace(layer.plan, activation_dtype="none")))
+    return float((expected(batch, layer) - exact).norm() / exact.norm())
 
 
 def floor_us(cost: Cost, activation_dtype: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,12 @@ import torch
 from tokenspeed_kernel.workbench.benchmark import Unsupported, runner
 from tokenspeed_kernel_base.cases import Cost, Draw
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.workspace import Keeper
+from tokenspeed_kernel_nvidia._programs import Program
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
+from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 
 Programs = Callable[[str], ModuleType]
 CPU = torch.device("cpu")
@@ -224,6 +231,40 @@ def test_shapes_are_listed(programs: Programs, capsys: pytest.CaptureFixture[str
     main = programs("h200_moe").BENCHMARK.main
     ours = ["--baselines", "ours"]
     main([*ours, "--list", "--tokens", "1", "8192"])
-    assert capsys.readouterr().out.splitlines() == ["gpt-oss-120b 1", "gpt-oss-120b 8192", "gpt-oss-120b 8192 fp8", "ours"]
+    shapes = ["gpt-oss-120b 1", "gpt-oss-120b 8192", "gpt-oss-120b 1 fp8", "gpt-oss-120b 8192 fp8"]
+    assert capsys.readouterr().out.splitlines() == [*shapes, "ours"]
     main([*ours, "--list", "--more", "--only", "deepseek.* 4 fp8"])
     assert capsys.readouterr().out.splitlines() == ["deepseek-v3 32 of 256 4 fp8", "ours"]
+
+
+def test_programs_of_shapes_are_those_of_calls(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are compiled ahead are those that calls use, as far as these take long to compile."""
+    shapes, baselines = programs("moe_shapes"), programs("moe_baselines")
+    used: list[Any] = []
+
+    def recorded(program: Program[Any], config: Any) -> Any:
+        used.append((program, config))
+        return lambda *_: None
+
+    monkeypatch.setattr(Program, "__call__", recorded)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    for module in (stream, grouped):
+        monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
+    monkeypatch.setattr(stream, "keeper", Keeper(arena=1, capturing=lambda: False))
+    try:
+        for model, tokens, activation_dtype in itertools.product(
+            (shapes.Model("some", 8, 4, 96, 64), shapes.Model("few", 4, 2, 32, 96)), (1, 20, 80, 900, 5000), ("none", "fp8")
+        ):
+            shape = shapes.Shape(model, tokens, activation_dtype)
+            layer = shapes.Layer.drawn(shape, CPU, 0)
+            (batch,) = shapes.batches(shape, 1, 1, CPU)
+            used.clear()
+            stream._program_of.cache_clear()
+            grouped._programs_of.cache_clear()
+            weights = prepare_weights(layer.weights, layer.plan)
+            moe_apply.moe_apply(batch.x, weights, batch.topk_weights, batch.topk_ids, layer.plan)
+            ahead = [(program, config) for program, config in used if program in (stream.stream_program, grouped.gemm_program)]
+            assert baselines.programs_of(shape) == [each for each in ahead if not getattr(each[1], "repairs", False)]
+    finally:
+        stream._program_of.cache_clear()
+        grouped._programs_of.cache_clear()

@@ -28,6 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import FEW_ROUNDED_COLUMNS
 
 from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
@@ -232,6 +233,20 @@ def test_experts_with_split_elements() -> None:
             compare(got, layer.wanted(x, weights, ids))
             x = got
     assert len(emulator.launches) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [None, FEW_ROUNDED_COLUMNS])
+def test_experts_with_fp8_activations(columns: int | None) -> None:
+    """The grouped kernel with fp8 activations, which the operator's small cases do not use. Calls may overlap."""
+    layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales([1])
+    x, weights, ids = layer.tokens(9)
+    with emulated_sm90(seed=1):
+        for _ in range(2):
+            wanted = layer.wanted(x, weights, ids)
+            x = grouped.moe_apply_rounded(x, layer.prepared, weights, ids, layer.plan, columns=columns)
+            assert (x.float() - wanted).norm() <= 2e-2 * wanted.norm()
 
 
 def test_experts_with_split_elements_beside_outliers() -> None:

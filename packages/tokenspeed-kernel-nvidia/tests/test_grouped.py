@@ -252,6 +252,7 @@ def test_blocks_of_zeros_with_any_scale(sm90: torch.device, dtype: torch.dtype) 
 @pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
 def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:
     layer = RoundedLayer(sm90, 4, 1, 160, 192, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales([1])
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
     for codes in (False, True):
@@ -325,8 +326,16 @@ def test_elements_are_split_if_there_are_few_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "experts", "most"),
-    [("bfloat16", 128, 384), ("bfloat16", 384, 1024), ("bfloat16", 32, 384), ("bfloat16", 8, 128), ("float16", 128, 1024)],
+    ("dtype", "experts", "most", "rounded"),
+    [
+        ("bfloat16", 128, 384, False),
+        ("bfloat16", 384, 1024, False),
+        ("bfloat16", 32, 384, False),
+        ("bfloat16", 8, 128, False),
+        ("float16", 128, 1024, False),
+        ("bfloat16", 128, 1024, True),
+        ("float16", 32, 256, True),
+    ],
 )
-def test_few_pairs_are_streamed(dtype: str, experts: int, most: int) -> None:
-    assert [moe_apply._is_streamed(dtype, pairs, experts) for pairs in (1, most, most + 1)] == [True, True, False]
+def test_few_pairs_are_streamed(dtype: str, experts: int, most: int, rounded: bool) -> None:
+    assert [moe_apply.is_streamed(dtype, pairs, experts, rounded) for pairs in (1, most, most + 1)] == [True, True, False]

@@ -25,6 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     EXACT_FROM,
     FEW_COLUMNS,
+    FEW_ROUNDED_COLUMNS,
     FEWEST_COLUMNS,
     FITTED,
     MANY_COLUMNS,
@@ -260,6 +261,8 @@ def test_layers(
     ("inputs", "dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
+        pytest.param((CODES,), torch.bfloat16, FEW_ROUNDED_COLUMNS, 3, 2, 160, 96, 20, marks=pytest.mark.slow),
+        pytest.param((CODES,), torch.float16, FEW_ROUNDED_COLUMNS, 2, 2, 320, 704, 70, marks=pytest.mark.slow),
         ((VALUES,), torch.float16, FEWEST_COLUMNS, 3, 2, 96, 64, 9),
         pytest.param((VALUES,), torch.bfloat16, FEWEST_COLUMNS, 2, 2, 160, 96, 60, marks=pytest.mark.slow),
         pytest.param((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9, marks=pytest.mark.slow),
@@ -280,8 +283,8 @@ def test_rounded_layers(
     tokens: int,
 ) -> None:
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
-    if len(inputs) > 1:
-        layer.spread_scales([1, 2])
+    if len(inputs) > 1 or columns == FEW_ROUNDED_COLUMNS:
+        layer.spread_scales(range(1, experts - 1))
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)

@@ -14,7 +14,6 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError
-from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import OCTAVES, RoundedWeights, exact_experts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
@@ -88,7 +87,7 @@ def test_calls_say_whether_experts_are_exact(inexact: list[int]) -> None:
     options: dict[str, Any] = {
         "capability": ours.capability,
         "signatures": ours.format_signatures,
-        "priority": Priority.SPECIALIZED,
+        "priority": ours.priority + 1,
     }
     register_kernel(ours.family, ours.mode, name=folding, solution="test", traits=traits, **options)(lambda *_: None)
     try:

@@ -204,6 +204,44 @@ def test_same_bits_every_time(sm90: torch.device) -> None:
         assert torch.equal(layer.run(*call), first)
 
 
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "top_k", "counts", "dtype"),
+    [
+        (8, 96, 64, 4, (1, 7), torch.bfloat16),
+        (8, 64, 96, 2, (7, 60), torch.float16),
+        (128, 2880, 2880, 4, (1, 16, 64, 256), torch.bfloat16),
+        (128, 2880, 2880, 4, (64,), torch.float16),
+        (4, 2880, 2880, 4, (40,), torch.bfloat16),  # several entries per expert
+        (384, 1024, 512, 8, (33,), torch.bfloat16),
+        (8, 7168, 2048, 8, (5, 40), torch.float16),
+    ],
+    ids=str,
+)
+def test_fp8_activations(
+    sm90: torch.device, experts: int, hidden: int, intermediate: int, top_k: int, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The error is smaller than that of the other kernels, which round activations to 16 bits before they quantise them."""
+    layer = Layer(sm90, experts, top_k, hidden, intermediate, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales([1])
+    for count in counts:
+        call = layer.tokens(count)
+        got, wanted = layer.run(*call), layer.wanted(*call)
+        assert (got.float() - wanted).norm() <= 6e-3 * wanted.norm()
+        assert all(torch.equal(layer.run(*call), got) for _ in range(20))
+
+
+def test_fp8_activations_of_any_magnitude(sm90: torch.device) -> None:
+    layer = Layer(sm90, 4, 4, 96, 160, activation_dtype="fp8")
+    x, weights, ids = layer.tokens(9)
+    x[1] *= 2.0**-120  # the smallest scale
+    x[2], x[4, 3], x[6, 9] = 0, torch.inf, torch.nan
+    got, wanted = layer.run(x, weights, ids), layer.wanted(x, weights, ids)
+    assert got[[4, 6]].isnan().all()
+    assert (got[2] == 0).all()
+    for row in (0, 1, 3, 5, 7, 8):
+        compare(got[row : row + 1], wanted[row : row + 1])
+
+
 # -- on the device: graphs and streams ---------------------------------------------------------------------------------------------
 
 
@@ -280,9 +318,10 @@ def test_two_streams(sm90: torch.device) -> None:
         assert not keeper.get(sm90.index, on.cuda_stream, 0, 0).counters.any()
 
 
-def test_kernels_that_overlap(sm90: torch.device) -> None:
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
+def test_kernels_that_overlap(sm90: torch.device, activation_dtype: str) -> None:
     """Kernels overlap (PDL). The output of each call is the next call's tokens."""
-    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    layer = Layer(sm90, 16, 4, 192, 160, activation_dtype=activation_dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(24)
     wanted = x
     for _ in range(8):
@@ -317,12 +356,16 @@ def test_programs() -> None:
         used = LIST_BYTES + OTHER_BYTES + config.rows_bytes + BUFFERS * (config.sums_bytes + PANEL_HEAD_BYTES)
         assert used + config.stages * config.stage_bytes <= SHARED_BYTES
         assert config.pairs >= 4
-        assert config.columns == 2 * config.pairs * (2 if config.dtype == "float16" else 1)
+        assert config.columns == config.pairs * (1 if config.rounded else 4 if config.dtype == "float16" else 2)
 
 
 @pytest.mark.parametrize(
     ("dtype", "k", "tokens", "top_k", "experts", "blocks", "pairs"),
     [
+        ("rounded", 2880, 1, 4, 128, 45, 8),
+        ("rounded", 2880, 64, 4, 128, 45, 8),
+        ("rounded", 2880, 256, 4, 128, 45, 16),
+        ("rounded", 7168, 128, 8, 32, 112, 16),
         ("bfloat16", 2880, 1, 4, 128, 45, 4),
         ("bfloat16", 2880, 16, 4, 128, 45, 4),
         ("bfloat16", 2880, 64, 4, 128, 45, 8),
@@ -338,15 +381,16 @@ def test_programs() -> None:
     ],
 )
 def test_program_for_a_layer(dtype: str, k: int, tokens: int, top_k: int, experts: int, blocks: int, pairs: int) -> None:
-    config = config_of(dtype, k, tokens * top_k / experts)
-    assert (config.dtype, config.blocks, config.pairs) == (dtype, blocks, pairs)
+    rounded = dtype == "rounded"
+    config = config_of("bfloat16" if rounded else dtype, k, tokens * top_k / experts, rounded)
+    assert (config.blocks, config.pairs, config.rounded) == (blocks, pairs, rounded)
 
 
-@given(st.sampled_from(sorted(DTYPES.values())), st.integers(1, max_k() // 32), st.floats(0, MAX_PAIRS))
-def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_per_expert: float) -> None:
+@given(st.sampled_from(sorted(DTYPES.values())), st.integers(1, max_k() // 32), st.floats(0, MAX_PAIRS), st.booleans())
+def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_per_expert: float, rounded: bool) -> None:
     k = 32 * half_blocks
-    config = config_of(dtype, k, pairs_per_expert)
-    alike = [other for other in every_config() if other.dtype == dtype and other.blocks * BLOCK >= k]
+    config = config_of(dtype, k, pairs_per_expert, rounded)
+    alike = [other for other in every_config() if (other.dtype, other.rounded) == (dtype, rounded) and other.blocks * BLOCK >= k]
     assert config in alike
     assert config.blocks == min(other.blocks for other in alike)
     wide = [other.pairs for other in alike if other.blocks == config.blocks]
@@ -435,14 +479,14 @@ def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids:
         pairs = launch.tokens * plan.top_k
         assert 0 < pairs <= MAX_PAIRS
         k = max(plan.hidden_size, plan.intermediate_size)
-        assert launch.config == config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts)
+        assert launch.config == config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
         assert (w13, w2) == (layer.prepared.w13_weight.data_ptr(), layer.prepared.w2_weight.data_ptr())
         if ids.is_contiguous():
             assert ids_at == ids.data_ptr() + 4 * done * plan.top_k
             assert weights_at == weights.data_ptr() + 4 * done * plan.top_k
         memory = launch.workspace
         assert (activated, counters) == (memory.memory_at, memory.counters_at)
-        assert slots >= activated + 2 * pairs * plan.intermediate_size
+        assert slots >= activated + (4 if launch.config.wide else 2) * pairs * plan.intermediate_size
         assert (slots - activated) % 16 == 0
         assert slots + 4 * pairs * plan.hidden_size <= activated + memory.nbytes
         assert memory.count >= stream.COUNTERS + entries_of(launch.config, pairs, plan.num_experts)
@@ -470,7 +514,9 @@ def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids:
         (129, 8, [128, 1]),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {**GPT_OSS, "dtype": torch.float16}], ids=["plain", "gpt-oss"])
+@pytest.mark.parametrize(
+    "options", [{}, {**GPT_OSS, "dtype": torch.float16}, {"activation_dtype": "fp8"}], ids=["plain", "gpt-oss", "fp8"]
+)
 def test_no_launch_has_more_pairs_than_it_takes(
     launches: list[Launch], tokens: int, top_k: int, counts: list[int], options: dict[str, Any]
 ) -> None:
@@ -481,13 +527,13 @@ def test_no_launch_has_more_pairs_than_it_takes(
 
 
 @pytest.mark.parametrize("top_k", range(1, MAX_TOP_K + 1))
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
+@pytest.mark.parametrize(("dtype", "activation_dtype"), [*((dtype, "none") for dtype in HALVES), (torch.bfloat16, "fp8")], ids=str)
+def test_sizes(launches: list[Launch], dtype: torch.dtype, activation_dtype: str, top_k: int) -> None:
     """All programs that calls use are among those that are compiled ahead of time."""
     every = set(every_config())
     sizes = ((32, 32, 8), (768, 800, 8), (2880, 32, 9), (32, 4096, 8), (max_k(), 64, 8), (64, max_k(), 8), (32, 32, MAX_EXPERTS))
     for hidden, intermediate, experts in sizes:
-        layer = Layer(CPU, experts, top_k, hidden, intermediate, dtype=dtype)
+        layer = Layer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, activation_dtype=activation_dtype)
         for tokens in (1, 5, 300):
             layer.run(*layer.tokens(tokens))
             assert {launch.config for launch in launches} <= every

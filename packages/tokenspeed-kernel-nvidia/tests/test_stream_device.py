@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import Entry, Shapes, entry_code, entry_of
 
-from .snippets import bits, execute
+from .snippets import bits, execute, floats
 
 LARGEST = 256.0  # a row is scaled so that all of its elements are smaller
 
@@ -65,6 +65,22 @@ def test_parts_of_nan_and_infinity(parts: int) -> None:
     assert found[:, 0, 1:].isfinite().all()
     assert (found[0, 1] == 3).all()
     assert (found[1:, 1] == 0).all()
+
+
+def test_quotients_of_rounded_rows() -> None:
+    """Quotients are those of a division, although the hardware's approximate reciprocal may be off by an ulp."""
+    generator = torch.Generator().manual_seed(1)
+    y = 0.25 + 0.75 * torch.rand(1 << 20, generator=generator)
+    x = (torch.rand(y.shape, generator=generator) * 2 - 1) * rows.LARGEST * y
+    halves = torch.arange(17, 449, 2)  # the values between two neighbouring float8_e4m3fn of at least 16, and others
+    x[: halves.numel()], y[: halves.numel()] = halves * 0.375, 0.375
+    x[-3:] = torch.tensor([torch.nan, 0.0, -0.0])
+    for ulps in (-1, 0, 1):
+        approximate = bits(1 / y) + ulps
+        (inverse,) = execute(rows._RECIPROCAL, bits(y), approximate)
+        (found,) = execute(rows._QUOTIENT, bits(x), bits(y), inverse)
+        assert torch.equal(found[:-3], bits(x / y)[:-3])
+        assert floats(found[-3:]).isnan().tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("config", every_config(), ids=str)

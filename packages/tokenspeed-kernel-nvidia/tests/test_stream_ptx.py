@@ -50,7 +50,8 @@ def executed(
     """Returns the output of a launch, which must leave its counters at zero."""
     x, weights, ids = call
     plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
-    config = config_of(DTYPES[plan.dtype], max(plan.hidden_size, plan.intermediate_size), pairs / plan.num_experts)
+    k, rounded = max(plan.hidden_size, plan.intermediate_size), plan.activation_dtype == "fp8"
+    config = config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts, rounded)
     counts = COUNTERS + entries_of(config, pairs, plan.num_experts)
     counters = memory.put(np.zeros(4 * counts, np.uint8))
     ids_at, weights_at, x_at = (memory.put(bytes_of(each)) for each in (ids, weights, x))
@@ -112,10 +113,15 @@ def test_layers(
     compare(got, layer.wanted(x, weights, ids))
 
 
-@pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
-def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights are multiplied by powers of 2. Neither the projections nor gate * up overflow float32."""
-    layer = RandomLayer(CPU, 4, 2, 96, 64)
+@pytest.mark.parametrize(
+    ("tokens_by", "w13_by", "w2_by", "activation_dtype"),
+    [(80, -80, 0, "none"), (-80, 80, 0, "none"), (0, 55, -100, "none"), (-120, 110, 0, "fp8"), (0, 55, -100, "fp8")],
+)
+def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int, activation_dtype: str) -> None:
+    """Tokens and weights are multiplied by powers of 2. Neither the projections nor gate * up overflow float32. The smallest tokens
+    have the smallest scale of fp8 activations.
+    """
+    layer = RandomLayer(CPU, 4, 2, 96, 64, activation_dtype=activation_dtype)
     given = layer.given
     assert given.w13_weight_scale is not None
     assert given.w2_weight_scale is not None
@@ -157,3 +163,23 @@ def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
     x, weights, _ = layer.tokens(3)
     ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)
     compare(executed(texts, layer, (x, weights, ids), 2, 1, resident=1), layer.wanted(x, weights, ids))
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 5), (torch.float16, 5), (torch.bfloat16, 21)], ids=str)
+def test_fp8_activations(texts: Any, dtype: torch.dtype, tokens: int) -> None:
+    """Both quantisations are those of the operator, so the only other error is the rounding of the output. float8_e5m2 does not
+    represent the weights of one expert exactly. If there are many tokens, this expert has more pairs than an entry.
+    """
+    layer = RandomLayer(CPU, 4, 2, 96, 64, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales([1])
+    x, weights, ids = layer.tokens(tokens)
+    ids[5:, 0] = 1
+    ids[0, 0] = -1
+    x[1] *= 2.0**-12
+    x[2] = 0
+    wanted = layer.wanted(x, weights, ids)
+    x[3, 9], x[4, 8] = torch.inf, torch.nan
+    got = executed(texts, layer, (x, weights, ids), 2, 1, seed=tokens)
+    assert got[3:5].isnan().all()
+    finite = [0, 1, 2, *range(5, tokens)]
+    compare(got[finite], wanted[finite])

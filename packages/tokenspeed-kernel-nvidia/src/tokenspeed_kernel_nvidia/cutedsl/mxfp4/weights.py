@@ -68,6 +68,14 @@ class RoundedWeights(MoEWeights, Resource):
         return self.card
 
 
+def require_rounded(weights: MoEWeights) -> RoundedWeights:
+    """Returns the weights of a call with fp8 activations. Raises TypeError for others."""
+    if not isinstance(weights, RoundedWeights):
+        wanted = "what moe_apply.prepare makes for fp8 activations"
+        raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
+    return weights
+
+
 def exact_experts(*scales: Tensor | None) -> Tensor:
     """Returns int32 ``[experts]``: 1 for experts whose scales are close enough in every row, else 0.
 

@@ -3,10 +3,9 @@
 Weights have one layout, see `mxfp4.layout`. Two implementations read this layout. `stream` is for few (token, slot) pairs per
 expert, where reading weights is the bottleneck, and `grouped` for many.
 
-A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable kernel. On
-an H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
-activations. So with fp8 activations, selection prefers the portable kernel. To get this kernel, pass ``solution="cutedsl"``, or
-tune.
+A plan is valid for any number of tokens. This kernel is preferred to the portable kernel. On an H200 it was faster at all measured
+numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`): with 16-bit activations from 1 to 8192 tokens, with fp8 activations
+at 8192. The same benchmark measures fp8 activations at other numbers of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
-from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights, require_rounded
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import moe_apply_many, moe_apply_rounded
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
@@ -35,18 +34,22 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
 _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
+_ROUNDED_ACCURACY = "float8 MMAs keep about 14 bits of a sum, of up to 256 terms"
 _FEW = 16  # `stream` is used up to this mean number of pairs per expert, which one entry can hold
 # If `grouped` would split elements, `stream` is used only up to these smaller numbers of pairs: per expert, or in total.
 # Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508
 # and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
+# With fp8 activations, `stream` is used up to this mean number of pairs per expert. Few experts then have more pairs than an entry
+# holds. Not measured.
+_FEW_ROUNDED = 8
 
 
-def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
-    """Returns whether `stream` handles this number of pairs."""
-    most = min(MAX_PAIRS, _FEW * experts)
-    if inputs_for(dtype, pairs, experts) == (PARTS,):
+def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
+    """Returns whether `stream` handles this number of pairs. ``rounded``: whether activations are fp8."""
+    most = min(MAX_PAIRS, (_FEW_ROUNDED if rounded else _FEW) * experts)
+    if not rounded and inputs_for(dtype, pairs, experts) == (PARTS,):
         most = min(most, max(_FEW_BESIDE_SPLIT * experts, _FEW_IN_ALL))
     return pairs <= most
 
@@ -69,14 +72,12 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["grouped"]:
         return None
-    if request.traits["fp8_activations"]:
-        return "rows that are rounded are not streamed past"
     if request.traits["exact_activations"]:
         return "rows that are streamed past are split into float8 terms"
     return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS else None
 
 
-def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _registered(name: str, accuracy: str, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register_kernel(
         "moe",
         "moe_apply",
@@ -101,16 +102,16 @@ def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[.
             "exact_activations": any,
             **traits,
         },
-        priority=priority,
+        priority=Priority.SPECIALIZED,
         tags={"determinism"},
-        accuracy=_ACCURACY,
+        accuracy=accuracy,
         weight_preprocessor=prepare_weights,
         tunables={"grouped": [False, True]},
         tunable_if=_suits_number_of_pairs,
     )
 
 
-@_registered(_NAME, Priority.SPECIALIZED)
+@_registered(_NAME, _ACCURACY)
 def moe_apply(
     x: Tensor,
     weights: MoEWeights,
@@ -123,20 +124,20 @@ def moe_apply(
 ) -> Tensor:
     """See the operator. Weights must be in the layout that `prepare_weights` makes.
 
-    ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. fp8 activations and exact activations
-    always use `grouped`.
+    ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. Exact activations always use `grouped`.
     """
     _require_supported(plan)
-    if plan.activation_dtype == "fp8":
-        return moe_apply_rounded(x, weights, topk_weights, topk_ids, plan, out)
-    pairs = topk_ids.numel()
-    if plan.exact_activations:  # `stream` splits rows
+    rounded = plan.activation_dtype == "fp8"
+    if rounded:
+        require_rounded(weights)
+    if plan.exact_activations and not rounded:  # `stream` splits rows
         grouped = True
     elif grouped is None:
-        grouped = not _is_streamed(DTYPES[x.dtype], pairs, plan.num_experts)
-    launch = moe_apply_many if grouped else moe_apply_few
+        grouped = not is_streamed(DTYPES[x.dtype], topk_ids.numel(), plan.num_experts, rounded)
+    launch = moe_apply_few
+    if grouped:
+        launch = moe_apply_rounded if rounded else moe_apply_many
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
-# Below the portable kernel, see the module's docstring.
-_registered(_NAME + "_fp8", Priority.PORTABLE, fp8_activations={True})(moe_apply)
+_registered(_NAME + "_fp8", _ROUNDED_ACCURACY, fp8_activations={True})(moe_apply)

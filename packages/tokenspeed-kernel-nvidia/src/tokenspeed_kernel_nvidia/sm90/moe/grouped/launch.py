@@ -37,9 +37,10 @@ from tokenspeed_kernel_nvidia._programs import Launch, program
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import STRIP
-from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import RoundedWeights
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import require_rounded
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
+    FEW_ROUNDED_COLUMNS,
     FITTED,
     MANY_COLUMNS,
     PARTS,
@@ -62,6 +63,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     most_tiles,
     repair_of,
     sorting_ctas,
+    usual_gemms,
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
@@ -76,7 +78,7 @@ def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
     return schedule_device.host(config), schedule_device.fake_arguments(config)
 
 
-@program(arch=ARCH, configs=every_gemm)
+@program(arch=ARCH, configs=every_gemm, usual=usual_gemms)
 def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import kernel_device
 
@@ -127,9 +129,9 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         first = second = None
         gemm_input = kind
         if kind != PLAIN:
-            # The first split kernel follows the schedule kernel. The latter does not write the former's input rows, so the two
+            # The first conversion follows the schedule kernel. The latter does not write the former's input rows, so the two
             # overlap.
-            first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
+            first = rounding_program(Rounding(name, kind, early=part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
         elif wide:
             second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
@@ -254,15 +256,16 @@ def moe_apply_rounded(
         codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised
             values. None chooses fp8 MMAs for many pairs. The partial sums of fp8 MMAs are accumulated in float32 every 256 elements
             of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
-        columns: see `moe_apply_many`.
+        columns: see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8 MMAs, because block scales multiply partial
+            sums and not the weights.
     """
-    if not isinstance(weights, RoundedWeights):
-        wanted = "what moe_apply.prepare makes for fp8 activations"
-        raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
+    rounded = require_rounded(weights)
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
         codes = codes_for(topk_ids.numel(), plan.num_experts)
-    if codes and weights.inexact < plan.num_experts:
-        inputs = (CODES, VALUES) if weights.inexact else (CODES,)
-    exact = weights.exact if len(inputs) > 1 else None
+    if columns == FEW_ROUNDED_COLUMNS:
+        inputs = (CODES,)
+    elif codes and rounded.inexact < plan.num_experts:
+        inputs = (CODES, VALUES) if rounded.inexact else (CODES,)
+    exact = rounded.exact if len(inputs) > 1 else None
     return moe_apply_many(x, weights, topk_weights, topk_ids, plan, out, columns=columns, inputs=inputs, exact=exact)

@@ -3,8 +3,8 @@
 The fixed work of a stage, such as waiting for barriers, is amortised over several panels. With few columns, this fixed work took a
 third of all instructions. While one block is multiplied, the next block is dequantised.
 
-With the fewest columns, fp8 MMAs multiply weights without their scales. Columns are then split in two (`PARTS`). Each half of a
-block has its own scale. So its MMAs have a separate accumulator, which is scaled and added in registers.
+fp8 MMAs multiply weights without their scales, by columns that are split in two (`PARTS`) or by fp8 activations (`CODES`). Each
+half of a block has its own scale. So its MMAs have a separate accumulator, which is scaled and added in registers.
 """
 
 # mypy: ignore-errors
@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
 )
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_barrier
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, REST
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
 HALVES = 2  # of a block, with a scale each
@@ -86,7 +86,7 @@ class PanelMainloop(Shapes):
         places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
         heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        multiply = self.mainloop_fp8 if const_expr(c.inputs == PARTS) else self.mainloop_16bit
+        multiply = self.mainloop_fp8 if const_expr(c.bytewise) else self.mainloop_16bit
         sums, at, columns = multiply(call, storage, left, at, columns, slot, lane, wg, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         for each in cutlass.range_constexpr(panels):
@@ -295,15 +295,19 @@ class PanelMainloop(Shapes):
 
     @cute.jit
     def add_scaled_partials(self, partials: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
-        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
+        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair (`PARTS`) are
         neighbouring columns.
         """
         factors = scales_of(scales)
-        for tile in cutlass.range_constexpr(cute.size(sums) // 2):
-            for r in cutlass.range_constexpr(2):
-                number = partials[4 * tile + 2 * r] + partials[4 * tile + 2 * r + 1] * (1.0 / REST)
-                to = tile // 2 * 4 + 2 * r + tile % 2
-                sums[to] += number * factors[HALVES * half + r]
+        if const_expr(self.config.slots == 1):
+            for each in cutlass.range_constexpr(cute.size(sums)):
+                sums[each] += partials[each] * factors[HALVES * half + each // 2 % 2]
+        else:
+            for tile in cutlass.range_constexpr(cute.size(sums) // 2):
+                for r in cutlass.range_constexpr(2):
+                    number = partials[4 * tile + 2 * r] + partials[4 * tile + 2 * r + 1] * (1.0 / REST)
+                    to = tile // 2 * 4 + 2 * r + tile % 2
+                    sums[to] += number * factors[HALVES * half + r]
 
     @cute.jit
     def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
@@ -14,7 +15,7 @@ FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the warpgroups
 FINISHERS = 2  # the number of these warps
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 # Number of fp8 parts into which an element of a row is split. Each part has four of its significant bits; bfloat16 has 8, float16
-# 11.
+# 11. Elements of fp8 activations are one fp8 value each.
 PARTS = {"bfloat16": 2, "float16": 3}
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
@@ -28,6 +29,7 @@ OTHER_BYTES = 3 * 1024  # barriers and other small arrays
 # Largest numbers of k blocks that kernels are compiled for: inputs of up to 768, 2880, 4096 and 7168 features. Each entry maps the
 # number of columns, as far as shared memory allows, to the number of blocks of a slab.
 _SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 5}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
+MOST_PAIRS = 16  # the most pairs of an entry; more would leave too little shared memory for the ring buffer
 
 
 @dataclass(frozen=True)
@@ -37,34 +39,38 @@ class Config:
     Attributes:
         dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
-        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16.
+        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16, or one with fp8 activations.
         slab: the number of k blocks in a stage of the ring buffer.
+        rounded: whether activations are fp8, with a scale per row.
     """
 
     dtype: str
     blocks: int
     columns: int
     slab: int
+    rounded: bool = False
 
     @property
     def parts(self) -> int:
         """The number of fp8 parts that an element of a row is split into."""
-        return PARTS[self.dtype]
+        return 1 if self.rounded else PARTS[self.dtype]
 
     @property
     def wide(self) -> bool:
-        """Whether the first GEMM's results are float32, because float16's range is too small for them."""
-        return self.dtype == "float16"
+        """Whether the first GEMM's results are float32. float16's range is too small for them. Values that become fp8 are rounded
+        only once in this way.
+        """
+        return self.rounded or self.dtype == "float16"
 
     @property
     def layers(self) -> int:
-        """The number of 8-column MMA tiles that 4 pairs need."""
+        """The number of 8-column MMA tiles that 4 pairs need. With one part per element, 8 pairs share an MMA tile."""
         return -(-self.parts // 2)
 
     @property
     def tiles(self) -> int:
         """The number of groups of 4 pairs of an expert that are computed at once."""
-        return self.columns // (8 * self.layers)
+        return self.columns // 4 if self.parts == 1 else self.columns // (8 * self.layers)
 
     @property
     def pairs(self) -> int:
@@ -103,22 +109,22 @@ def max_k() -> int:
     return max(_SLABS) * BLOCK
 
 
-def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
-    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features.
+def config_of(dtype: str, k: int, pairs_per_expert: float, rounded: bool = False) -> Config:
+    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features. ``rounded``: see `Config`.
 
     The configuration has room for twice the mean number of pairs of an expert plus two, which an expert rarely exceeds.
     """
     blocks = next(blocks for blocks in _SLABS if blocks >= blocks_of(k))
-    configs = _configs(dtype, blocks)
+    configs = _configs(dtype, blocks, rounded)
     return next((config for config in configs if config.pairs >= 2 * pairs_per_expert + 2), configs[-1])
 
 
-def _configs(dtype: str, blocks: int) -> list[Config]:
+def _configs(dtype: str, blocks: int, rounded: bool) -> list[Config]:
     """Returns the configurations for strips of ``blocks`` k blocks, from few columns to many."""
     # With three parts and the most columns, registers suffice for one block fewer.
     less = {32: 1} if PARTS[dtype] > 2 else {}
-    every = [Config(dtype, blocks, columns, slab - less.get(columns, 0)) for columns, slab in _SLABS[blocks].items()]
-    return [config for config in every if config.tiles]
+    every = [Config(dtype, blocks, columns, slab - less.get(columns, 0), rounded) for columns, slab in _SLABS[blocks].items()]
+    return [config for config in every if 0 < config.pairs <= MOST_PAIRS]
 
 
 def wanted_experts(pairs: int, experts: int) -> float:
@@ -147,4 +153,5 @@ def entries_of(config: Config, pairs: int, experts: int) -> int:
 
 def every_config() -> list[Config]:
     """Returns all configurations."""
-    return [config for dtype in DTYPES.values() for blocks in _SLABS for config in _configs(dtype, blocks)]
+    every = itertools.product(DTYPES.values(), _SLABS, (False, True))
+    return [config for dtype, blocks, rounded in every for config in _configs(dtype, blocks, rounded)]

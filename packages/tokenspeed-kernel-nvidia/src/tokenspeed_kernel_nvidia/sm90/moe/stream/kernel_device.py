@@ -67,8 +67,8 @@ class Stream(Schedule, Consumers):
     One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert, for its own use. Then:
 
     * warps 0-11, three warpgroups: MMA. A warpgroup has every third slab of a panel, and each of its warps a strip of 16 rows.
-      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
-      memory;
+      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts, or quantised
+      to float8_e4m3, in shared memory;
     * warp 12: the producer. It takes ranges from the global counter, and keeps the ring buffer full with slabs of panels;
     * warps 13-14: the epilogue. They add the warpgroups' partial sums. In the first GEMM they apply factors, bias and activation;
       in the second, factors, bias and routing weight. They store the results in global memory.

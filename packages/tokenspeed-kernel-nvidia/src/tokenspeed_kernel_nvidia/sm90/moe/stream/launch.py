@@ -7,6 +7,9 @@ bulk copies. The producer never waits for results. So panels of w2 arrive while 
 warps use swap-AB: weights are the A operand and pairs the columns. Computing panels of w2 waits until all panels of w13 of the same
 expert are done. A counter per expert signals this. At the end each CTA sums over slots for its part of the output.
 
+With fp8 activations, the warps that prepare rows quantise them. A pair then has one MMA column instead of two or three. The MMAs
+multiply unscaled weights, and block scales multiply the partial sums in float32. So all weights are exact.
+
 CTAs take ranges from a global counter, so nothing requires all of them to run at once. Results are deterministic, because the terms
 of every sum have a fixed order.
 """
@@ -73,7 +76,7 @@ class _Launch(NamedTuple):
 @functools.cache
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
-    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
+    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
     ctas = sm_count_of(device)
     slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4

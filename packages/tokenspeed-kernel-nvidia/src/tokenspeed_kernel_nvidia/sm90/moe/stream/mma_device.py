@@ -188,21 +188,28 @@ class Consumers(ExactDotProducts):
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
             rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
-        partials = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
+        partials = self.multiply_halves(call.rows + block * (4 * self.mma_tiles * CORE_BYTES), operands)
         for half in cutlass.range_constexpr(2 * count):
             for tile in cutlass.range_constexpr(self.tiles):
                 for row in cutlass.range_constexpr(2):
-                    at = 4 * self.layers * tile + 2 * row
-                    number, rest = partials[half][at], partials[half][at + 1]
-                    if const_expr(self.layers == 2):
-                        rest += partials[half][at + 4] * (1.0 / REST)
-                    sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
+                    number = self.joined(partials[half], tile, row)
+                    sums[tile, row] += number * scales[half // 2][2 * (half % 2) + row]
+
+    def joined(self, partials: list, tile: int, row: int) -> Float32:
+        """Joins the columns of a pair, which are the parts of its elements."""
+        if self.config.parts == 1:
+            return partials[4 * (tile // 2) + 2 * row + tile % 2]
+        at = 4 * self.layers * tile + 2 * row
+        number, rest = partials[at], partials[at + 1]
+        if self.layers == 2:
+            rest += partials[at + 4] * (1.0 / REST)
+        return number + rest * (1.0 / REST)
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
         """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns. Each lane
         has four values for every 8 columns.
         """
-        tiles = self.tiles * self.layers
+        tiles = self.mma_tiles
         each = 4 * tiles
         # Matrix descriptor: the address, the strides in bytes to the next 16 elements of k and to the next eight columns, each over
         # 16.
@@ -308,12 +315,13 @@ class Consumers(ExactDotProducts):
                     part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
                     upper += part[0]
                     lower += part[1]
-                if cute.arch.vote_any_sync(beyond[tile] != 0):
-                    for column in cutlass.range(4, unroll=1):
-                        if cute.arch.shuffle_sync(beyond[tile], column) != 0:
-                            exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
-                            if lane % 4 == column:
-                                upper, lower = exact
+                if const_expr(not self.config.rounded):  # fp8 represents rounded rows exactly
+                    if cute.arch.vote_any_sync(beyond[tile] != 0):
+                        for column in cutlass.range(4, unroll=1):
+                            if cute.arch.shuffle_sync(beyond[tile], column) != 0:
+                                exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                                if lane % 4 == column:
+                                    upper, lower = exact
                 upper = upper * factor + bias
                 lower = lower * factor8 + bias8
                 pair = pairs[tile]

@@ -3,13 +3,15 @@
 e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit type, and fp8 MMAs take fp8 on both sides. So each row
 has two columns: its elements rounded to four significant bits, and the remainders, multiplied by 32. float16 has more bits, so a
 third column holds the remainders of the remainders. A row is first scaled by a power of 2, so that its amax is at least 128 and
-below
-256. The error of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16 tokens
-the first GEMM's results are float32, because they may exceed float16's range.
+below 256. The error of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16
+tokens the first GEMM's results are float32, because they may exceed float16's range.
+
+fp8 activations have one column: the values of `quantize_fp8`. Their sums are multiplied by the row's scale.
 
 Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. Other groups of eight columns
 follow, then the next 16 elements of k. With three columns per pair, four pairs have their first two columns in one group of eight,
-and their third column in the next group. Elements are in the order that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
+and their third column in the next group. With one column per pair, a group has pairs 0, 4, 1, 5, ... 7. Elements are in the order
+that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
 """
 
 # mypy: ignore-errors
@@ -22,7 +24,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import widened
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack_fp8, widened
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_PAIRS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     ROWS_AT_ONCE,
@@ -40,6 +42,7 @@ CHUNK = 16  # elements of a row that a thread splits together; also the elements
 CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
 SMALL_DIVISOR = 4  # at most a 1 / SMALL_DIVISOR of a row's elements may be inexact
 REST = 32.0  # factor of the remainders
+LARGEST = 448.0  # float8_e4m3fn's largest value
 PREPARING = 2  # the named barrier of the MMA warps
 PREPARING_THREADS = 32 * MMA_WARPS
 ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
@@ -57,6 +60,20 @@ cvt.f32.f16 c, high;
 sub.f32 b, b, c;
 mul.f32 b, b, 0f42000000;
 """
+
+# A Newton step, which makes an approximate reciprocal accurate.
+_RECIPROCAL = """{ .reg .f32 n, e;
+neg.f32 n, {$r0};
+fma.rn.f32 e, n, {$r1}, 0f3F800000;
+fma.rn.f32 {$w0}, e, {$r1}, {$r1};
+}"""
+# Corrects an approximate quotient by its remainder, which fma computes exactly.
+_QUOTIENT = """{ .reg .f32 q, e, n;
+mul.rn.f32 q, {$r0}, {$r2};
+neg.f32 n, {$r1};
+fma.rn.f32 e, q, n, {$r0};
+fma.rn.f32 {$w0}, e, {$r2}, q;
+}"""
 
 
 def _split(parts: int) -> str:
@@ -99,23 +116,34 @@ class Rows(Shapes):
             # The float32 exponent field of amax; clamped, so that rows of zeros have a valid factor.
             field = cutlass.max(largest >> 23, 8)
             scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is handled below
+            divisor = Float32(1.0)
+            if const_expr(self.config.rounded):
+                divisor = divisor_of(as_float(largest) * scale, field)
             if row < entry.count:
                 if thread % ROW_THREADS == 0:
                     nan = Int32(0x7FFFFFFF)
-                    shared_int(call.factors)[row] = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                    factor = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                    if const_expr(self.config.rounded):
+                        factor = Int32(bits_of(as_float(factor) * divisor))
+                    shared_int(call.factors)[row] = factor
                 small = Int32(0)
                 for turn in cutlass.range_constexpr(self.turns):
                     chunk = thread % ROW_THREADS + turn * ROW_THREADS
                     if chunk < chunks:
                         some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
-                        small += self.store_chunk(call, chunk, row, scale, numbers[some])
-                small = cute.arch.warp_redux_sync(small, "add")
-                if lane == 0:
-                    shared_int(call.small)[row * ROW_WARPS + warp] = small
+                        if const_expr(self.config.rounded):
+                            self.store_rounded(call, chunk, row, scale, divisor, numbers[some])
+                        else:
+                            small += self.store_chunk(call, chunk, row, scale, numbers[some])
+                if const_expr(not self.config.rounded):
+                    small = cute.arch.warp_redux_sync(small, "add")
+                    if lane == 0:
+                        shared_int(call.small)[row * ROW_WARPS + warp] = small
             numbers = ahead
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
-        self.mark_rows(call, item, entry)
+        if const_expr(not self.config.rounded):
+            self.mark_rows(call, item, entry)
         for tile in cutlass.range_constexpr(self.tiles):
             factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
 
@@ -214,6 +242,15 @@ class Rows(Shapes):
             store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
         return small
 
+    @cute.jit
+    def store_rounded(self, call: Call, chunk: Int32, row: Int32, scale: Float32, divisor: Float32, numbers: Any):
+        """Quantises sixteen elements of a row, and stores them in the row's column."""
+        inverse = reciprocal(divisor)
+        values = [quotient(as_float(word) * scale, divisor, inverse) for word in numbers]
+        words = [pack_fp8(*(values[2 * word + place] for place in (0, 8, 1, 9))) for word in range(4)]
+        core = chunk * (self.config.columns // 8) + row // 8
+        store_words_shared(call.rows + core * CORE_BYTES + row % 4 * (2 * CHUNK) + row // 4 % 2 * CHUNK, words)
+
     @property
     def exact_from(self) -> int:
         """The bit pattern of the smallest scaled value that is exact, as float32: 2^-7 with two columns, 2^-9 with three."""
@@ -223,6 +260,31 @@ class Rows(Shapes):
         """Splits two values. Returns two bytes of each part."""
         parts = self.config.parts
         return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
+
+
+def divisor_of(amax: Float32, field: Int32) -> Float32:
+    """Returns the scale of a row of fp8 activations, as `quantize_fp8` defines it, for elements scaled by a power of 2.
+
+    Args:
+        amax: of the scaled row, below 256.
+        field: the exponent field of the row's amax before scaling, at least 8.
+    """
+    # The least scale is 2^-126 before scaling by 2^(134 - field). It matters only up to field 9.
+    least = as_float((135 - cutlass.min(field, 134)) << 23)
+    return cute.arch.fmax(quotient(amax, Float32(LARGEST), Float32(1.0 / LARGEST)), least)
+
+
+def quotient(x: Float32, y: Float32, inverse: Float32) -> Float32:
+    """Returns x / y, correctly rounded. ``inverse`` is 1 / y, correctly rounded.
+
+    y must be far from float32's limits. Division instructions have no such limit, but several times as much code.
+    """
+    return cute.arch.inline_ptx(_QUOTIENT, write_only_types=[Float32], read_only_args=[x, y, inverse])
+
+
+def reciprocal(x: Float32) -> Float32:
+    """Returns 1 / x, correctly rounded, for x far from float32's limits."""
+    return cute.arch.inline_ptx(_RECIPROCAL, write_only_types=[Float32], read_only_args=[x, cute.arch.rcp_approx(x)])
 
 
 def larger_halves(a: Uint32, b: Uint32) -> Uint32:

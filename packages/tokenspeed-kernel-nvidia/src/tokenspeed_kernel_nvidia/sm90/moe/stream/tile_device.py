@@ -74,7 +74,7 @@ class Call:
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
         out, out_stride: the output, like x.
         tokens: the number of tokens.
-        activated: the results of the first GEMM, bfloat16, or float32 if tokens are float16, ``[pairs, intermediate]``.
+        activated: the results of the first GEMM, bfloat16, or float32 if `Config.wide`, ``[pairs, intermediate]``.
         slots: the weighted results of the second GEMM, float32 ``[pairs, hidden]``.
         counters: the counters in global memory, see TICKET.
         pipe: the barriers of the ring buffer.
@@ -203,6 +203,7 @@ class Shapes:
         self.wide = config.wide
         self.tiles = config.tiles
         self.layers = config.layers
+        self.mma_tiles = config.columns // 8
         self.stages = config.stages
         self.slab = config.slab
         self.group = config.group
