@@ -184,7 +184,7 @@ def test_nothing_is_predicted_where_nothing_was_measured() -> None:
 
 def test_a_process_and_its_captured_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_made", {})  # other tests may have filled it
-    hidden = 4242  # of no other test
+    hidden = 4242  # no other test uses this size
     with shape_capture(tmp_path / "calls"):
         for _ in range(2):
             tk.rmsnorm(torch.ones(3, hidden), torch.ones(hidden))

@@ -98,8 +98,8 @@ def tensor_guards() -> Callable[..., Guard] | None:
     """``make(*tensors)`` returns ``guard(*tensors)``, which tests whether other tensors have the same classes, dtypes, devices,
     shapes, strides and need for a gradient.
 
-    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. They
-    may report a miss for tensors that would be valid: other strides, or one tensor passed twice.
+    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. A guard
+    may report a miss for valid tensors: other strides, or one tensor passed twice.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
