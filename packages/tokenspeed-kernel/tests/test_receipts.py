@@ -100,7 +100,7 @@ def test_configurations_that_cannot_be_used(change: dict[str, Any], message: str
 
 
 def test_unknown_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"llama-3-8bb is no file, and no preset; did you mean llama-3-8b\?"):
+    with pytest.raises(ModelError, match=r"llama-3-8bb is no file, .* mean llama-3-8b\?"):
         model_of("llama-3-8bb")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is no JSON"):

@@ -124,14 +124,14 @@ def test_slices_beyond_the_end() -> None:
 
 
 def test_heads_that_cannot_be_shared() -> None:
-    with pytest.raises(ValueError, match="num_key_value_heads must be a multiple of 4, the number of ranks, got 2"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads .* multiple of 4, .* got 2"):
         shard_of(make_config(), 4)
-    with pytest.raises(ValueError, match="num_attention_heads must be a multiple of 3, the number of ranks, got 4"):
+    with pytest.raises(ValueError, match=r"num_attention_heads .* multiple of 3, .* got 4"):
         shard_of(make_config(), 3)
 
 
 def test_experts_that_cannot_be_shared() -> None:
-    with pytest.raises(ValueError, match="num_local_experts must be a multiple of 2, the number of ranks, got 5"):
+    with pytest.raises(ValueError, match=r"num_local_experts .* multiple of 2, .* got 5"):
         shard_of(make_config(num_local_experts=5), 2, whole_experts=True)
     with pytest.raises(ValueError, match=r"num_local_experts must be at least 2.*4 and 3"):
         shard_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)
