@@ -5,6 +5,9 @@ kernel is compiled in exactly the configurations that the cases use. Tensors of 
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
+With ``--seconds`` the script stops early. It begins with the kernels whose sources recent commits changed, and continues with the
+others in an order that differs from commit to commit.
+
 The exit status is 1 in these cases: a kernel does not compile, or needs too much shared memory; operands of a wgmma may be
 overwritten while the wgmma is in flight; ptxas serialised wgmma instructions; machine code reads uninitialised registers; a kernel
 spills more bytes than ``ci/spill_allowances.toml`` allows.
@@ -19,21 +22,31 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import first
 import machine_code
 
 # The largest shared memory per CTA, in bytes, by architecture.
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 ALLOWANCES = Path(__file__).with_name("spill_allowances.toml")
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = "packages/tokenspeed-kernel/src"
 SOLUTION = "triton"
+_Job = tuple[str, str]  # architecture, kernel
+# Architecture, kernel, whether large cases are left out, the folder for code, the pattern of cases, the time to stop at,
+# and the seed of the order of cases.
+_Work = tuple[str, str, bool, "Path | None", str, float, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +95,24 @@ def main() -> int:
     jobs = [(arch, kernel) for kernel in _kernels(options.kernel) for arch in options.arch or ARCHITECTURES]
     compiled: list[Compiled] = []
     failures: list[Failure] = []
+    whole: set[_Job] = set()
+    recent: set[str] = set()
     began = time.monotonic()
+    end = began + options.seconds
+    seed = first.seed(ROOT)
+    if math.isfinite(end):
+        sources, changed = _sources({kernel for _, kernel in jobs}), first.changed_files(ROOT, SOURCES)
+        recent = {kernel for kernel, files in sources.items() if files & changed}
+        jobs = ordered(jobs, sources, changed, seed)
     # Each kernel and architecture has its own process: Triton keeps state per process, and the end of a process releases memory.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        work = [(arch, kernel, options.small, options.dump, options.case) for arch, kernel in jobs]
-        for done, missed in pool.imap_unordered(_compile, work):
+        idle = threading.Semaphore(options.jobs)
+        work = ((arch, kernel, options.small, options.dump, options.case, end, seed) for arch, kernel in jobs)
+        for job, done, missed, complete in pool.imap_unordered(_compile, _until(end, idle, work)):
+            idle.release()
             compiled += done
             failures += missed
+            whole |= {job} if complete else set()
     compiled.sort(key=lambda c: (c.kernel, c.function, c.arch, c.configuration))
     _print(compiled, every=options.every)
     excess = _beyond_allowance(compiled)
@@ -104,6 +128,12 @@ def main() -> int:
         f"{len(compiled)} device functions of {kernels} kernels, {len(failures)} failures, {len(excess)} beyond their spill "
         f"allowance, in {time.monotonic() - began:.0f} s ({_versions()})"
     )
+    left = [kernel for arch, kernel in jobs if (arch, kernel) not in whole]
+    if left:
+        print(
+            f"The time limit left out {len(left)} of {len(jobs)} pairs of architecture and kernel. Recent commits changed "
+            f"{len(recent)} kernels; {len(recent - set(left))} of these were compiled for all of the architectures."
+        )
     return 1 if failures or excess or not compiled else 0
 
 
@@ -115,9 +145,38 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="leave the large cases out")
     parser.add_argument("--every", action="store_true", help="print every configuration, not one line a function and architecture")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further compilation after this time")
     parser.add_argument("--json", type=Path, help="where to write every row")
     parser.add_argument("--dump", type=Path, help="a folder for the intermediate representations and the machine code")
     return parser.parse_args()
+
+
+def ordered(jobs: Sequence[_Job], sources: Mapping[str, frozenset[Path]], changed: Set[Path], seed: str) -> list[_Job]:
+    """Returns the pairs of architecture and kernel in the order of a compilation with a time limit.
+
+    Kernels with changed source files come first: the fewer kernels use a changed file, the earlier they come. All other kernels
+    follow in random order.
+    """
+    users = Counter(path for files in sources.values() for path in files & changed)
+    rank = {kernel: min(users[path] for path in files & changed) for kernel, files in sources.items() if files & changed}
+    return sorted(random.Random(seed).sample(jobs, len(jobs)), key=lambda job: rank.get(job[1], len(sources) + 1))
+
+
+def _sources(kernels: Iterable[str]) -> dict[str, frozenset[Path]]:
+    """Returns the source files of each kernel: its launcher, its device code, and the modules that these import."""
+    from tokenspeed_kernel.workbench.tuned import source_files
+    from tokenspeed_kernel_base.registry import KernelRegistry
+
+    return {kernel: frozenset(source_files(KernelRegistry.get().module_of(kernel)).values()) for kernel in kernels}
+
+
+def _until(end: float, idle: threading.Semaphore, work: Iterator[_Work]) -> Iterator[_Work]:
+    """Yields an item for each idle process, until the time is up."""
+    for item in work:
+        idle.acquire()
+        if time.monotonic() > end:
+            return
+        yield item
 
 
 def _versions() -> str:
@@ -142,8 +201,9 @@ def _kernels(pattern: str) -> list[str]:
 # -- one kernel on one architecture ------------------------------------------------------------------------------------------------
 
 
-def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compiled], list[Failure]]:
-    arch, kernel, small, dump, pattern = work
+def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
+    """Returns the pair of architecture and kernel, its device functions and failures, and whether all cases were compiled."""
+    arch, kernel, small, dump, pattern, end, seed = work
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the current default; Triton 3.9 warns that 3.10 will change it
     import tokenspeed_kernel  # noqa: F401  (declares the kernels)
@@ -156,14 +216,17 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
     spec = registry.get_by_name(kernel)
     platform = device_of(arch)
     if spec.capability.gap(platform) is not None:
-        return [], []
+        return (arch, kernel), [], [], True
     recorder = Recorder(arch, kernel, dump)
     failures = []
     with use_platform(platform), recorder.in_place_of_the_driver():
         op = get_operator(spec.operator)
-        for case in op.all_cases():
+        cases = op.all_cases()
+        for case in random.Random(seed).sample(cases, len(cases)):  # a job that ends early covers other cases in another commit
             if (small and case.large) or not re.search(pattern, case.name):
                 continue
+            if time.monotonic() > end:
+                return (arch, kernel), recorder.compiled, failures, False
             recorder.case = case.name
             try:
                 _launch(op, spec, registry, case)
@@ -171,7 +234,7 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
                 failures.append(Failure(arch, kernel, case.name, text[-1500:]))
-    return recorder.compiled, failures
+    return (arch, kernel), recorder.compiled, failures, True
 
 
 def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:

@@ -254,17 +254,17 @@ def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
         "weight_format": "mxfp4",
     }
     gpt_oss = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "bias": True}
-    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match="serves only calls that name it: activations of fewer than 256"):
+    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match=r"only calls that name it: .* fewer than 256"):
         tokenspeed_kernel.moe_apply.plan(**plan_of, **gpt_oss, solution="aiter")
     plan = tokenspeed_kernel.moe_apply.plan(**plan_of, **gpt_oss, override=NAMES[0])
     assert plan.weight_layout == "aiter_mxfp4_gpt_oss"
     silu = tokenspeed_kernel.moe_apply.plan(**plan_of, activation_dtype="mxfp4", override=NAMES[1])
     assert silu.weight_layout == "aiter_mxfp4_silu"
     weights = _inputs(1, 4, 2, 96, 64, **{**GATED, "w13_interleaved": False})(Draw(torch.device("cpu"), 0))["weights"]
-    with pytest.raises(ValueError, match=r"plan.limit must be 7.0 for aiter_moe_apply_mxfp4_gpt_oss, got 6.0"):
+    with pytest.raises(ValueError, match=r"plan.limit must be 7.0 .*, got 6.0"):
         tokenspeed_kernel.moe_apply.prepare(weights, replace(plan, limit=6.0))
     silu = tokenspeed_kernel.moe_apply.plan(**plan_of, activation_dtype="mxfp4", bias=True, override=NAMES[1])
-    with pytest.raises(ValueError, match=r"plan.bias must be False for aiter_moe_apply_mxfp4_silu, got True"):
+    with pytest.raises(ValueError, match=r"plan.bias must be False .*, got True"):
         tokenspeed_kernel.moe_apply.prepare(weights, silu)
 
 

@@ -23,8 +23,8 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Tests tiles of 16 to 128 rows, sequences with no, one and only new tokens, and caches that end at edges of pages and
-    blocks."""
+    """Tests tiles of 16 to 128 rows, and caches that end at edges of pages and blocks. Some sequences have no new token, some have
+    one, and some have only new tokens."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 

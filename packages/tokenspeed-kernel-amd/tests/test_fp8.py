@@ -41,7 +41,7 @@ def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[
 
 
 def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the reference's results for dequantised caches, because fp32 caches have no scales."""
+    """Returns the reference's results for caches dequantised to fp32; without scales, because fp32 caches have none."""
     wide = dict(arguments)
     for name in ("k", "v"):
         scale = wide.pop(f"{name}_scale", None)
@@ -125,7 +125,8 @@ def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, k
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 @pytest.mark.parametrize("longest", [40, *map(_slow, (1, 3, 8, 16))])
 def test_extend_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Tests every tile, sequences with no, one and only new tokens, and caches that end at edges of pages and blocks."""
+    """Tests every tile, and caches that end at edges of pages and blocks. Some sequences have no new token, some have one, and some
+    have only new tokens."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(EXTEND, gfx950, kv_lens, q_lens, page_size=page_size, **SCALE_A_HEAD)
 
@@ -265,7 +266,7 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
 
 
 def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """The kernel converts two elements at a time and reads each element once. It writes only lists of pages to LDS."""
+    """The kernel converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
     assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]

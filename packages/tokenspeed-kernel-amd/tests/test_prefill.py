@@ -279,8 +279,8 @@ def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> Non
 def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
     """Counts the executed instructions per 16 MFMAs of the unmasked loop, copies, branches and waits included.
 
-    The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. So the second difference over n is the instructions
-    of one tile's step.
+    The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. So the second difference of the total
+    over n is the number of instructions of one tile's step.
     """
     counts = []
     for tiles in (2, 3, 4):

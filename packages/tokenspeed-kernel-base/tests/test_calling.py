@@ -70,7 +70,7 @@ def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argum
         right[argument] = torch.randn(4, 8)
     for _ in range(2):
         rmsnorm(**right)
-        with pytest.raises(TypeError, match=f"rmsnorm: {argument} must be a tensor.* of dense storage .*, got a "):
+        with pytest.raises(TypeError, match=f"rmsnorm: {argument} .* dense storage .*, got a "):
             rmsnorm(**{**right, argument: make()})
 
 
@@ -104,7 +104,7 @@ def test_the_type_of_a_float_is_looked_at_whatever_was_called_before(wrong: Any)
 
 @pytest.mark.parametrize("huge", [10**400, -(10**400), 1e300])
 def test_a_float_that_no_kernel_can_hold_is_refused(huge: float) -> None:
-    with pytest.raises(ValueError, match=r"swiglu: limit must be a float within ±3.4e\+38, got "):
+    with pytest.raises(ValueError, match=r"swiglu: limit .* float within ±3.4e\+38, got "):
         swiglu(torch.randn(3, 8), limit=huge)
 
 
@@ -112,7 +112,7 @@ def test_a_float_that_no_kernel_can_hold_is_refused(huge: float) -> None:
 def test_a_hint_is_a_sequence_or_a_tensor(wrong: Any) -> None:
     q = torch.randn(2, 1, 8)
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(TypeError, match="cu_seqlens_cpu must be a sequence of int, a tensor or None, got"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_cpu .* sequence of int, .* None, got"):
         mha_prefill(q, q, q, cu_seqlens, cu_seqlens_cpu=wrong)
 
 
@@ -146,7 +146,7 @@ def test_a_bound_is_for_the_check_alone(declare: Callable[..., Any]) -> None:
         return x
 
     function = declare(bounded, formats=("x",), bounds=("longest",))
-    with pytest.raises(TypeError, match="its traits hook asks for longest, which only bound a size"):
+    with pytest.raises(TypeError, match=r"traits hook asks for longest, .* bound a size"):
 
         @function.traits
         def _(longest: int) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def test_operators_are_for_inference(argument: str) -> None:
         rmsnorm(**arguments)
         with pytest.raises(RuntimeError, match=f"rmsnorm: {argument} requires a gradient"):
             rmsnorm(**graded)
-        with pytest.raises(RuntimeError, match=f"{argument} requires a gradient, and operators are for inference only"):
+        with pytest.raises(RuntimeError, match=f"{argument} requires a gradient, .* inference"):
             compiled(**graded)
     with torch.no_grad():
         assert not rmsnorm(**graded)[0].requires_grad

@@ -220,7 +220,7 @@ def test_parts_are_the_operators_that_the_body_calls(declare: Callable[..., Any]
 @pytest.mark.parametrize("solution", ["composed", "reference"])
 def test_a_part_takes_its_own_arguments(declare: Callable[..., Any], solution: str) -> None:
     function = with_hooks(declare(unknown, formats=("x",), parts=(rmsnorm,)))
-    with pytest.raises(TypeError, match=r"rmsnorm\(\) got an unexpected keyword argument 'epsilon'"):
+    with pytest.raises(TypeError, match=r"rmsnorm\(\) .*unexpected keyword .*'epsilon'"):
         function(X, solution=solution)
 
 

@@ -337,7 +337,7 @@ def test_wrong_host_values_are_found_on_the_fast_path(gather: Any, log: Log) -> 
     launched = len(log.launched)
     lengths.fill_(9)
     for _ in range(2):
-        with pytest.raises(ValueError, match="lengths must be at most 4 in sum, got a int64 tensor"):
+        with pytest.raises(ValueError, match=r"lengths .* at most 4 in sum, got a int64"):
             gather(x, lengths)
     with pytest.raises(ValueError, match="lengths must be at most 4 in sum"):
         gather(x, torch.tensor([5, 5]))

@@ -99,9 +99,9 @@ def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> N
 def test_a_manual_request_must_match_the_declaration() -> None:
     signature = format_signature(x=dense_tensor_format(torch.float32))
     assert select_kernel("norm", "rmsnorm", signature, traits={"hidden": 64, "residual": False}).name
-    with pytest.raises(ValueError, match=r"norm\.rmsnorm states no trait hiden; did you mean hidden\?"):
+    with pytest.raises(ValueError, match=r"norm\.rmsnorm .* no trait hiden; .* hidden\?"):
         select_kernel("norm", "rmsnorm", signature, traits={"hiden": 64})
-    with pytest.raises(ValueError, match=r"signatures of norm\.rmsnorm have no operand q\. Its operands are x"):
+    with pytest.raises(ValueError, match=r"norm\.rmsnorm have no operand q\. .* are x"):
         select_kernel("norm", "rmsnorm", format_signature(q=dense_tensor_format(torch.float32)))
 
 
@@ -153,7 +153,7 @@ def test_kernels_of_one_transaction_may_share_a_layout_in_any_order() -> None:
     with registry.transaction():
         declared(moe_apply, "shares", traits=OWN, priority=1)
         declared(moe_apply, "makes", traits=OWN, weight_preprocessor=prepare)
-    unmade = pytest.raises(RegistrationError, match="mine: no kernel's weight_preprocessor makes the layout alone")
+    unmade = pytest.raises(RegistrationError, match=r"mine: no .*weight_preprocessor makes .* alone")
     with unmade, registry.transaction():
         declared(moe_apply, "mine", traits={**OWN, "weight_layout": "alone"}, priority=2)
     assert "mine" not in {spec.name for spec in registry.list_kernels()}
@@ -210,17 +210,17 @@ def test_a_kernel_that_was_registered_before_its_operator_is_looked_at_then(decl
 
 
 def test_an_operator_keeps_to_its_own_declaration(declare: Declare) -> None:
-    with pytest.raises(TypeError, match=r"hiden is not among the traits of the declaration; did you mean hidden\?"):
+    with pytest.raises(TypeError, match=r"hiden is not among .* declaration; .* hidden\?"):
         declare(_body, formats=("x",), traits=TRAITS, fixed_traits=("hiden",))
     with pytest.raises(RegistrationError, match=r"reference_\w+: .* states no trait modus"):
         declare(_body, formats=("x",), traits=TRAITS, reference_traits={"modus": "up"})
     op = declare(_body, formats=("x",), traits={"hidden": int})
     op.traits(lambda x: {"hidden": 1, "more": True})
-    with pytest.raises(TypeError, match="its hooks give more, which traits= or formats= does not state"):
+    with pytest.raises(TypeError, match="hooks give more, which traits= or formats="):
         op(torch.ones(2))
     op = declare(_body, formats={"x": ("dense",)})
     op.formats(lambda x: format_signature(x=tensor_format("odd", x.dtype)))
-    with pytest.raises(TypeError, match="its hooks give x: odd, which traits= or formats= does not state"):
+    with pytest.raises(TypeError, match="hooks give x: odd, which traits= or formats="):
         op(torch.ones(2))
     op = declare(_body, formats=("x",))
     with pytest.raises(TypeError, match="it has a formats hook, so formats= must be a dict"):

@@ -280,7 +280,7 @@ def test_a_pretended_platform_never_launches(toy: Any, cdna4: PlatformInfo) -> N
 
     with use_platform(dataclasses.replace(cdna4, pretended=True)):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="which is pretended: selections can be explained, nothing launches"):
+            with pytest.raises(RuntimeError, match=r"is pretended: .* explained, nothing launches"):
                 toy(X)
     assert toy.launched == []
     toy(X)
@@ -332,7 +332,7 @@ def test_wrong_declarations(declare: Callable[..., Any], registry: KernelRegistr
 
 
 def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
-    with pytest.raises(TypeError, match=r"its work hook asks for y, which are not parameters"):
+    with pytest.raises(TypeError, match=r"work hook asks for y, .* not parameters"):
 
         @toy.work
         def _(y: int) -> None: ...

@@ -239,5 +239,5 @@ def test_a_window_beyond_every_sequence_is_no_window(op: Operator[Any, Any]) -> 
 def test_no_page_is_free_where_a_window_hides_none(op: Operator[Any, Any], window: int) -> None:
     arguments = {**_smallest(op).build(), "window_left": window}
     arguments["page_table"] = torch.full_like(arguments["page_table"], -1)
-    with pytest.raises(ValueError, match=rf"^{op.mode}: page_table\[0, 0\] must be a page of .*, got -1"):
+    with pytest.raises(ValueError, match=rf"^{op.mode}: page_table\[0, 0\] .* page of .*, got -1"):
         op.function(**arguments)

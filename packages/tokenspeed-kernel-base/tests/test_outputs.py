@@ -94,7 +94,7 @@ def test_each_output_is_written_where_its_name_says(
 
 
 def test_an_output_that_a_call_does_not_make_is_refused(several: Any) -> None:
-    with pytest.raises(ValueError, match="scale_out must be None, because this call has no such output"):
+    with pytest.raises(ValueError, match=r"scale_out must be None, .* no such output"):
         several(X, WEIGHT, False, X, scale_out=torch.zeros(2))
     with pytest.raises(ValueError, match="residual_out must be None"):
         several(X, WEIGHT, residual_out=torch.zeros(2, 3))

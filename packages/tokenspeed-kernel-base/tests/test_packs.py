@@ -55,7 +55,7 @@ def test_files_are_found_by_compiler_and_name(pack: Path) -> None:
 def test_a_damaged_file_counts_as_absent_and_is_named(pack: Path, damage: str) -> None:
     for path in (pack / "maker" / "one.so", pack / "maker" / "deep" / "k.bin"):
         path.unlink() if damage == "missing" else path.write_bytes(b"eno")
-    with pytest.warns(StorageWarning, match=r"one\.so is damaged or missing, and not used: build the pack again"):
+    with pytest.warns(StorageWarning, match=r"one\.so is damaged or missing, and not used"):
         assert find("maker", ["one.so"], TOOLCHAIN) is None
     with pytest.warns(StorageWarning, match=r"k\.bin is damaged"):
         assert find_folder("maker", "deep", TOOLCHAIN) == {}
@@ -114,7 +114,7 @@ def test_installed_packages_bring_packs_unless_they_are_off(tmp_path: Path, monk
     ]
     monkeypatch.setattr(packs.metadata, "entry_points", lambda group: entries if group == packs.GROUP else [])
     config.reload_settings()
-    with pytest.warns(StorageWarning, match=r"the pack absent \(no_such_pack\) is not used: ModuleNotFoundError"):
+    with pytest.warns(StorageWarning, match=r"absent \(no_such_pack\) is not used: ModuleNot"):
         assert find("maker", ["one.so"], TOOLCHAIN) == folder / "maker" / "one.so"
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", "off")
     config.reload_settings()

@@ -96,7 +96,7 @@ def test_errors_name_the_function_that_was_called() -> None:
         moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
     with pytest.raises(ValueError, match=r"^moe_apply.plan: top_k must be at least 1, got 0"):
         moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
-    with pytest.raises(TypeError, match=r"^moe_apply.plan: .*unexpected keyword argument 'sinks'"):
+    with pytest.raises(TypeError, match=r"^moe_apply.plan: .*unexpected keyword .*'sinks'"):
         moe_apply.plan(**SIZES, sinks=True)
     with pytest.raises(TypeError, match=r"prepare: plan must be a MoEPlan.*got dict"):
         moe_apply.prepare(weights_of(), {})
@@ -249,7 +249,7 @@ def test_the_life_of_an_operator_with_a_resource(declare: Declare) -> None:
 
 def test_wrong_declarations(declare: Declare) -> None:
     for options in ({"planned": "x"}, {"planned": "nothing"}, {"layout": "layout"}):
-        with pytest.raises(TypeError, match=r"must name a parameter that is a dataclass with kernel"):
+        with pytest.raises(TypeError, match=r"name a parameter .* dataclass with kernel"):
             declare(_look_up, outs=(), **{"planned": "plan", **options})
     with pytest.raises(TypeError, match="layout='layout' is for operators that are planned"):
         declare(_look_up, outs=(), layout="layout")
@@ -265,5 +265,5 @@ def test_wrong_declarations(declare: Declare) -> None:
     function.plan(lambda check: None)
     with wrong_traits:
         function.traits(lambda x, plan: {})
-    with pytest.raises(TypeError, match="its prepare hook must ask for what is to be prepared, and then for plan"):
+    with pytest.raises(TypeError, match=r"prepare hook must ask for .* prepared, .* plan"):
         function.prepare(lambda preparation, plan, table: None)

@@ -148,7 +148,7 @@ def test_a_probe_runs_last_and_is_distinguished(hopper: PlatformInfo) -> None:
 
 
 def test_bounds_in_the_wrong_order() -> None:
-    with pytest.raises(ValueError, match=r"min_arch_version 10.0 is above max_arch_version 9.0"):
+    with pytest.raises(ValueError, match=r"min_arch_version 10.0 is above .* 9.0"):
         CapabilityRequirement(ArchVersion(10, 0), ArchVersion(9, 0))
 
 

@@ -98,7 +98,7 @@ def test_the_decorator_returns_the_decorated_object(registry: KernelRegistry) ->
 
 @pytest.mark.parametrize("impl", [3, None, "module", "module:", ":function", "a:b:c", ""])
 def test_neither_function_nor_path_is_rejected(registry: KernelRegistry, impl: Any) -> None:
-    with pytest.raises(RegistrationError, match='mine: an implementation is a function or "module:function", got'):
+    with pytest.raises(RegistrationError, match=r'mine: .* function or "module:function", got'):
         registry.register(spec(), impl)
     assert registry.list_kernels() == []
 
@@ -118,7 +118,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
     def keyword_only(x: Any, out: Any, *, needed: Any) -> None: ...
 
     for impl in (too_few, more, keyword_only):
-        with pytest.raises(RegistrationError, match=r"mine: norm.scale .* It has \(x, out\), this implementation takes \("):
+        with pytest.raises(RegistrationError, match=r"mine: norm.scale .* has \(x, out\), .* takes \("):
             registry.register(spec(), impl)
     assert registry.list_kernels() == []
 
@@ -187,7 +187,7 @@ def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, mod
         registry.get_impl("no_attribute")
     with pytest.raises(ImportError, match=f"raising .*{raising}:kernel.*libgpu.so is missing"):
         registry.get_impl("raising")
-    with pytest.raises(RegistrationError, match=r"short: norm.scale may write to out, so an implementation must take it"):
+    with pytest.raises(RegistrationError, match=r"short: norm.scale may write to out, .* take it"):
         registry.get_impl("short")
     with pytest.raises(RegistrationError, match=r"number: .*not_a_function is not callable"):
         registry.get_impl("number")
@@ -199,9 +199,7 @@ def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: Kerne
     """If the toolchain of the kernel with the highest priority is missing, the operator must use another kernel."""
     registry.register(spec("portable", priority=4), kernel)
     registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
-    with pytest.warns(
-        registry_module.KernelLoadWarning, match=r"broken \(plugin p\) cannot be loaded and is left out: .*no_such_module"
-    ):
+    with pytest.warns(registry_module.KernelLoadWarning, match=r"broken \(plugin p\) .* left out: .*no_such_module"):
         assert select_kernel("norm", "scale", X, platform=cpu).name == "portable"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -476,7 +474,7 @@ def test_aligned_caches_are_parameters(registry: KernelRegistry) -> None:
     def attend(q: Any, k_cache: Any) -> None: ...
 
     registry.register(spec("right", aligned_caches=("k_cache",)), attend)
-    with pytest.raises(RegistrationError, match="wrong: aligned_caches must be parameters, got v_cache"):
+    with pytest.raises(RegistrationError, match=r"wrong: aligned_caches .* parameters, got v_cache"):
         registry.register(spec("wrong", aligned_caches=("k_cache", "v_cache")), attend)
 
 
@@ -484,11 +482,11 @@ def test_the_nearest_kernel_is_of_the_operator(registry: KernelRegistry) -> None
     registry.register(spec("triton_scale", solution="triton", priority=5), kernel)
     registry.register(spec("torch_scale"), kernel)
     registry.register(spec("triton_scales", mode="scales", solution="triton"), kernel)
-    with pytest.raises(KeyError, match=r"no kernel named triton_scalez; did you mean triton_scales?\?"):
+    with pytest.raises(KeyError, match=r"triton_scalez; did you mean triton_scales?\?"):
         registry.get_by_name("triton_scalez")
-    with pytest.raises(KeyError, match=r"no kernel named triton_scalez; did you mean triton_scale\?"):
+    with pytest.raises(KeyError, match=r"triton_scalez; did you mean triton_scale\?"):
         registry.get_by_name("triton_scalez", "norm.scale")
-    with pytest.raises(KeyError, match=r"no kernel named triton_scales_2; did you mean triton_scales\?"):
+    with pytest.raises(KeyError, match=r"triton_scales_2; did you mean triton_scales\?"):
         registry.get_by_name("triton_scales_2", "norm.scales")
     assert registry.get_by_name("triton_scales", "norm.scale").mode == "scales", "a name is a name"
 

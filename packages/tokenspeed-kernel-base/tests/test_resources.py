@@ -83,7 +83,7 @@ def test_kinds() -> None:
     for body in (two, number):
         body.__annotations__["x"] = Tensor
         body.__annotations__["table"] = Table | (Other if body is two else int)
-        with pytest.raises(TypeError, match=r"\(table\): a resource stands alone in an annotation"):
+        with pytest.raises(TypeError, match=r"\(table\): a resource stands alone"):
             parse_parameters(body)
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_type_is_an_error_that_names_the_argument(add: Any, wrong: Any) 
 def test_a_key_that_cannot_be_hashed(add: Any) -> None:
     table = Table("a", torch.zeros(3))
     table.key = ["a"]
-    with pytest.raises(TypeError, match=r"the key of table must be hashable, got list \['a'\]"):
+    with pytest.raises(TypeError, match=r"key of table .* hashable, got list \['a'\]"):
         add(torch.ones(3), table)
 
 
@@ -195,7 +195,7 @@ def test_optional_resources(add_if_there: Any) -> None:
 def test_a_resource_says_where_the_tensors_must_be(add: Any) -> None:
     x = torch.ones(3)
     for device in (torch.device("cuda"), torch.device("cuda", 1)):
-        with pytest.raises(ValueError, match=f"table must be for cpu, where x is, got a Table for {device}"):
+        with pytest.raises(ValueError, match=f"table must be for cpu, .* got a Table for {device}"):
             add(x, Table(str(device), x, device))
     add(x, Table("here", x, torch.device("cpu")))
     assert resources.same_place(torch.device("cuda"), torch.device("cuda", 1))

@@ -241,12 +241,12 @@ def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any],
 
 def test_an_override_of_nothing_known(add: Callable[..., Any], three: None) -> None:
     add("elsewhere", mode="other")
-    with pytest.raises(NoKernelFoundError, match=r"override=: no kernel named fsat; did you mean fast\?"):
+    with pytest.raises(NoKernelFoundError, match=r"override=: no kernel .* fsat; .* mean fast\?"):
         chosen(override="fsat")
     with pytest.raises(NoKernelFoundError, match=r"elsewhere .*norm.other, not norm.scale"):
         chosen(override="elsewhere")
     add("fasta", mode="other", priority=4)
-    with pytest.raises(NoKernelFoundError, match=r"but implements norm.other, not norm.scale; did you mean fast\?"):
+    with pytest.raises(NoKernelFoundError, match=r"implements norm.other, not norm.scale; .* fast\?"):
         chosen(override="fasta")
     with pytest.raises(NoKernelFoundError, match=r"no kernel named fasty; did you mean fast\?"):
         chosen(override="fasty")
@@ -256,7 +256,7 @@ def test_an_override_of_nothing_known(add: Callable[..., Any], three: None) -> N
 
 def test_a_solution_that_the_operator_has_not(add: Callable[..., Any], three: None) -> None:
     add("elsewhere", mode="other", solution="tritom")
-    with pytest.raises(NoKernelFoundError, match=r"no kernel of this operator has solution tritom; did you mean triton\?"):
+    with pytest.raises(NoKernelFoundError, match=r"no kernel .* solution tritom; .* mean triton\?"):
         chosen(solution="tritom")
     with pytest.raises(NoKernelFoundError, match=r"has solution fast; it is .*solution triton"):
         chosen(solution="fast")
@@ -285,7 +285,7 @@ def test_kernel_override_is_strict(add: Callable[..., Any], three: None) -> None
         pass
     with (
         kernel_override("norm", "scale", "gpu"),
-        pytest.raises(NoKernelFoundError, match="gpu is wanted by kernel_override, but fails the platform"),
+        pytest.raises(NoKernelFoundError, match=r"gpu .* kernel_override, but fails the platform"),
     ):
         chosen()
     assert chosen() == "fast"
@@ -378,7 +378,7 @@ def test_override_by_environment_and_file(three: None, settings_from: Any, tmp_p
     with kernel_override("norm", "scale", "fast"):
         assert chosen() == "fast"
     settings_from(OVERRIDE_NORM_SCALE="nothing")
-    with pytest.raises(NoKernelFoundError, match="TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE: no kernel named nothing"):
+    with pytest.raises(NoKernelFoundError, match="OVERRIDE_NORM_SCALE: no kernel named nothing"):
         chosen()
 
 
@@ -568,7 +568,7 @@ def test_a_pretended_platform_never_launches(add: Callable[..., Any], settings_f
     with pytest.raises(RuntimeError, match=r"gpu was selected for NVIDIA H100 .*pretended"):
         selected()
     settings_from(PLATFORM="gfx950")
-    with pytest.raises(RuntimeError, match=r"plain was selected for AMD Instinct MI355X \[gfx950\]"):
+    with pytest.raises(RuntimeError, match=r"plain was selected for AMD .*MI355X \[gfx950\]"):
         select_kernel("norm", "scale", X)()
 
 

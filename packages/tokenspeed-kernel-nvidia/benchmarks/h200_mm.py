@@ -129,7 +129,7 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
 
 
 def implementations(given: argparse.Namespace) -> list[Implementation]:
-    """Returns all implementations. Those of `VARIANTS` are included if the option ``--variants`` matches their names."""
+    """Returns all implementations. An implementation in `VARIANTS` is included if the option ``--variants`` matches its name."""
     wanted = [name for name in VARIANTS if given.variants and re.search(given.variants, name)]
     return [
         Implementation("ours", _own, "tokenspeed-kernel-nvidia", ours=True),

@@ -109,7 +109,7 @@ def test_a_captured_call_follows_its_inputs(sm90: torch.device, name: str) -> No
 
 def test_the_error_for_host_tensors(sm90: torch.device) -> None:
     arguments, _ = _call("mha_prefill", sm90, -1)
-    with pytest.raises(ValueError, match=r"mha_prefill: k must be on cuda:0 like q, got a .* on cpu"):
+    with pytest.raises(ValueError, match=r"mha_prefill: k .* cuda:0 like q, got .* cpu"):
         tokenspeed_kernel_nvidia.mha_prefill(**{**arguments, "k": arguments["k"].cpu()})
     on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     with pytest.raises(RuntimeError, match=r"platform: needs an NVIDIA device, this is a CPU") as caught:

@@ -80,7 +80,7 @@ class Launches:
         seed: int,
         **options: Any,
     ) -> None:
-        self.options = options  # of the emulator
+        self.options = options  # the emulator's options
         self.texts, self.layer, self.plan, self.columns = texts, layer, layer.plan, columns
         self.x, self.weights, self.ids = call
         self.seed = seed + 1

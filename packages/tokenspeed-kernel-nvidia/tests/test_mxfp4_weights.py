@@ -116,5 +116,5 @@ def test_other_activations_have_plain_weights() -> None:
 def test_plain_weights_are_refused() -> None:
     layer = RandomLayer(CPU, 5, 2, 96, 64, activation_dtype="fp8")
     plain = mxfp4_layout.prepare_weights(layer.given, layer.plan)
-    with pytest.raises(TypeError, match=r"what moe_apply.prepare makes for fp8 activations, got MoEWeights"):
+    with pytest.raises(TypeError, match=r"moe_apply.prepare .* fp8 .*, got MoEWeights"):
         grouped.moe_apply_rounded(*layer.tokens(2)[:1], plain, *layer.tokens(2)[1:], layer.plan)

@@ -70,7 +70,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     with tk.compile_policy("forbid"):
         with emulated_sm90(triton=True):
             assert torch.allclose(norm(64), halves(2, 64))
-            with pytest.raises(tk.CompilationForbiddenError, match=r"rmsnorm_kernel is not compiled yet for norm\.rmsnorm"):
+            with pytest.raises(tk.CompilationForbiddenError, match=r"rmsnorm_kernel is not compiled .* norm\.rmsnorm"):
                 norm(128)
         kept = [config for config in mm_program.configs() if mm_program._packed(config) is not None]
         assert [config.dtype for config in kept] == ["float16"]

@@ -384,7 +384,7 @@ def test_a_damaged_file_is_kept_aside_and_replaced(scaling: Any, tmp_path: Path,
     path.unlink()  # this process has the old file mapped
     path.write_bytes(damaged)
     assert not fresh(scaling).is_kept(config)
-    with pytest.warns(storage.StorageWarning, match=rf"{name} is damaged, and compiled again; kept as .*{name}\.corrupt"):
+    with pytest.warns(storage.StorageWarning, match=rf"{name} is damaged, .* kept as .*{name}\.corrupt"):
         assert works(fresh(scaling)(config))
     assert compiled(tmp_path) == 2
     assert files(tmp_path) == [name, f"{name}.corrupt"]
@@ -428,7 +428,7 @@ def test_a_folder_that_libraries_cannot_be_loaded_from(scaling: Any, tmp_path: P
     read = _programs._read
     monkeypatch.setattr(_programs, "_read", lambda file: None if file.parent == tmp_path / "cache" else read(file))
     storage.warn_once.cache_clear()
-    with pytest.warns(storage.StorageWarning, match="cannot be loaded from .*cache, and are compiled by every process"):
+    with pytest.warns(storage.StorageWarning, match="cannot be loaded .*cache, .* by every process"):
         assert works(fresh(scaling)(scaling.Config(2)))
 
 

@@ -133,7 +133,7 @@ def test_words_that_match_no_program(two: list[Any], capsys: pytest.CaptureFixtu
 
 def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_programs.VARIABLE, "off")
-    with pytest.raises(RuntimeError, match="compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS"):
+    with pytest.raises(RuntimeError, match="not kept here: set TOKENSPEED_KERNEL_PROGRAMS"):
         list(warmup.warm_up(warmup.select(), jobs=1))
 
 

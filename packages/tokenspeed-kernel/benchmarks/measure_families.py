@@ -338,8 +338,8 @@ def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequence[Shape]) -> dict[str, Any]:
-    """A workbench report that `load_report` reads, with additional values: more in each row, and the calls that time did not
-    allow."""
+    """Returns a workbench report that `load_report` reads. Its rows have additional values, and ``unmeasured`` lists the calls that
+    the time limit left out."""
     return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
 
 

@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import UNIT
 
 ROWS = (1, 16, 64, 256, 1024, 4096)
-EXPERTS, TOP_K = 128, 4  # of GPT-OSS-120B
+EXPERTS, TOP_K = 128, 4  # the sizes of GPT-OSS-120B
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

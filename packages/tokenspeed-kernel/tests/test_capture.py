@@ -166,7 +166,7 @@ def test_calls_that_cannot_be_replayed() -> None:
     record = capture(op, op.complete({"x": torch.ones(2, 4), "weight": torch.ones(4)}))
     with pytest.raises(ReplayError, match=r"no operator norm\.rmsnorn"):
         replay({**record, "operator": "norm.rmsnorn"})
-    with pytest.raises(ReplayError, match="captured with other parameters than it has here: gamma"):
+    with pytest.raises(ReplayError, match=r"captured with other parameters .*: gamma"):
         replay({**record, "arguments": {**record["arguments"], "gamma": None}})
     ints = {**record["arguments"], "x": {"dtype": "int64", "shape": [2], "device": "cpu"}}
     with pytest.raises(ReplayError, match="x of a captured call cannot be made again"):

@@ -139,7 +139,7 @@ def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
         other.execute("CREATE TABLE rows (key, value)")
     before = path.read_bytes()
     for use in (load, ShapeCapture):
-        with pytest.raises(UnreadableCaptureError, match=r"other holds no captured shapes: .*is a database of something else"):
+        with pytest.raises(UnreadableCaptureError, match=r"other holds no captured shapes: .*something else"):
             use(path)
     assert path.read_bytes() == before
 
@@ -154,7 +154,7 @@ def test_an_empty_file_is_a_capture_of_nothing(tmp_path: Path) -> None:
 
 def test_captures_of_other_releases_are_refused(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"format": "tokenspeed-kernel shapes", "version": 1}\n')
-    with pytest.raises(UnreadableCaptureError, match="lines is a capture of an older release, which this one does not read"):
+    with pytest.raises(UnreadableCaptureError, match="lines is a capture of an older release"):
         load(tmp_path / "lines")
     add_to(tmp_path / "shapes", Contents())
     with contextlib.closing(sqlite3.connect(tmp_path / "shapes")) as database:
@@ -207,7 +207,7 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(captures, "add_to", refuse)
     kept = ShapeCapture(path)
     failing[0] = True
-    with pytest.warns(UserWarning, match="captured shapes cannot be written to .*No space left") as said:  # noqa: PT031
+    with pytest.warns(UserWarning, match="cannot be written to .*No space left") as said:  # noqa: PT031
         kept.record("f.m", "k", 1, {}, {})
         wait_until(lambda: bool(said.list))
     assert counts(load(path)) == {}

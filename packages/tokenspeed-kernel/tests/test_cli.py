@@ -829,7 +829,9 @@ def test_what_is_declared_is_what_runs() -> None:
 
 
 def test_the_command_is_a_module_too() -> None:
-    assert re.search(r"^  bench    Time kernels, after", process("-m", "tokenspeed_kernel_command").stdout, re.MULTILINE)
+    shown = process("-m", "tokenspeed_kernel_command").stdout
+    assert re.search(r"^  bench    Time kernels, after", shown, re.MULTILINE)
+    assert [line for line in shown.splitlines() if len(line) > 100] == []
 
 
 # -- warmup -------------------------------------------------------------------------------------------------------------------

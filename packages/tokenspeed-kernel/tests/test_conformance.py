@@ -220,10 +220,10 @@ def test_it_can_be_called(samples: None) -> None:
 
 def test_a_plugin_that_is_not_there(monkeypatch: pytest.MonkeyPatch, samples: None) -> None:
     assert [spec.name for spec in plugin_kernels("right-kernels")] == ["right_decode", "right_prefill", "right_rmsnorm"]
-    with pytest.raises(LookupError, match=r"no plugin 'right-kernel' is loaded; did you mean 'right-kernels'\?"):
+    with pytest.raises(LookupError, match=r"no plugin 'right-kernel' .* 'right-kernels'\?"):
         conformance(plugin="right-kernel")
     monkeypatch.setattr(plugins, "_failed", {"bad": PluginFailure("bad", "bad-kernels", "1", "RuntimeError: no driver", "")})
-    with pytest.raises(LookupError, match="plugin bad failed to load: RuntimeError: no driver"):
+    with pytest.raises(LookupError, match=r"plugin bad failed .*: RuntimeError: no driver"):
         conformance(plugin="bad")
 
 

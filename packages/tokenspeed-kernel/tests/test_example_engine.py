@@ -136,7 +136,7 @@ def test_stop_tokens_and_limits(example: ModuleType, weights: Weights) -> None:
     for prompt, count in (([], 3), ([1], 0), ([1] * 40, 9)):
         with pytest.raises(ValueError, match="a request needs a prompt, and"):
             engine.add(example.Request(prompt, count))
-    with pytest.raises(ValueError, match=r"no use for model\.layers\.0\.self_attn\.q_proj\.bias"):
+    with pytest.raises(ValueError, match=r"no use for .*0\.self_attn\.q_proj\.bias"):
         make(example, {**weights, "model.layers.0.self_attn.q_proj.bias": torch.zeros(HEADS * HEAD_DIM)})
 
 

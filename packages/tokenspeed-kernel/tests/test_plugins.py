@@ -417,7 +417,7 @@ def test_a_name_in_use_since_a_reset(entries: list[Entry]) -> None:
     discover_plugins(force=True)
     KernelRegistry.reset()
     register_kernel("norm", "rmsnorm", name="taken", solution="other", signatures=None)(lambda *arguments: None)
-    with pytest.warns(PluginWarning, match="plugin mine of made-up 1 failed to load .* a kernel named taken exists"):
+    with pytest.warns(PluginWarning, match="plugin mine of made-up 1 .* named taken exists"):
         assert discover_plugins(force=True) == []
     assert [failure.name for failure in plugins.plugin_failures()] == ["mine"]
 
@@ -466,7 +466,7 @@ def test_disabling_a_plugin_leaves_its_packages_own_functions_alone(two_plugins:
     assert two_plugins.rmsnorm(x + 1, weight)[0, 0] == 43
     with pytest.raises(NoKernelFoundError, match="no kernel is registered for this operator"):
         tokenspeed_kernel.rmsnorm(x, weight)
-    with pytest.raises(NoKernelFoundError, match=r"twofold_rmsnorm .*serves only the functions of twofold_kernels"):
+    with pytest.raises(NoKernelFoundError, match=r"twofold_rmsnorm .*only .*twofold_kernels"):
         tokenspeed_kernel.rmsnorm(x, weight, override="twofold_rmsnorm")
     assert [spec.name for spec in KernelRegistry.get().list_kernels()] == ["twofold_silu_and_mul"]
     assert tokenspeed_kernel.silu_and_mul(x)[0, 0] == 42, "another plugin of the package is not disabled"

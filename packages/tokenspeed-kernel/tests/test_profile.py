@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(storage.os, "fsync", refuse)
-    with pytest.raises(ConfigurationError, match=r"times of calls cannot be kept in .*Permission denied"):
+    with pytest.raises(ConfigurationError, match=r"cannot be kept in .*Permission denied"):
         time_calls(tmp_path)
     assert not watch.watching()
 
@@ -283,7 +283,7 @@ def test_memory_is_bounded(kept: CallTimes, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "foreign.json").write_text("{}")
-    with pytest.warns(storage.StorageWarning, match=r"foreign.json does not hold times of calls, and is left out"):
+    with pytest.warns(storage.StorageWarning, match=r"foreign.json .* not hold times .* left out"):
         assert read_times(tmp_path) == ([], [])
 
 

@@ -100,7 +100,7 @@ def test_configurations_that_cannot_be_used(change: dict[str, Any], message: str
 
 
 def test_unknown_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"llama-3-8bb is no file, and no preset; did you mean llama-3-8b\?"):
+    with pytest.raises(ModelError, match=r"llama-3-8bb is no file, .* mean llama-3-8b\?"):
         model_of("llama-3-8bb")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is no JSON"):
@@ -184,7 +184,7 @@ def test_nothing_is_predicted_where_nothing_was_measured() -> None:
 
 def test_a_process_and_its_captured_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_made", {})  # other tests may have filled it
-    hidden = 4242  # of no other test
+    hidden = 4242  # no other test uses this size
     with shape_capture(tmp_path / "calls"):
         for _ in range(2):
             tk.rmsnorm(torch.ones(3, hidden), torch.ones(hidden))

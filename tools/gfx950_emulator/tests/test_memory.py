@@ -290,7 +290,7 @@ def test_the_message_of_an_access_out_of_bounds() -> None:
         with pytest.raises(SanitizerError, match=message):
             case.run("global_load_dword v8, v1, s[4:5]")
     case.offsets[5] = 8
-    with pytest.raises(SanitizerError, match=r"load of 4 bytes at 0x[0-9a-f]+ is 24 bytes before array 0"):
+    with pytest.raises(SanitizerError, match=r"load of 4 bytes at 0x.* 24 bytes before array 0"):
         case.run("global_load_dword v8, v1, s[4:5] offset:-32")
     with pytest.raises(SanitizerError, match="no tensor was passed"):
         Snippet("global_load_dword v8, v1, s[4:5]", v={1: 0}, s={4: 64}).run()

@@ -394,7 +394,7 @@ def test_wrong_shapes_are_refused():
     a, b, c = np.zeros((4, 128), np.uint32), np.zeros((8, 128), np.uint32), np.zeros((4, 128), np.uint32)
     scale = np.full(128, 127, np.uint32)
     assert op.compute(a, b, c, scale, scale).shape == (4, 128)
-    with pytest.raises(ValueError, match=r"a: expected shape \[4, 64 \* waves\], got \[8, 128\]"):
+    with pytest.raises(ValueError, match=r"a: .* \[4, 64 \* waves\], got \[8, 128\]"):
         op.compute(b, b, c, scale, scale)
     with pytest.raises(ValueError, match=r"a: expected shape .*, got \[4, 100\]"):
         op.compute(a[:, :100], b, c, scale, scale)

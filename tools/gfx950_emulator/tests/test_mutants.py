@@ -58,7 +58,7 @@ def test_mutants_differ() -> None:
 
 def test_an_old_text_that_occurs_twice_is_refused() -> None:
     mutant = run.Mutant("any", "A fact.", "mfma.py", "import", "export", ("test_mfma.py",))
-    with pytest.raises(run.MutationError, match=r"any: the old text occurs \d+ times in mfma.py, not once"):
+    with pytest.raises(run.MutationError, match=r"any: .* occurs \d+ times in mfma.py, not once"):
         mutant.apply(run.SOURCE)
 
 

@@ -284,7 +284,7 @@ def test_unreadable_directory(tmp_path) -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(ConfigError, match="preset must be 'tiny' or 'gpt-oss-20b' or 'gpt-oss-120b', got 'huge'"):
+    with pytest.raises(ConfigError, match=r"preset .*'tiny' or .*'gpt-oss-120b', got 'huge'"):
         preset("huge")
 
 

@@ -218,7 +218,7 @@ def test_impossible_random_tensors(arguments: tuple[Any, ...], message: str) -> 
 @pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, True, "4"])
 def test_impossible_shards(tmp_path: Path, shard_bytes: Any) -> None:
     config = make_config()
-    with pytest.raises((TypeError, ValueError), match="shard_bytes must be an int of at least 1 or None, got "):
+    with pytest.raises((TypeError, ValueError), match=r"shard_bytes .* int of at least 1 or None, got "):
         save_checkpoint(tmp_path / "new", config, tensors_of(config), shard_bytes)
     assert not (tmp_path / "new").exists()
 
@@ -229,7 +229,7 @@ def test_a_long_list_is_cut() -> None:
 
 
 def test_dense_experts_where_mxfp4_is_said() -> None:
-    with pytest.raises(CheckpointError, match=r"missing: .*gate_up_proj_blocks.*unexpected: .*experts.gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"missing: .*_blocks.*unexpected: .*gate_up_proj"):
         check_source(make_config(**PACKED), tensors_of(make_config(**{**PACKED, "quantization": None})))
 
 

@@ -93,7 +93,7 @@ def test_shares_put_together_are_the_whole(changes: dict[str, Any], whole_expert
         tensor, left, right = whole.get(name), parts[0].get(name), parts[1].get(name)
         assert left.shape == right.shape == shape, name
         assert all(torch.equal(source.get(name), part) for source, part in zip(from_files, (left, right), strict=True)), name
-        if name != "lm_head.weight" and "router" not in name:  # of these, a model with the shard's configuration has fewer or more
+        if name != "lm_head.weight" and "router" not in name:  # a model with the shard's configuration has other shapes of these
             assert shape == expected[name]
         axes = [axis for axis in range(tensor.dim()) if left.shape[axis] != tensor.shape[axis]]
         if axes:
@@ -124,14 +124,14 @@ def test_slices_beyond_the_end() -> None:
 
 
 def test_heads_that_cannot_be_shared() -> None:
-    with pytest.raises(ValueError, match="num_key_value_heads must be a multiple of 4, the number of ranks, got 2"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads .* multiple of 4, .* got 2"):
         shard_of(make_config(), 4)
-    with pytest.raises(ValueError, match="num_attention_heads must be a multiple of 3, the number of ranks, got 4"):
+    with pytest.raises(ValueError, match=r"num_attention_heads .* multiple of 3, .* got 4"):
         shard_of(make_config(), 3)
 
 
 def test_experts_that_cannot_be_shared() -> None:
-    with pytest.raises(ValueError, match="num_local_experts must be a multiple of 2, the number of ranks, got 5"):
+    with pytest.raises(ValueError, match=r"num_local_experts .* multiple of 2, .* got 5"):
         shard_of(make_config(num_local_experts=5), 2, whole_experts=True)
     with pytest.raises(ValueError, match=r"num_local_experts must be at least 2.*4 and 3"):
         shard_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)

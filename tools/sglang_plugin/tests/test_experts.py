@@ -133,7 +133,7 @@ def test_other_layers_keep_sglangs_method(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_form_of_the_router() -> None:
     layer = make_layer()
     method = GptOssExperts(layer)
-    with pytest.raises(ValueError, match="reads weights and ids of experts, got SimpleNamespace"):
+    with pytest.raises(ValueError, match="weights and ids of experts, got SimpleNamespace"):
         method.apply(layer, SimpleNamespace(hidden_states=torch.zeros(1, HIDDEN), topk_output=SimpleNamespace()))
 
 

@@ -326,9 +326,7 @@ def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.
 
 def test_a_layer_that_no_kernel_serves(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package_of(monkeypatch, "mha_decode_with_kvcache")
-    with pytest.raises(
-        NotServedError, match="wheel_of_some: has no mha_with_kvcache\nwheel_of_some: has no mha_extend_with_kvcache"
-    ):
+    with pytest.raises(NotServedError, match=r"has no mha_with_kvcache\n.*no mha_extend_with"):
         make_layer(vllm_config)
 
 
@@ -354,7 +352,7 @@ def test_a_layer_that_is_refused(vllm_config: Any, options: dict[str, Any], mess
 
 def test_a_cache_of_another_dtype(vllm_config: Any) -> None:
     vllm_config.cache_config.cache_dtype = "float16"
-    with pytest.raises(ValueError, match=r"caches of the model's torch\.bfloat16 or fp8, not of float16"):
+    with pytest.raises(ValueError, match=r"caches .*bfloat16 or fp8, not of float16"):
         make_layer(vllm_config)
 
 

@@ -354,7 +354,7 @@ def test_decode_context_parallelism_is_refused(latent: Any, monkeypatch: pytest.
 def test_a_package_without_kernels(latent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The AMD wheel has no kernels of latent attention of its own. On gfx950 the core's portable kernels run."""
     monkeypatch.setenv("TOKENSPEED_VLLM_PACKAGE", "math")
-    with pytest.raises(NotServedError, match="math: has no mla_decode_with_kvcache\nmath: has no mla_extend_with_kvcache"):
+    with pytest.raises(NotServedError, match=r"no mla_decode_with_kvcache\n.*no mla_extend_with"):
         make_impl()
     with pytest.raises(NotServedError, match="math: has no mla_prefill"):
         LatentPrefill(HEADS, SCALE, RANK, NOPE, ROPE, V_DIM, latent)

@@ -62,7 +62,8 @@ def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]
 
 @functools.cache
 def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator. It gives a function of all parameters in order the operator's signature, with keywords and defaults."""
+    """Returns a decorator. The decorated function has the operator's signature, keywords and defaults included, and passes all
+    parameters in order."""
     given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
     source = f"""\
 def {op.mode}_part(_call):

@@ -98,8 +98,8 @@ def tensor_guards() -> Callable[..., Guard] | None:
     """``make(*tensors)`` returns ``guard(*tensors)``, which tests whether other tensors have the same classes, dtypes, devices,
     shapes, strides and need for a gradient.
 
-    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. They
-    may report a miss for tensors that would be valid: other strides, or one tensor passed twice.
+    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. A guard
+    may report a miss for valid tensors: other strides, or one tensor passed twice.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -195,8 +195,8 @@ class Comparisons:
     def comparison(
         self, arguments: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """``make(otherwise)`` returns a function of all parameters, override and solution. It runs this decision for calls with the
-        same description as these arguments, and ``otherwise`` for any other call."""
+        """``make(otherwise)`` returns a function that takes the operator's parameters, override and solution. For calls with the
+        same description as these arguments the function runs this decision, and for any other call ``otherwise``."""
         absent, tensors, options, key = self._read(arguments, override, solution)
         groups = self._groups(tensors)
         unset = tuple([value is None for value in key])
@@ -305,8 +305,8 @@ def _negated(test: str) -> str:
 
 
 def build_describing(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:
-    """``describing(then)`` returns a function of all parameters, override and solution. The function returns ``then(key, arguments,
-    override, solution)``; ``key`` is the call's description, or None for some invalid calls.
+    """``describing(then)`` returns a function that takes the operator's parameters, override and solution. The function returns
+    ``then(key, arguments, override, solution)``; ``key`` is the call's description, or None for some invalid calls.
 
     The key includes strides if the caller provides memory to write to, because they decide whether tensors overlap. A tensor's
     class distinguishes fake, distributed and quantised tensors from plain ones. The key tells whether a gradient is required,

@@ -323,7 +323,7 @@ def test_values_are_checked_again_when_they_are_written_to(function: Any) -> Non
     arguments = BASES[function]()
     function(**arguments)
     arguments["cache_seqlens"][1] = 9
-    with pytest.raises(ValueError, match="cache_seqlens must be at most max_seqlen_k = 8, got 9"):
+    with pytest.raises(ValueError, match=r"cache_seqlens .* max_seqlen_k = 8, got 9"):
         function(**arguments)
     arguments["cache_seqlens"][1] = 3
     function(**arguments)

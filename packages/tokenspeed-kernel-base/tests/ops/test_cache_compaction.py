@@ -53,7 +53,7 @@ def test_entries_before_the_last_nodes_are_not_read(entry: int) -> None:
     cache = torch.arange(8.0).view(2, 4, 1)
     compact_kv_cache(cache, None, ints(entry, 0).view(1, 2), ints(6), ints(1, -1).view(1, 2), ints(1))
     assert cache.flatten().tolist() == [1, 1, 2, 3, 4, 5, 6, 7]
-    with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of k_cache, 0 to 1, .* got"):
+    with pytest.raises(ValueError, match=r"page_table\[0, 0\] .* k_cache, 0 to 1, .* got"):
         compact_kv_cache(cache, None, ints(entry, 0).view(1, 2), ints(5), ints(1, -1).view(1, 2), ints(1))
 
 

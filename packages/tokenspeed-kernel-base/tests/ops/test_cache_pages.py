@@ -96,11 +96,11 @@ def test_wrong_copies_are_refused(changes: dict[str, Any], error: type[Exception
 
 def test_other_mistakes_are_refused() -> None:
     cache = torch.ones(4, 2, 3)
-    with pytest.raises(ValueError, match=r"^copy_kv_pages: target_pages must be of distinct pages .* page 1 twice"):
+    with pytest.raises(ValueError, match=r"^copy_kv_pages: target_pages .* page 1 twice"):
         copy_kv_pages(cache, torch.tensor([0, 2]), torch.tensor([1, 1]))
     with pytest.raises(ValueError, match=r"^zero_kv_pages: pages must be below 4"):
         zero_kv_pages(cache, torch.tensor([-1, 9]))
-    with pytest.raises(ValueError, match=r"^expand_page_table: factor must be 1 to 2\^20, got 0"):
+    with pytest.raises(ValueError, match=r"^expand_page_table: factor .* 2\^20, got 0"):
         expand_page_table(torch.zeros(1, 1, dtype=torch.int32), 0)
 
 

@@ -145,17 +145,17 @@ def test_wrong_masks_and_trees_are_refused() -> None:
     tree = Tree(5, [-1, 0, 0])
     k_cache, v_cache, table = tree.cached(4)
     call = (tree.q, ints(0, 3), k_cache, v_cache, table, ints(8), 3, 8)
-    with pytest.raises(TypeError, match=r"^mha_with_kvcache: tree_mask must be a tensor of int64, got int32"):
+    with pytest.raises(TypeError, match=r"^mha_with_kvcache: tree_mask .* int64, got int32"):
         mha_with_kvcache(*call, tree_mask=tree.mask.int())
-    with pytest.raises(ValueError, match=r"^mha_with_kvcache: tree_mask must be of shape .* where tokens is 3 in q"):
+    with pytest.raises(ValueError, match=r"^mha_with_kvcache: tree_mask .* tokens is 3 in q"):
         mha_with_kvcache(*call, tree_mask=tree.mask[:2])
-    with pytest.raises(ValueError, match=r"^mha_with_kvcache: window_left must be -1 or at least 63"):
+    with pytest.raises(ValueError, match=r"^mha_with_kvcache: window_left .* -1 or .* 63"):
         mha_with_kvcache(*call, tree_mask=tree.mask, window_left=62)
     arguments = (torch.tensor([[1]]), torch.tensor([[-1.0]]), ints(-1).view(1, 1), torch.tensor([0]))
     for nodes in (0, 65):
         with pytest.raises(ValueError, match=rf"^build_draft_tree: nodes must be 1 to 64, got {nodes}"):
             build_draft_tree(*arguments, nodes)
-    with pytest.raises(TypeError, match=r"^build_draft_tree: root_tokens must be a tensor of int64, got int32"):
+    with pytest.raises(TypeError, match=r"^build_draft_tree: root_tokens .*64, got int32"):
         build_draft_tree(*arguments[:3], ints(0), 2)
 
 

@@ -243,9 +243,9 @@ def test_the_cache_may_be_scaled_and_values_of_another_width(v_head_dim: int, sh
     store_kv_cache(turned, v, **apart, **scales)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(fused[name].view(torch.uint8), apart[name].view(torch.uint8))
-    with pytest.raises(ValueError, match=r"^apply_rope: k_scale must be None, because there is no cache to write to"):
+    with pytest.raises(ValueError, match=r"^apply_rope: k_scale must be None, .* no cache"):
         apply_rope(q, k, positions, table, k_scale=scales["k_scale"])
-    with pytest.raises(ValueError, match=r"^apply_rope: v_scale must be finite and more than 0"):
+    with pytest.raises(ValueError, match=r"^apply_rope: v_scale .* finite .* more than 0"):
         apply_rope(q, k, positions, table, v=v, **fused, v_scale=torch.tensor(0.0))
 
 

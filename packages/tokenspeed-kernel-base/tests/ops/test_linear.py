@@ -193,9 +193,9 @@ def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
 
 
 def test_plans_are_distinguished() -> None:
-    with pytest.raises(TypeError, match=r"plan must be a LinearPlan, as linear.plan makes it, got dict"):
+    with pytest.raises(TypeError, match=r"plan must be a LinearPlan, .* got dict"):
         linear.prepare(weights_of(), {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"linear: plan.in_features must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"linear: plan.in_features .* 1, got 0"):
         linear(torch.zeros(1, K), weights_of(), dataclasses.replace(plan_of(), in_features=0))
 
 

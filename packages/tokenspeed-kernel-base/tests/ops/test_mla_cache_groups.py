@@ -129,7 +129,7 @@ def test_memory_at_an_odd_address_is_refused() -> None:
     memory = torch.frombuffer(bytearray(656 * 3 + 8), dtype=U8)
     start = -memory.data_ptr() % 4 + 1
     packed = torch.frombuffer(memory.numpy().data, dtype=U8, count=656 * 3, offset=start).view(1, 3, 656)
-    with pytest.raises(ValueError, match=r"tokens at multiples of 4 bytes, got strides 1968, 656 and an offset of 1"):
+    with pytest.raises(ValueError, match=r"multiples of 4 bytes, got .* 1968, 656 .* 1"):
         mla_cache_views(packed)
 
 
@@ -172,7 +172,7 @@ def test_other_wrong_calls_are_refused() -> None:
         mla_sparse_with_kvcache(normal(1, 3, RANK + ROPE), indices=chosen, kv_lora_rank=200, **options, **caches())
     with pytest.raises(TypeError, match=r"^store_mla_kv_cache: latent .*got float32"):
         store_mla_kv_cache(torch.zeros(1, RANK), torch.zeros(1, ROPE), slot_mapping=torch.tensor([1]), **caches())
-    with pytest.raises(ValueError, match=r"^store_mla_kv_cache: slot_mapping must be below .* = 8"):
+    with pytest.raises(ValueError, match=r"^store_mla_kv_cache: slot_mapping .* below .* = 8"):
         store_mla_kv_cache(normal(1, RANK), normal(1, ROPE), slot_mapping=torch.tensor([8]), **caches())
     views = caches()
     with pytest.raises(ValueError, match=r"^store_mla_kv_cache: .*overlap"):

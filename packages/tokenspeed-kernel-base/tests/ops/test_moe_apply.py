@@ -336,7 +336,7 @@ def test_layout_of_a_foreign_object_counts() -> None:
     arguments["weights"] = foreign(arguments["weights"])
     moe_apply(**arguments)
     arguments["weights"].layout = "shuffled"
-    with pytest.raises(ValueError, match=r"weights.layout must be 'canonical'.*got 'shuffled'"):
+    with pytest.raises(ValueError, match=r"weights.layout .*'canonical'.*got 'shuffled'"):
         moe_apply(**arguments)
     arguments["weights"].layout = 3
     with pytest.raises(TypeError, match=r"weights.layout must be str, got int 3"):
@@ -416,14 +416,14 @@ def test_ids_are_checked_again_when_they_were_written_to() -> None:
 
 
 def test_a_plan_made_by_hand_is_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"moe_apply: plan.limit must be positive or None, got -1"):
+    with pytest.raises(ValueError, match=r"plan.limit must be positive or None, got -1"):
         moe_apply(**build(PLAN, limit=-1.0))
-    with pytest.raises(ValueError, match=r"moe_apply: plan.weight_format must be one of .*got 'int3'"):
+    with pytest.raises(ValueError, match=r"plan.weight_format must be one of .*got 'int3'"):
         moe_apply(**build(PLAN, weight_format="int3"))
 
 
 def test_the_reference_refuses_processed_weights_even_when_it_is_wanted_by_name() -> None:
     arguments = build(PLAN, weight_layout="shuffled")
     arguments["weights"] = dataclasses.replace(arguments["weights"], layout="shuffled")
-    with pytest.raises(NoKernelFoundError, match="fails the traits gate: weight_layout=shuffled is not canonical"):
+    with pytest.raises(NoKernelFoundError, match=r"traits gate: weight_layout=shuffled .* canonical"):
         moe_apply(**arguments, override="reference_moe_apply")

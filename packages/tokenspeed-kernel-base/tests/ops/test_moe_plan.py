@@ -144,7 +144,7 @@ def test_an_unmentioned_feature_makes_a_kernel_ineligible(register: Register, op
     register()
     assert plan_of().kernel == "reversing"
     assert plan_of(**options).kernel == "reference_moe_apply"
-    with pytest.raises(NoKernelFoundError, match=f"reversing +traits: says nothing of {flag}, so it does not have it"):
+    with pytest.raises(NoKernelFoundError, match=f"reversing +traits: says nothing of {flag}"):
         plan_of(**options, solution="testing")
     register("knows", traits={**OWN_LAYOUT, flag: True}, priority=9)
     assert plan_of(**options).kernel == "knows"
@@ -220,7 +220,7 @@ def test_override_and_solution(register: Register) -> None:
         assert plan_of().kernel == "reference_moe_apply"
     with pytest.raises(NoKernelFoundError, match="no kernel named nothing"):
         plan_of(override="nothing")
-    with pytest.raises(NoKernelFoundError, match="reversing is wanted by override=, but fails the solution gate"):
+    with pytest.raises(NoKernelFoundError, match=r"reversing .* override=, but fails the solution"):
         plan_of(override="reversing", solution="reference")
 
 
@@ -498,7 +498,7 @@ def test_wrong_weights(error: type[Exception], message: str, weights: Any, optio
 
 
 def test_wrong_plans_for_weights() -> None:
-    with pytest.raises(TypeError, match=r"plan must be a MoEPlan, as moe_apply.plan makes it, got dict"):
+    with pytest.raises(TypeError, match=r"plan must be a MoEPlan, .* got dict"):
         moe_apply.prepare(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"plan.top_k must be at least 1, got 0"):
         moe_apply.prepare(weights_of(), dataclasses.replace(plan_of(), top_k=0))
@@ -571,7 +571,7 @@ def test_processed_weights_never_reach_a_kernel_for_others(register: Register) -
     KernelRegistry.get().unregister("reversing")
     with pytest.raises(NoKernelFoundError, match="weight_layout=rows-reversed is not canonical"):
         moe_apply(**own)
-    with pytest.raises(NoKernelFoundError, match="fails the traits gate: weight_layout=rows-reversed is not canonical"):
+    with pytest.raises(NoKernelFoundError, match="traits gate: weight_layout=rows-reversed"):
         moe_apply(**own, override="reference_moe_apply")
     assert CALLS == []
 

@@ -93,7 +93,7 @@ def test_a_float32_residual_beside_16_bit_floats(dtype: torch.dtype) -> None:
     assert torch.equal(kept, total)
     assert rmsnorm.explain(x, weight, residual=residual).request.traits["wide_residual"] is True
     assert rmsnorm.explain(x, weight, residual=x).request.traits["wide_residual"] is False
-    with pytest.raises(TypeError, match=r"residual must be a tensor of b?float.* got float64"):
+    with pytest.raises(TypeError, match=r"residual .* b?float.* got float64"):
         rmsnorm(x, weight, residual=residual.double())
 
 

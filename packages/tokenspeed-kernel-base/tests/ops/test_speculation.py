@@ -261,11 +261,11 @@ def test_wrong_probabilities_are_refused(changes: dict[str, Any], error: type[Ex
 
 def test_wrong_tokens_are_refused() -> None:
     tokens = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"^verify_draft_tokens: target_tokens must be a tensor of int64, got int32"):
+    with pytest.raises(TypeError, match=r"^verify_draft_tokens: target.* int64, got int32"):
         verify_draft_tokens(tokens.int(), tokens)
-    with pytest.raises(ValueError, match=r"^verify_draft_tokens: target_tokens must be of shape .* where nodes is 3"):
+    with pytest.raises(ValueError, match=r"^verify_draft_tokens: target_tokens .* nodes is 3"):
         verify_draft_tokens(tokens[:, :2], tokens)
-    with pytest.raises(ValueError, match=r"^verify_draft_tokens: draft_tokens must be of shape .* nodes > 0"):
+    with pytest.raises(ValueError, match=r"^verify_draft_tokens: draft_tokens .* nodes > 0"):
         verify_draft_tokens(tokens[:, :0], tokens[:, :0])
 
 

@@ -173,7 +173,10 @@ def tune(
     trials: o.AllTrials = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """Measure kernels and their configurations, and keep the quickest that is right for the selector. Exit code 1 if none was."""
+    """Measure kernels and their configurations, and keep the fastest correct one for selection.
+
+    Exit code 1 if every trial of some case failed.
+    """
 
 
 @_command("profile", context_settings={"allow_interspersed_args": False})
@@ -190,7 +193,7 @@ def profile(program: o.Program, output: o.Found = None, sort: o.Sort = None, top
 def report(
     files: o.Reports, output: o.Page = Path("report.html"), plots: o.Plots = None, title: o.Title = "Kernels, measured"
 ) -> None:
-    """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
+    """Make one HTML file of benchmark reports: rooflines, cases, history and all figures.
 
     Several reports of one device form the device's history. The newest row of each kernel and case is shown.
     """
@@ -213,9 +216,10 @@ def receipt(
     output: o.ReceiptFile = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Say which kernel serves which call of a model or a capture, why not the next best, and the predicted time.
+    """Say which kernel serves each call of a model or capture, why not the next, and the time.
 
-    Nothing is launched or measured. Exit code 1 if no kernel serves a call; of `receipt diff A.json B.json`, if kernels differ.
+    The time is predicted; nothing is launched or measured. Exit code 1 if no kernel serves a call; of `receipt diff A.json B.json`,
+    if kernels differ.
     """
 
 

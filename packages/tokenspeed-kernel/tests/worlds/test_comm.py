@@ -331,7 +331,7 @@ def test_a_process_that_is_alone_has_no_peers() -> None:
     group = ProcessGroup.with_peer_memory()
     assert group is ProcessGroup.of()
     assert (group.peers, group.peer_gap) == (None, "the group has one rank")
-    with pytest.raises(ValueError, match=r"all_reduce: group must have peer memory .* the group has one rank"):
+    with pytest.raises(ValueError, match=r"all_reduce: group .* peer memory .* has one rank"):
         one_shot_all_reduce(torch.ones(4), group, None)
 
 

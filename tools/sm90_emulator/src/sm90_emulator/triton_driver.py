@@ -20,7 +20,7 @@ from sm90_emulator.tensor_maps import tensor_map
 
 # Triton caches compiled kernels per device index; no real device has this index.
 _DEVICE = 90
-_TF32 = 11  # of `CUtensorMapDataType`
+_TF32 = 11  # the value in `CUtensorMapDataType`
 
 
 class _Launcher(triton_driver.Launcher):

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy as copies
 
 __all__ = ["copies"]
 
-VERSION = 4  # of the MFMA instructions
+VERSION = 4  # version of the MFMA instructions
 
 mfma, mfma_scaled = cdna4.mfma, cdna4.mfma_scaled
 mfma_scale_layout = cdna4.get_mfma_scale_layout

@@ -5,6 +5,6 @@ operator to one of FlashInfer's public functions. All pairs were written from Fl
 
 On Hopper only decode attention is used. It runs the XQA kernels, which read the lengths on the device. FlashInfer's other Hopper
 kernels are left out. Wrappers like ``BatchPrefillWithRaggedKVCacheWrapper`` need a plan, which they make on the host from lengths
-copied from the device. So every call with new lengths would wait for the device. Those wrappers also support sinks only in a
+copied from the device. So every call with new lengths would wait for the device. These wrappers support sinks only in a
 separate variant.
 """

@@ -172,7 +172,7 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
 
 @gluon.jit
 def scaled(x, scale, kv_head, head_stride):
-    """x times the scale of a KV head, if there are scales."""
+    """Returns x times the scale of a KV head; x itself if there are no scales."""
     if scale is not None:
         x *= gl.load(scale + kv_head * head_stride)
     return x

@@ -36,14 +36,14 @@ def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr):
     """BLOCK unconverted elements of each row, from ``first`` on. ``row``: int32 [rows], where rows of x begin; k may be int32
-    [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
+    [rows, 1, 1]. Beyond k the hardware returns 0; an explicit value for these elements would take further instructions."""
     at = places(first, BLOCK, layout)
     return isa.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
 
 @gluon.jit
 def magnitudes(values):
-    """The bits of magnitudes, which sort as magnitudes do, NaN last: fewer instructions than floats take."""
+    """Returns the magnitudes' bits as integers. The integers sort as the magnitudes do, with NaN last, in fewer instructions."""
     short: gl.constexpr = values.dtype.primitive_bitwidth == 16
     bits = values.to(gl.int16 if short else gl.int32, bitcast=True)
     return bits & (0x7FFF if short else 0x7FFFFFFF)

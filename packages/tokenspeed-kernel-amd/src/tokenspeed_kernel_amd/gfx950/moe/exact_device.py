@@ -176,7 +176,7 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
                 store_step(shared, step, values, encoding)
             weights = load_quad(own, quad, gl.num_warps()) if HALVES == 2 else load_half_quad(own, quad, gl.num_warps())
             for plane in gl.static_range(encoding.planes):
-                gl.barrier()  # or the compiler reads all planes first, which takes more registers than the mainloop
+                gl.barrier()  # otherwise the compiler reads all planes first, which takes more registers than the mainloop
                 codes, scales = read_plane(shared, plane)
                 first = add_mfmas(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
                 if HALVES == 2:

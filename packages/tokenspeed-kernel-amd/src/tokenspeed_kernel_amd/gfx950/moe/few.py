@@ -25,11 +25,11 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 device = DeviceModule(__name__ + "_device")
 
 MAX_TOP_K = 8
-_MAX_PAIRS = 64  # a lane each
-_PAIRS_AT_ONCE = 4  # of an expert: few have more
+_MAX_PAIRS = 64  # one pair per lane
+_PAIRS_AT_ONCE = 4  # pairs of an expert that are computed together; few experts have more
 # The most elements of a row that is encoded in registers, by weight format.
 _MAX_K = {"mxfp4": 4096, "fp8_block": 8192}
-_LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
+_LDS_BYTES = 80 * 1024  # LDS of a workgroup, so that two workgroups fit on a CU
 
 
 class Operands(NamedTuple):

@@ -356,7 +356,7 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         gate, _ = gl.broadcast(gate_bias[:, None], gate)
         up, _ = gl.broadcast(up_bias[:, None], up)
     even = load_quad(own, 0, warps)
-    gl.inline_asm("", "~{memory}")  # or the compiler loads some of ``even`` last, and each iteration waits for all loads
+    gl.inline_asm("", "~{memory}")  # otherwise the compiler loads some of ``even`` last, and each iteration waits for all loads
     odd = load_quad(own, 1, warps)
     shared, step, inexact = encode(chunks, operands.x.dtype.element_ty, operands.static, encoding, shape.rows, shape.block)
     for quad in range(0, (k + 511) // 512, 2):

@@ -33,7 +33,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 LAYOUT = "gfx950_fp8_block"
 _PIECE = 64  # elements of k that the lanes of a wave have together
 _LANES_K = 4
-_BYTES = 16  # of a lane
+_BYTES = 16  # bytes that a lane loads at once
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:

@@ -271,7 +271,7 @@ def store_product(operands, first, second, first_strip, strips, tokens, swiglu, 
     lane = gl.arange(0, first.shape[0], by_row)
     strip = first_strip + lane // 16
     inside = strip < strips
-    row = strip * 32 + lane % 16  # of the first half
+    row = strip * 32 + lane % 16  # row in the first half of the strip
     dtype: gl.constexpr = operands.out.dtype.element_ty
     stored = inside[:, None] & tokens.exists[None, :]
     if shape.gated:

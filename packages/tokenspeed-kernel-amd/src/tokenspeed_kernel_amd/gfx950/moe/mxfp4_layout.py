@@ -29,7 +29,7 @@ HALF = 16  # rows of a matrix instruction
 STEP = 128  # elements of k of a matrix instruction
 QUAD = 4  # number of steps whose scales a lane reads at once
 _LANES_K = 4  # lanes along k, 32 elements each
-_BYTES = 16  # of a lane
+_BYTES = 16  # bytes that a lane loads at once
 
 
 def strips_of(rows: int) -> int:

@@ -61,7 +61,7 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
     own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), k, warps, 2)
     steps = (k + 127) // 128
     quads = (k + 511) // 512
-    base = expert.to(gl.int64) * strips  # of fewer strips than warps, too
+    base = expert.to(gl.int64) * strips  # the expert's first strip, even if it has fewer strips than warps
     return Expert(
         weight + base * steps * 2048,
         scale + base * quads * 128,

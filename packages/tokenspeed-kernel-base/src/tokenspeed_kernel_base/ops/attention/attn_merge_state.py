@@ -36,9 +36,9 @@ def attn_merge_state(
     online softmax (Milakov & Gimelshein, 2018, arXiv:1805.02867). Commutative, and associative up to rounding. Arithmetic is
     float32 (float64 for float64 outputs); each result is rounded once.
 
-    A partial result without keys has ``lse = -inf``. It does not change the other result, whatever its output holds. If neither
-    result has keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the call that receives it. So
-    pass the sinks to exactly one of the two calls.
+    A partial result without keys has ``lse = -inf``. Its output is ignored, so the merged result equals the other partial
+    result. If neither result has keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the call
+    that receives it. So pass the sinks to exactly one of the two calls.
 
     Args:
         out_a: float16, bfloat16, float32 or float64 ``[tokens, heads, v_head_dim]``.

@@ -48,15 +48,15 @@ def dsa_indexer_scores(
 ) -> tuple[Tensor, Tensor]:
     """Lightning-indexer scores of DeepSeek sparse attention for contiguous, packed index keys (prefill).
 
-    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is), where
-    s counts the keys of t's own sequence. The tokens in q are the last tokens of their sequences. Each token sees itself and
+    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 for a float64 q),
+    where s counts the keys of t's own sequence. The tokens in q are the last tokens of their sequences. Each token sees itself and
     earlier tokens. `dsa_indexer_scores_with_kvcache` does the same for a paged cache.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k: q's dtype ``[keys, head_dim]``.
-        weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
-            of an fp8 q.
+        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
+            scale of an fp8 q.
         cu_seqlens: int32 ``[batch + 1]``, the offsets in q at which sequences begin; the last entry is the end of the last
             sequence.
         cu_seqlens_kv: int32 ``[batch + 1]``, the offsets in k at which sequences begin; the last entry is the end of the last
@@ -66,9 +66,9 @@ def dsa_indexer_scores(
         lengths_out: receives the lengths.
 
     Returns:
-        Scores, float32 (float64 where q is) ``[tokens, keys]``. Column s is position s of the token's own sequence. The score is
-        -inf at positions that the token does not see or its sequence does not have. Also the lengths, int32 ``[tokens]``: a token
-        with length n sees positions 0 to n - 1.
+        Scores, float32 (float64 for a float64 q) ``[tokens, keys]``. Column s is position s of the token's own sequence. The score
+        is -inf at positions that the token does not see or its sequence does not have. Also the lengths, int32 ``[tokens]``: a
+        token with length n sees positions 0 to n - 1.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of

@@ -52,7 +52,7 @@ def dsa_indexer_scores_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Lightning-indexer scores of DeepSeek sparse attention for new tokens against index keys in a paged cache.
 
-    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is); all
+    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 for a float64 q); all
     heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices`
     selects the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of
     sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at
@@ -62,8 +62,8 @@ def dsa_indexer_scores_with_kvcache(
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided, for example a view of pages in which the scales
             follow the keys.
-        weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
-            of an fp8 q.
+        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
+            scale of an fp8 q.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included; at most
@@ -76,8 +76,8 @@ def dsa_indexer_scores_with_kvcache(
         lengths_out: receives the lengths.
 
     Returns:
-        Scores, float32 (float64 where q is) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not see.
-        Also the lengths, int32 ``[tokens]``: a token with length n sees positions 0 to n - 1.
+        Scores, float32 (float64 for a float64 q) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not
+        see. Also the lengths, int32 ``[tokens]``: a token with length n sees positions 0 to n - 1.
 
     Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 

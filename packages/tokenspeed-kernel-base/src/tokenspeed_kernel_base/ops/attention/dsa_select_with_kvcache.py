@@ -51,7 +51,7 @@ def dsa_select_with_kvcache(
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided.
-        weights: float32 (float64 where q is) ``[tokens, heads]``, with the scale of an fp8 q in them.
+        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. If q is fp8, its scale is a factor of the weights.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.

@@ -40,7 +40,7 @@ TILE_ROWS, TILE_SCALES = 128, 4  # a 128x4 tile of scales: rows of the tensor, a
 SOURCE_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})  # dtypes of unquantised values
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}
 E2M1_MAX = 6.0
-SMALLEST_NORMAL = 2.0**-126  # of float32
+SMALLEST_NORMAL = 2.0**-126  # smallest normal float32
 
 _EMAX_FP8 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 _EMAX_E2M1 = 2
@@ -243,7 +243,7 @@ def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
     field = amax.view(torch.int32) >> 23
     finite = field != 255
     if largest is not None:
-        # Magnitudes whose mantissa exceeds that of the largest value need the next power of two.
+        # If amax's mantissa is greater than the mantissa of ``largest``, the scale is the next power of two.
         mantissa = amax.view(torch.int32) & 0x7FFFFF
         field = field + (mantissa > round((largest * 2.0**-emax - 1) * 2**23)).to(torch.int32)
     return torch.where(finite, (field - emax).clamp(min=0), _E8M0_NAN)

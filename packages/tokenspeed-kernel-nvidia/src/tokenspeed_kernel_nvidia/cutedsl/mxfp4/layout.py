@@ -19,7 +19,7 @@ neighbouring elements of k:
     k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
 
 The lower 16 bits hold the even element. The bit positions (s, e, e, m) minimise instructions. The values of a0 and a2, which belong
-to one row, are bytes of float8_e5m2 in place. Those of a1 and a3 are such bytes after two shifts. As float8_e5m2, the bytes are
+to one row, are bytes of float8_e5m2 in place. The values of a1 and a3 need two shifts. As float8_e5m2, the bytes are
 2^-14 times the e2m1 values.
 
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
@@ -49,7 +49,7 @@ BLOCK = 64  # elements of k
 HEAD_BYTES = 128  # row factors and biases of a strip
 PANEL_HEAD_BYTES = PANEL_STRIPS * HEAD_BYTES
 CODE_BYTES = STRIP * BLOCK // 2
-BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
+BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # bytes of a strip's block
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _NAN = 255  # as a scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REGISTERS = 65536  # of an SM
+REGISTERS = 65536  # 32-bit registers of an SM
 
 
 def left_by(threads: int, warpgroups: int, registers: int) -> int:

@@ -137,7 +137,7 @@ def band_kernel(
     v,
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
-    cu_seqlens,  # of the queries
+    cu_seqlens,  # offsets of the queries
     cache_seqlens,
     page_table,
     sinks,

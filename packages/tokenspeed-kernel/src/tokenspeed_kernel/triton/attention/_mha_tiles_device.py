@@ -320,7 +320,7 @@ def tiles_kernel(
     v,
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
-    cu_seqlens,  # of the queries
+    cu_seqlens,  # offsets of the queries
     kv_seqlens,  # paged: lengths; otherwise the keys' cu_seqlens, or None if equal to the queries' cu_seqlens
     page_table,
     sinks,

@@ -74,7 +74,7 @@ _DEVIATIONS = 4.0
 _STAGES = {"nvidia": 3, "any": 1}
 # Register limit for two CTAs per SM.
 _REGISTERS: dict[str, dict[str, int]] = {"nvidia": {"maxnreg": 128}, "any": {}}
-_MOST_SPANS, _PROGRAMS = 16, 2  # per row; per SM/CU
+_MOST_SPANS, _PROGRAMS = 16, 2  # spans per row; programs per SM/CU
 
 
 def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:

@@ -51,7 +51,7 @@ def _log2_decays(raw, A_log, dt_bias, head, channel, channel_inside, SHAPE: tl.c
 
 @triton.jit
 def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.constexpr):
-    """Adds the contribution of some channels to the K K^T and Q K^T of a block.
+    """Adds some channels' part of K K^T and Q K^T of a block.
 
     ``running``: the running sums of log2 decays; ``lower``, ``upper``: the sums of the block's halves.
     """

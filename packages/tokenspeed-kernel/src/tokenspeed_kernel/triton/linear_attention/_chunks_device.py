@@ -53,7 +53,7 @@ def bounded(logs):
     """Clamps log decays to at least -40.
 
     A decay of exp(-40) = 4e-18 already erases the state. A far more negative log decay would swamp the running sums, and their
-    differences would lose the small decays. NaN stays NaN; a maximum would not keep it.
+    differences would lose the small decays. A comparison keeps NaN, unlike a maximum.
     """
     return tl.where(logs < -40.0, -40.0, logs)
 

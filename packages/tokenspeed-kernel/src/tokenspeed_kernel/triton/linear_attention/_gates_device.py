@@ -23,5 +23,5 @@ def log_decay(g, bias, A_log, head, GATES: tl.constexpr):
 
 @triton.jit
 def strength(beta, GATES: tl.constexpr):
-    """Returns the write strength of the delta rule: beta; for raw gates, the sigmoid of beta."""
+    """Returns the write strength of the delta rule. The strength is beta, or the sigmoid of beta if gates are raw."""
     return beta if GATES == 0 else tl.sigmoid(beta)

@@ -33,7 +33,7 @@ _ERRORS_OF_FEW = tl.constexpr(2.0)
 _ERROR_OF_BIN = tl.constexpr(0.04)
 _BIAS_OF_BINS = tl.constexpr(4e-3)
 _ROUNDED = tl.constexpr(2e-5)
-# The largest 1/_FEW of the group maxima count as "few": among them there is hardly any token that is no maximum.
+# The largest 1/_FEW of the group maxima count as "few". Nearly all tokens of this size are group maxima.
 _FEW = tl.constexpr(16)
 # Among the largest groups / 16 tokens at random positions, groups / 512 are expected not to be their group's maximum. If the sample
 # has more than _OTHERS_AMONG_FEW such tokens, the positions are not random. The sample reads one of 25 tokens of a row of 200,000.
@@ -77,7 +77,7 @@ def group_counts(maxima, largest, scale):
 
 @triton.jit
 def bins_to_list(counts, vocab, most, negligible, floor):
-    """Returns a number of bins. The tokens of that many first bins, if listed, are likely to decide the row.
+    """Returns how many bins, from the first one on, to list. Their tokens are likely to decide the row.
 
     The listed bins outweigh all other tokens: an upper bound of the other tokens' weight is at most ``negligible`` times the listed
     weight. Also returns whether at most ``most`` groups have tokens in these bins.
@@ -218,9 +218,9 @@ def range_of_cutoff(
         others = _count_sample(
             logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
         ).to(tl.float32)  # fmt: skip
-        # Among the largest few group maxima there is hardly any other token. So a sampled token represents only itself.
+        # Nearly all tokens as large as the few largest group maxima are group maxima. So a sampled token represents only itself.
         among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # That is false for rows whose large logits are neighbours.
+        # In rows whose large logits are neighbours, many such tokens are no group maxima.
         few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)

@@ -9,10 +9,10 @@ from tokenspeed_kernel.triton.sampling import _state
 LARGEST = tl.constexpr(0)  # sort key of the largest logit
 DECIDED = tl.constexpr(1)  # 1 if the row needs no further kernel
 LOW = tl.constexpr(2)  # the smallest sort key that the cutoff token is expected to have
-HIGH = tl.constexpr(3)  # the largest such key; less than LOW if no range is expected
+HIGH = tl.constexpr(3)  # the largest such sort key; less than LOW if no range is expected
 COPIED = tl.constexpr(4)  # the number of tokens with keys in [LOW, HIGH]
-LAST = tl.constexpr(5)  # the cutoff token, `packed`; LAST and KEPT are written only if no token is drawn
-KEPT = tl.constexpr(6)  # the total weight of all tokens kept; 0 for a greedy row
+LAST = tl.constexpr(5)  # the cutoff token, `packed`; written only if the caller wants no drawn token
+KEPT = tl.constexpr(6)  # the total weight of all tokens kept, written like LAST; 0 for a greedy row
 STATE = tl.constexpr(_state.STATE)
 
 # A count and a weight are summed in one int64, with the count above COUNT_SHIFT bits. A weight has 41 bits, so sums of up to 2^10

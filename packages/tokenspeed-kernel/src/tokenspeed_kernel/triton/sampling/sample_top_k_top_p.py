@@ -117,7 +117,8 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two skip decided rows, which most rows are."""
+    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows; most rows
+    are decided."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):
@@ -144,7 +145,7 @@ def decide_rows(
         drawing: see `Drawing`.
 
     Returns:
-        int64 ``[rows, STATE]`` with the fields of `_state_device`. LAST and KEPT are set if no token was drawn.
+        int64 ``[rows, STATE]`` with the fields of `_state_device`. The fields LAST and KEPT are written only without ``drawing``.
     """
     rows, vocab = logits.shape
     device = logits.device

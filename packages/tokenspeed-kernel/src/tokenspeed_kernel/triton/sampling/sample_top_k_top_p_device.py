@@ -77,7 +77,7 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
         small: whether k is so small that the group maxima alone give a threshold. Otherwise ``counts`` is the histogram of the
             group maxima.
     """
-    threshold = largest_key.to(tl.int64)  # of a greedy row
+    threshold = largest_key.to(tl.int64)  # the threshold of a greedy row
     counts = tl.zeros([BINS], tl.int32)
     if draws & lists:
         if small:

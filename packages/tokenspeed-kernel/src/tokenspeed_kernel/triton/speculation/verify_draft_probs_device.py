@@ -42,7 +42,8 @@ def _uniform(seed, offset, draw):
 
 @triton.jit
 def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node):
-    """Returns the rows of a node. For a node without a row of the draft model, the second is another node's, and is not read."""
+    """Returns the rows of a node. If the draft model has no row for the node, `Rows` points to another node's draft row, which no
+    kernel reads."""
     target = target_probs + sequence * target_stride_b + node.to(tl.int64) * target_stride_n
     draft = draft_probs + sequence * draft_stride_b + tl.minimum(node, tl.maximum(inner - 1, 0)).to(tl.int64) * draft_stride_n
     return Rows(target, draft)

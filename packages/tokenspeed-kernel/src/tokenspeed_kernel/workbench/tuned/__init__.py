@@ -6,7 +6,7 @@ that wheels ship for known devices. Selection reads the results through `find`. 
 """
 
 from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key
-from tokenspeed_kernel.workbench.tuned.fingerprint import source_fingerprint, toolchain
+from tokenspeed_kernel.workbench.tuned.fingerprint import source_files, source_fingerprint, toolchain
 from tokenspeed_kernel.workbench.tuned.store import read_table, remove_entries, save_entry
 from tokenspeed_kernel.workbench.tuned.tables import (
     all_entries,
@@ -29,6 +29,7 @@ __all__ = [
     "register_tuned_tables",
     "remove_entries",
     "save_entry",
+    "source_files",
     "source_fingerprint",
     "toolchain",
     "tuned_directory",

@@ -22,19 +22,34 @@ _OPERATORS = "tokenspeed_kernel_base.ops"
 
 @functools.cache
 def source_fingerprint(module: str) -> str:
-    """Returns a hash of a module and of all modules of the same package that it imports, directly or indirectly.
+    """Returns a hash of a module and of the modules that it imports, see `source_files`.
 
-    The hash includes device code that a launcher reaches through `DeviceModule`, and modules of the operators' declarations that
-    the launcher imports. It includes a package's ``__init__`` if something other than a module is imported from it. For a module
-    outside any package, it includes modules in the same folder. The hash is computed once per process, because a process keeps
-    running the code that it imported before a file changed.
+    The hash is computed once per process, because a process keeps running the code that it imported before a file changed.
 
     Returns:
         16 hexadecimal digits; empty if the module's source cannot be found.
     """
+    found = source_files(module)
+    if not found:
+        return ""
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        content = found[name].read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def source_files(module: str) -> dict[str, Path]:
+    """Returns a module and all modules of the same package that it imports, directly or indirectly: files by module name.
+
+    These include device code that a launcher reaches through `DeviceModule`, and modules of the operators' declarations that the
+    launcher imports. They include a package's ``__init__`` if something other than a module is imported from it. For a module
+    outside any package, they include modules in the same folder. Empty if the module's source cannot be found.
+    """
     own = _locate(module)
     if own is None:
-        return ""
+        return {}
     package = module.partition(".")[0]
     alone = own.parent if module == package and own.name != "__init__.py" else None
     found: dict[str, Path] = {}
@@ -49,12 +64,7 @@ def source_fingerprint(module: str) -> str:
             continue
         found[name] = path
         waiting += _imports(name, path)
-    digest = hashlib.sha256()
-    for name in sorted(found):
-        content = found[name].read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:16]
+    return found
 
 
 @functools.cache

@@ -11,11 +11,11 @@ from tokenspeed_kernel_nvidia.sm90.attention import supported
 # Pairs (head_dim, v_head_dim).
 WIDTHS = (*((head_dim, head_dim) for head_dim in supported.HEAD_DIMS), *supported.OTHER_WIDTHS)
 PAGE_SIZES = (1, *supported.PAGE_SIZES)
-CONSUMERS = 4  # consumer warps of a CTA; one producer warp more
-SHARED_BYTES = 228 * 1024  # of an SM
+CONSUMERS = 4  # consumer warps of a CTA, which also has one producer warp
+SHARED_BYTES = 228 * 1024  # shared memory of an SM
 OTHER_BYTES = 3072  # a CTA's bytes besides tiles and results: 1024 reserved by the system, up to 1024 of alignment, and other data
 ROWS = (8, 16, 32, 64)  # query rows per KV head that kernel variants exist for
-MERGE_BATCH = 16  # partial results of a sequence that are merged per step; limited by registers
+MERGE_BATCH = 16  # partial results of a sequence that are merged per step; registers limit this number
 # Class of work. Sequences are split (split-KV) for "little" and "much", which compare the visible keys of all sequences together,
 # and for "long", few long sequences. Short sequences are not split.
 Work = Literal["little", "much", "long", "short", "many short"]

@@ -48,7 +48,7 @@ class Gatherer:
         sequence, length, offset, left, step = self.work.plan(call)
         # Row indices of a tile's keys: 32 keys per element, one key per lane.
         rows, next_rows = (cute.make_rmem_tensor(((c.block + LANES - 1) // LANES,), Int32) for _ in range(2))
-        index = Int32(0)  # of a tile in the CTA's whole range
+        index = Int32(0)  # index of a tile in the CTA's range
         next_length = self.shapes.length_of(call, sequence + step)
         begin, first, count = self.shapes.visible(call, length)
         first += offset

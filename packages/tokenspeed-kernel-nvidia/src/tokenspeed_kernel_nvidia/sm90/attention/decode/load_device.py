@@ -38,7 +38,7 @@ class Loader:
         v_to, v_from = self.partition(call, v, self.shapes.values)
 
         box_bytes = c.kv_bytes * c.stage_elements // boxes
-        index = Int32(0)  # of a tile in the CTA's whole range
+        index = Int32(0)  # index of a tile in the CTA's range
         next_length = self.shapes.length_of(call, sequence + step)
         begin, first, count = self.shapes.visible(call, length)
         first += offset

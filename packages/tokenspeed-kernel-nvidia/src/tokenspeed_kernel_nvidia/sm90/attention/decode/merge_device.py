@@ -27,7 +27,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MER
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Shapes
 
 MERGERS = 32 * CONSUMERS  # threads that merge
-MERGE = 2  # their named barrier
+MERGE = 2  # the named barrier of these threads
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Merger:
         partials = Int32(1)
         if const_expr(c.split):
             per_group = call.plan[PER_GROUP]
-            start = call.group * per_group + done - offset  # of the sequence, in tiles of the whole queue
+            start = call.group * per_group + done - offset  # index of the sequence's first tile among the tiles of all groups
             first_group = start // per_group
             partials = (start + whole - 1) // per_group - first_group + 1
         for item in cutlass.range((rows * self.shapes.fours + MERGERS - 1) // MERGERS, unroll=1):

@@ -67,7 +67,7 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All warps work on one KV head. They take its tiles round-robin, and merge at the end of a sequence."""
+        """All warps work on one KV head. They take its tiles round-robin, and merge their results at the end of a sequence."""
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -86,7 +86,7 @@ class Consumers:
             if const_expr(c.split):
                 count = cutlass.min(count, call.plan[LEFT])
             self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
-            # The next of this warp's tiles. `+ parts`: a remainder has the sign of the dividend.
+            # Find this warp's next tile. Adding `parts` keeps the dividend positive, because a remainder has the dividend's sign.
             turn = (opt_barrier(thread) // 32 % parts - done % parts + parts) % parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
@@ -98,7 +98,7 @@ class Consumers:
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """Each warp works on one KV head and computes all its tiles. Warps neither wait for each other nor merge."""
+        """Each warp works on one KV head and computes all tiles of this head. So warps need no barriers and merge no results."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         for tile in cutlass.range_constexpr(self.shapes.tiles):

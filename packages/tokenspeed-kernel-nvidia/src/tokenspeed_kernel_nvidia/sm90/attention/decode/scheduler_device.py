@@ -44,7 +44,7 @@ class Work:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, _: Int32):
-        """Returns the tiles per group, and 0: starting a sequence has no fixed cost here."""
+        """Returns the tiles per group, and the fixed cost of starting a sequence in tiles, which is 0 here."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
         if const_expr(c.block == 16):  # a multiple of the number of warps, so that each warp has a tile

@@ -2,8 +2,8 @@
 
 mma.m16n8k16 has 16 rows and 8 columns. With up to eight queries as its rows, half of the rows are padding. So half of the registers
 of queries and accumulators are padding too, which is too expensive for wide heads. In this module keys (or columns of values) are
-the rows, and queries the columns. Lane ``4 g + t`` holds the scores of keys g and g + 8 of 16, and the output's columns 2 g and 2 g
-+ 1 of 16. Each is for the queries 2 t and 2 t + 1.
+the rows, and queries the columns. Lane ``4 g + t`` holds the scores of the queries 2 t and 2 t + 1 with keys g and g + 8 of 16. For
+the same queries the lane holds the output's columns 2 g and 2 g + 1 of 16.
 """
 
 # mypy: ignore-errors

@@ -161,15 +161,15 @@ class Shapes:
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
-        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of the MMA operands
-        self.k_width = config.k_row.width  # of a tile's rows
+        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # dtype of the MMA operands
+        self.k_width = config.k_row.width  # elements of a key
         self.v_width = config.v_row.width
         self.box = config.block if config.gathered else config.box
         self.boxes = self.config.block // self.box
         self.keys = panels_of(config, config.k_row, self.box, 0)
         self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
         self.stage_bytes = config.kv_bytes * config.stage_elements
-        self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 query rows, per warp
+        self.tiles = max(1, config.rows // config.row_warps // 16)  # tiles of 16 query rows per warp
         self.used = 1 if config.rows == 8 else 2  # query rows of a tile of 16 that a lane holds
         self.together = 4 if config.fp8 else 2  # adjacent columns of an accumulator row that a lane holds
         self.fours = config.v_head_dim // 4  # threads per output row, of 4 elements each

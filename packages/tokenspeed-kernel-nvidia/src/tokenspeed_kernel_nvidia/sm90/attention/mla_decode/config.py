@@ -13,8 +13,8 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 LATENT = 512  # columns of the latent, which is also the value
 ROPE = 64  # columns of the rotary part
-ROWS = 64  # of a Q tile, and tokens of a block of the cache: one wgmma is 64 x 64
-RECORD_BYTES = 16  # of a work item's record, which the merge kernel reads
+ROWS = 64  # rows of a Q tile, and tokens of a block of the cache, because one wgmma is 64 x 64
+RECORD_BYTES = 16  # bytes of a work item's record, which the merge kernel reads
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
 LEAST_BLOCKS = 2  # minimum blocks per group: each split of a sequence costs a partial result of up to 256 KiB

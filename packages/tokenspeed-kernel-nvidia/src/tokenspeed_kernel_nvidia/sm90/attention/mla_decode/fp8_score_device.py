@@ -154,7 +154,7 @@ class Fp8QkMma:
 
     @cute.jit
     def four_elements(self, call: Call, at: Cursor, offset: Int32, step: cutlass.Constexpr[int], each: cutlass.Constexpr[int]):
-        """Returns four adjacent elements of 16-bit queries. They become one word of an fp8 A operand.
+        """Returns four adjacent elements of 16-bit queries, which one word of an fp8 A operand will hold.
 
         Args:
             step: index of the 32 columns in the chunk.

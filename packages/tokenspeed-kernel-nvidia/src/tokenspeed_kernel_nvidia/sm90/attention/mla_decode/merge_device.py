@@ -23,8 +23,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Re
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, items_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
 
-WARPS = 8  # of a CTA
-CTAS = 1024  # at most, with many work items: most have nothing to merge, and warps then loop over several tiles
+WARPS = 8  # warps of a CTA
+CTAS = 1024  # the most CTAs: of many work items, most need no merge, and a warp loops over several tiles
 
 
 def host(config: Config) -> Any:

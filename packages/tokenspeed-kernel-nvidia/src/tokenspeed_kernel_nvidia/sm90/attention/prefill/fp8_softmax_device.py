@@ -99,7 +99,7 @@ class Fp8Softmax:
 
     @cute.jit
     def put_first(self, weights: cute.Tensor, probs: cute.Tensor):
-        """Rounds probabilities of a tile's first block to the A operand of P @ V. Those of half a block are padded with zeros."""
+        """Rounds probabilities of a tile's first block to the A operand of P @ V. Zeros pad the probabilities of half a block."""
         words = cute.recast_tensor(probs, cutlass.Uint32)
         for i in cutlass.range_constexpr(cute.size(words)):
             elements = elements_of_word(i)

@@ -70,7 +70,7 @@ class KvLoader:
                 wanted = shift * 8 + tiles * c.positions + REACH + 8
                 first_box = cutlass.max(-row, 0) // c.box
                 after_box = (cutlass.min(cutlass.min(wanted, item.length - row), c.rows) + c.box - 1) // c.box
-                page, token = Int32(0), Int32(0)  # of the box with this lane's index
+                page, token = Int32(0), Int32(0)  # position of the box with this lane's index
                 if const_expr(c.paged):
                     if lane >= first_box and lane < after_box:
                         token = row + lane * c.box

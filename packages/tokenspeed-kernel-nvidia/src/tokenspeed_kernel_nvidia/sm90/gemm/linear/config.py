@@ -17,9 +17,9 @@ FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 ROWS = 8  # number of a panel's rows that one CTA finishes
 SLAB = 2  # k blocks of a panel in a stage
-HEAD_BYTES = 1024  # at the start of shared memory: mbarriers
+HEAD_BYTES = 1024  # the mbarriers at the start of shared memory
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-STAGES = 8  # a group's stages at most, so that one warp initialises all barriers at once, one per lane
+STAGES = 8  # the most stages of a group, so that one warp initialises all barriers at once, one per lane
 # Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
 # canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. It was
 # no faster than `mm`, so it is not compiled for more than 16 tokens any more:

@@ -159,7 +159,7 @@ class Linear(MmaWarps):
     def load(self, call: Call):
         """Loads this CTA's k blocks of all panels into the ring buffer, in slabs, round-robin over the groups' panels."""
         config, work = self.config, call.work
-        at = first_to_fill()  # of each group's stages
+        at = first_to_fill()  # the same position in the stages of every group
         if cute.arch.lane_idx() == 0:
             for panel in cutlass.range(0, work.panels, GROUPS, unroll=1):
                 for block in cutlass.range(0, work.blocks, SLAB, unroll=1):

@@ -41,7 +41,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
 # Bit positions of a0 to a3, see `mxfp4.layout.PLACES`. 3e at bit 13 is the upper exponent bit.
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
 LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
-SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # of a strip's block
+SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # scale bytes of a strip's block
 # Converted nvfp4 scales are smaller by this factor. The largest scale then has float16's largest exponent.
 NVFP4_FACTOR = 2.0**-7
 # Panels that are arranged at once. Intermediates take several times the memory of that many panels.

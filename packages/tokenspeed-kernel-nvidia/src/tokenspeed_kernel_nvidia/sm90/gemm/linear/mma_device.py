@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import block_bytes
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table
 
 MMA_BARRIER = 1  # named barrier of the MMA warps
-CORE_BYTES = 128  # 8 elements of k of eight tokens
+CORE_BYTES = 128  # bytes of a core matrix: 8 elements of k of eight tokens
 STEPS = 4  # MMA steps (k = 16) of a block, with one word each
 
 
@@ -102,7 +102,7 @@ class MmaWarps:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.tiles = config.tokens // 8  # of eight tokens
+        self.tiles = config.tokens // 8  # tiles of eight tokens
         self.stages = GROUPS * config.stages
 
     @cute.jit
@@ -163,7 +163,7 @@ class MmaWarps:
                     acc[4 * tile + at] = sums[at]
 
     def stage_of(self, at: Cursor, group: Int32) -> Cursor:
-        """Returns the ring buffer stage that a group's stage has."""
+        """Converts a stage index within the group to the stage's index in the ring buffer."""
         return Cursor(at.stage + group * self.config.stages, at.phase)
 
     def load_block(self, call: Call, stage: Cursor, strip: Int32, each: int, lane: Int32) -> Any:

@@ -9,12 +9,12 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 ROWS = 8  # rows of weights in a tile: the MMA's n
 TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's m is 16
-LOAD_BYTES = 16  # of a row of weights, which a lane loads at once
-QUAD_BYTES = 4 * LOAD_BYTES  # of a row, which a quad of lanes loads at once
+LOAD_BYTES = 16  # bytes of a row of weights that a lane loads at once
+QUAD_BYTES = 4 * LOAD_BYTES  # bytes of a row of weights that a quad of lanes loads at once
 GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
-STAGES = 12  # maximum of the ring buffer
-HEAD_BYTES = 512  # at the start of shared memory: barriers, with 16 zero bytes at the end
-SHARED_BYTES = 227 * 1024  # maximum of a CTA
+STAGES = 12  # the most stages of the ring buffer
+HEAD_BYTES = 512  # the barriers at the start of shared memory, with 16 zero bytes at the end
+SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 CLUSTER = 8  # CTAs that split k if there are few rows
 PREFETCHED, PACE = 160 * 1024, 70  # see `Config`
 PIECE_BYTES = 4096  # the most bytes of a row that one prefetch loads into L2

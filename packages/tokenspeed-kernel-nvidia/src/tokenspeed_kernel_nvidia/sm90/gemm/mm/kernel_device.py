@@ -403,7 +403,8 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the partial sums of all warps in a fixed order. Then adds those of the cluster's CTAs, and writes the results."""
+        """Adds the partial sums of all warps, then the partial sums of the cluster's CTAs, and writes the results. The order of
+        additions is fixed."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)

@@ -18,8 +18,8 @@ slower. After the same rmsnorm, a row of 2880 x 5120 took 10.3 to 11.2 us instea
 A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. This room is worth more than loads without a ring
 buffer. A kernel that filled the registers of all SMs with weights took 7.5 us for a row of 4096 x 2880 after that rmsnorm; this
 kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the router overlap it. Decode steps of
-GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel. They take 2.10, 2.51 and 3.37 ms with
-this kernel.
+GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel. The steps take 2.10, 2.51 and 3.37 ms
+with this kernel.
 """
 
 from __future__ import annotations

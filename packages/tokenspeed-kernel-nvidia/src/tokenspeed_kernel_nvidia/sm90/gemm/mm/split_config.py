@@ -10,7 +10,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES, ROWS, TOKEN
 CLUSTER = 8  # CTAs that split k of 8 rows of weights
 WARPS = 16
 QUADS = (1, 2)  # 64-byte parts of a row that a warp has
-HEAD_BYTES = 16  # at the start of shared memory: a barrier
+HEAD_BYTES = 16  # the barrier at the start of shared memory
 MOST_ROWS = 256  # rows of weights; with more rows `kernel_device` is faster, because it gives a CTA more work
 
 

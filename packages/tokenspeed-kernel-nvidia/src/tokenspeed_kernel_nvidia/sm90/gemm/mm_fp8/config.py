@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK = 128  # elements along k of a stage
-ROWS = 128  # of a CTA's tile, 64 for each of two warpgroups
+ROWS = 128  # rows of a CTA's tile: each of two warpgroups has 64
 PAIR = 2  # CTAs of a cluster, which have neighbouring rows and the same columns
-HALF = 128  # n of a wgmma
+HALF = 128  # N of a wgmma
 RING_BYTES = 192 * 1024
-OUT_BYTES = 2  # of a bfloat16 result element
-PANEL = 128 // OUT_BYTES  # columns of the result that are stored at once
+OUT_BYTES = 2  # bytes of a result element, which is bfloat16
+PANEL = 128 // OUT_BYTES  # columns of the result that one TMA store writes
 GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse in L2
 
 # Scale granularities. "block": 128 elements of a row of activations and 128 x 128 weights. "column": parts of rows of both
@@ -103,9 +103,9 @@ class Supported:
 # | 4096 x 7168 x 4096 | 239.3 215.2  311.0  |                     | 288.0 276.1  344.7  | 399.3 371.5  514.9  |
 #
 # Three kinds of scales are left to faster kernels. PyTorch's GEMM takes one scale per row. 8192 x 8192 x 8192 took 794 us; this
-# kernel took 837 us. 2048 x 8192 x 57344 took 1467 us; this kernel took 1546 us. It also takes float32 scales of 128 x 128 weights.
-# 4096 x 2048 x 7168 took 107.3 us; this kernel took 109.0 us. The portable kernel takes mxfp8: 770 us for 4096 x 8192 x 8192, 1804
-# us here.
+# kernel took 837 us. 2048 x 8192 x 57344 took 1467 us; this kernel took 1546 us. PyTorch's GEMM also takes float32 scales of 128 x
+# 128 weights. 4096 x 2048 x 7168 took 107.3 us; this kernel took 109.0 us. The portable kernel takes mxfp8: 770 us for 4096 x 8192
+# x 8192, 1804 us here.
 SUPPORTED = (
     Supported("e8m0_blocks", "block", "byte"),
     Supported("columns", "column", "float32"),

@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import BLOCK, HALF, OUT_BYTES, PAIR, PANEL, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.sum_device import LANES, WARP_ROWS, WARPS, Call, Consumers, Scales
 
-COLUMN_WARPS = 2  # that load scales of columns
+COLUMN_WARPS = 2  # warps that load scales of columns
 BOTH = 0b11  # multicast mask: both CTAs of a cluster
 
 

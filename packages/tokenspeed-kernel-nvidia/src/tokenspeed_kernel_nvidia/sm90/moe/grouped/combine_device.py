@@ -74,7 +74,7 @@ class CombineSlots:
     def __init__(self, config: Combine):
         self.dtype = dtype_of(config.dtype)
         self.wide = config.wide
-        self.words = NUMBERS if config.wide else NUMBERS // 2  # of a thread and slot
+        self.words = NUMBERS if config.wide else NUMBERS // 2  # 32-bit words of a thread and slot
 
     @cute.jit
     def __call__(

@@ -10,12 +10,12 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYT
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 COLUMN_WARPS = 3  # warps that gather columns; one further warp streams weights
-COLUMN_BYTES = 128  # of a column in a panel, which is a row of the 128-byte swizzle
+COLUMN_BYTES = 128  # bytes of a column in a panel; a column is one row of the 128-byte swizzle
 CHUNK = 32  # columns that a warpgroup stores at a time
-SHARED_BYTES = 227 * 1024  # maximum of a CTA
-OTHER_BYTES = 1024  # for barriers
+SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
+OTHER_BYTES = 1024  # shared memory for barriers
 MAX_EXPERTS = 384
-SORTING_CTAS = 8  # of the cluster that sorts many pairs
+SORTING_CTAS = 8  # CTAs of the cluster that sorts many pairs
 MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # elements of a row that a thread rounds at once
 RECORD = 4  # int32 fields of a tile in the schedule

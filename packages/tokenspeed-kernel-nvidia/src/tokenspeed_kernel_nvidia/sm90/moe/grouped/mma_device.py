@@ -466,7 +466,7 @@ class Consumers(WarpMainloop, PanelMainloop):
                     results = [self.activated(call, acc, heads, factors, at, column) for column in range(2)]
                     words.append(pack(self.dtype, *results))
                 else:
-                    words.append(words[0])  # of columns beyond the tile's, which are not stored
+                    words.append(words[0])  # a placeholder for columns beyond the tile, which are not stored
             # A lane addresses a column. In each column, a warp's eight features are one of four 16-byte chunks.
             buffer = self.buffer(storage, wg, chunk)
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
@@ -499,7 +499,7 @@ class Consumers(WarpMainloop, PanelMainloop):
                 words = []
                 for j in cutlass.range_constexpr(2):
                     at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
-                    at = at if at < width // 2 else 0  # for columns beyond the tile's, which are not stored
+                    at = at if at < width // 2 else 0  # columns beyond the tile repeat column 0 and are not stored
                     factors = self.factors(heads, scales_at, at)
                     sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
                     words += [pack(self.dtype, *of_row) for of_row in sums]

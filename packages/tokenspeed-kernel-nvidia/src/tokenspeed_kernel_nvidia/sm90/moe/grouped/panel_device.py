@@ -40,7 +40,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_b
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
-HALVES = 2  # of a block, with a scale each
+HALVES = 2  # halves of a block; each half has a scale
 WORDS = 4  # a lane's 32-bit words of e2m1 values in a block
 
 
@@ -198,7 +198,7 @@ class PanelMainloop(Shapes):
         for registers in [*acc, *sums]:
             registers.fill(0.0)
         k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
-        blocks = c.k_step * panels  # of a k step, panel by panel
+        blocks = c.k_step * panels  # blocks of a k step, panel by panel
         words = self.load_part(call, at, slot, lane, 0, Boolean(False))
         self.decode_half(call, words, left[0], 0)
         ready = Boolean(False)

@@ -21,7 +21,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, widen
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import Rows
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, Call, entry_of, index_of, kind_of, panel_of
 
-HALVES = 2  # of a block, with a scale each
+HALVES = 2  # halves of a block; each half has a scale
 # The upper byte of a float16 is a float8_e5m2.
 _FLOATS = """{
 .reg .b32 p, q;

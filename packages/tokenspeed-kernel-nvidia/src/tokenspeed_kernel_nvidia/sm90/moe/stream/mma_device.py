@@ -136,7 +136,7 @@ class Consumers(ExactDotProducts):
         kind = kind_of(item)
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
-        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
+        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # accumulators of both rows of a lane
         sums.fill(0.0)
         slab = Int32(0)
         head = Uint32(0)
@@ -186,7 +186,7 @@ class Consumers(ExactDotProducts):
         for each in cutlass.range_constexpr(count):
             words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
-            rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
+            rows = [decode_e5m2(word) for word in words]  # for each 16 elements of k, row g and row g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
         partials = self.multiply_halves(call.rows + block * (4 * self.mma_tiles * CORE_BYTES), operands)
         for half in cutlass.range_constexpr(2 * count):
