@@ -17,7 +17,14 @@ from cutlass.memory import SmemAllocator
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import take_ticket
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill, last_filled, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
+    Cursor,
+    advance,
+    first_to_fill,
+    first_to_read,
+    last_filled,
+    pipeline,
+)
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
@@ -165,9 +172,9 @@ class Stream(Schedule, Consumers):
         if warp == LOAD_WARP:
             self.load(call, ticket)
         elif warp > LOAD_WARP:
-            self.finish(call, warp)
+            self.finish(call, warp, first_to_read())
         else:
-            self.consume(call, warp)
+            self.consume(call, warp, Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill())
 
     @cute.jit
     def next_ticket(self, call: Call):

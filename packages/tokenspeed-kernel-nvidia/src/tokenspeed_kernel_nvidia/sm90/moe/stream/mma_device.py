@@ -26,7 +26,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     PANEL_HEAD_BYTES,
     PANEL_STRIPS,
 )
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill, first_to_read, skip
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, skip
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, pack, store_floats, store_words
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
@@ -84,12 +84,19 @@ class Consumers(ExactDotProducts):
     # -- MMAs --------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def consume(self, call: Call, warp: Int32):
-        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage."""
+    def consume(self, call: Call, warp: Int32, at: Any, to: Any):
+        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage.
+
+        Args:
+            at: the warpgroup's next position in the ring buffer.
+            to: the next position in the buffers of partial sums.
+
+        Returns:
+            Both positions after the last stage.
+        """
         factors = cute.make_rmem_tensor((self.tiles,), Float32)
         factors.fill(0.0)
         group = warp // PANEL_STRIPS
-        at, to = Cursor(group, Int32(0)), first_to_fill()
         kind = Int32(COMBINE)
         while kind != END:
             call.pipe.wait(at)
@@ -102,11 +109,12 @@ class Consumers(ExactDotProducts):
                     self.combine(call, warp)
                 else:
                     if kind == W2:
-                        self.meet(warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
+                        self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
                     self.prepare_rows(call, item, factors)
             else:
                 at = self.multiply(call, warp, group, at, to, item, factors)
                 to = advance(to, BUFFERS)
+        return at, to
 
     @cute.jit
     def release(self, call: Call, at: Any):
@@ -116,7 +124,7 @@ class Consumers(ExactDotProducts):
             call.pipe.empty.arrive(at)
 
     @cute.jit
-    def meet(self, warp: Int32, flag: Int64, value: Int32):
+    def meet(self, call: Call, warp: Int32, flag: Int64, value: Int32):
         """Makes all MMA warps wait for a flag. Only one warp polls, because polling by many warps slows down the CTA that sets the
         flag.
         """
@@ -237,9 +245,15 @@ class Consumers(ExactDotProducts):
     # -- epilogue: activation and weighting --------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, call: Call, warp: Int32):
+    def finish(self, call: Call, warp: Int32, at: Any):
         """The epilogue of panels: adds the warpgroups' partial sums, then activates (first GEMM) or weights (second GEMM) and
         stores them. A warp has every other strip.
+
+        Args:
+            at: the next position in the buffers of partial sums.
+
+        Returns:
+            The position after the last panel.
         """
         lane = cute.arch.lane_idx()
         pairs = cute.make_rmem_tensor((self.tiles,), Int32)
@@ -249,7 +263,6 @@ class Consumers(ExactDotProducts):
         beyond.fill(0)
         weights.fill(0.0)
         known, done = Int32(-1), Int32(0)
-        at = first_to_read()
         item = Int32(0)
         kind = Int32(COMBINE)
         while kind != END:
@@ -272,6 +285,7 @@ class Consumers(ExactDotProducts):
                         release_add(call.counter(flag), done)
                     done = Int32(0)
             at = advance(at, BUFFERS)
+        return at
 
     @cute.jit
     def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
@@ -287,7 +301,11 @@ class Consumers(ExactDotProducts):
                 pair = pair_of(place)
                 pairs[tile], beyond[tile] = pair, place & beyond_bit(item)
                 if kind_of(item) == W2:
-                    weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
+                    weights[tile] = self.routing_weight(call, pair)
+
+    def routing_weight(self, call: Call, pair: Int32) -> Float32:
+        """Loads a pair's routing weight."""
+        return cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
 
     @cute.jit
     def finish_strip(
@@ -359,7 +377,7 @@ class Consumers(ExactDotProducts):
         All MMA warps call this method.
         """
         layer = call.layer
-        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
+        self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
         if warp == MMA_WARPS - 1:
             self.leave(call)
         ctas, _, _ = cute.arch.grid_dim()
@@ -372,18 +390,25 @@ class Consumers(ExactDotProducts):
         while quad < end:
             token = quad // width
             column = (quad - token * width) * 4
-            parts_of = cute.make_rmem_tensor((MAX_TOP_K, 4), Float32)
-            parts_of.fill(0.0)
-            for slot in cutlass.range_constexpr(MAX_TOP_K):
-                if slot < layer.top_k:
-                    pair = token * layer.top_k + slot
-                    if call.experts_of_pairs[pair] >= 0:
-                        found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
-                        for each in cutlass.range_constexpr(4):
-                            parts_of[slot, each] = found[each]
-            total = [Float32(0.0)] * 4
-            for slot in cutlass.range_constexpr(MAX_TOP_K):
-                total = [total[each] + parts_of[slot, each] for each in range(4)]
+            total = self.sum_of_slots(call, token, column)
             to = call.out + (Int64(token) * call.out_stride + column) * 2
             store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
             quad += PREPARING_THREADS
+
+    @cute.jit
+    def sum_of_slots(self, call: Call, token: Int32, column: Int32):
+        """Returns four consecutive elements of a token's sum over slots, in slot order."""
+        layer = call.layer
+        parts_of = cute.make_rmem_tensor((MAX_TOP_K, 4), Float32)
+        parts_of.fill(0.0)
+        for slot in cutlass.range_constexpr(MAX_TOP_K):
+            if slot < layer.top_k:
+                pair = token * layer.top_k + slot
+                if call.experts_of_pairs[pair] >= 0:
+                    found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
+                    for each in cutlass.range_constexpr(4):
+                        parts_of[slot, each] = found[each]
+        total = [Float32(0.0)] * 4
+        for slot in cutlass.range_constexpr(MAX_TOP_K):
+            total = [total[each] + parts_of[slot, each] for each in range(4)]
+        return total

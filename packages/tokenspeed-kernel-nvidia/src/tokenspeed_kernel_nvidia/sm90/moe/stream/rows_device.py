@@ -198,13 +198,17 @@ class Rows(Shapes):
             words = [Uint32(0)] * self.chunk_words
             if row < entry.count and at < k:
                 if const_expr(not self.wide):
-                    words = words_at(row_at + at * 2, 8)
+                    words = self.words_of_row(row_at + at * 2, first)
                 elif first:
                     words = [bits_of(number) for word in words_at(row_at + at * 2, 8) for number in widened(self.dtype, word)]
                 else:
                     words = words_at(row_at + at * 4, 16)
             found += words
         return found
+
+    def words_of_row(self, address: Int64, first: Any) -> Any:
+        """Loads sixteen elements of a row at an address of `address_of_row`, two in a register."""
+        return words_at(address, 8)
 
     def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
         """Returns the address of a pair's row: of its token in the first GEMM, of its activation in the second."""

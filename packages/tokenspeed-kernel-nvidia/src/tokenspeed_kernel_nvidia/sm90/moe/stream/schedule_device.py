@@ -54,15 +54,21 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_few_pairs(self, call: Call):
-        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp.
+        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp."""
+        lane = cute.arch.lane_idx()
+        expert = Int32(-1)
+        if lane < call.tokens * call.layer.top_k:
+            expert = load_int(call.ids + Int64(lane) * 4, False)
+        self.list_few_pairs(call, expert)
+
+    @cute.jit
+    def list_few_pairs(self, call: Call, expert: Int32):
+        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is that of this lane's pair, or -1.
 
         Entries have the order in which their experts first occur.
         """
         lane = cute.arch.lane_idx()
         step = self.config.pairs
-        expert = Int32(-1)
-        if lane < call.tokens * call.layer.top_k:
-            expert = load_int(call.ids + Int64(lane) * 4, False)
         real = expert >= 0 and expert < call.layer.experts
         expert = cutlass.select_(real, expert, Int32(-1))
         alike = lanes_with(expert)

@@ -1,0 +1,94 @@
+"""The configurations that the persistent kernel is compiled for, and the choice among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, MMA_WARPS, SHARED_BYTES, STAGES
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConfig
+
+BLOCKS = 45  # k blocks of both expert GEMMs: at most 2880 features
+HIDDEN = BLOCKS * BLOCK
+WIDTH = 4096  # most features of the attention's output
+TOKENS = (1, 2, 4, 8)  # numbers of tokens that kernels are compiled for
+EXPERTS = 128  # at most; four logits for each lane of a warp
+PAIRS = 32  # most (token, slot) pairs: one for each lane of a warp
+TILE = 8  # rows of the projection in a stage: the MMA's n
+TILES = 3  # most tiles of a CTA: 2880 rows on 132 SMs are 22 rows
+PART_BYTES = 1024  # of a row of the projection, in a stage: 256 for each warp of a warpgroup
+# Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
+PART_PITCH = PART_BYTES + 64
+WIDTH_PITCH = 2 * WIDTH + 64
+ROUTER_BYTES = 6144  # rows of the router of a CTA; 2880 features take 5760
+OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
+# Counters of a layer, after those that `stream` uses: DONE at 1, and READY from COUNTERS on.
+OUT, LOGITS, TOTALS = 0, 2, 3
+LAYER_COUNTERS = COUNTERS + PAIRS
+# Words before the layers' counters: CTAs that have finished, the tag of the last launch's last layer, and the error flag.
+LEFT, TAG, FAILED = 0, 1, 2
+HEAD_WORDS = 32
+# How CTAs learn that exchanged rows are complete. "words": each 32-bit word holds a bfloat16 and the layer's tag. "counter": a
+# counter of CTAs in global memory. The words save a fence, an atomic and a load.
+Exchange = Literal["words", "counter"]
+EXCHANGES: tuple[Exchange, ...] = ("words", "counter")
+
+
+@dataclass(frozen=True)
+class Config(StreamConfig):
+    """A configuration that a kernel is compiled for. ``slab`` also determines the number of stages.
+
+    Attributes:
+        tokens: most tokens.
+        exchange: see `Exchange`.
+        most_stages: limit of the ring buffer's stages.
+        cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
+    """
+
+    tokens: int = 1
+    exchange: Exchange = "words"
+    most_stages: int = STAGES
+    cooperative: bool = False
+
+    @property
+    def normed_pitch(self) -> int:
+        """Row pitch in bytes of the normalised tokens."""
+        return 2 * HIDDEN
+
+    @property
+    def rows_room(self) -> int:
+        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry."""
+        return max(self.tokens * WIDTH_PITCH, self.rows_bytes + self.tokens * self.normed_pitch)
+
+    @property
+    def partials_bytes(self) -> int:
+        """Bytes of the partial sums of the projection."""
+        return 4 * MMA_WARPS * self.tokens * TILES * TILE
+
+    @property
+    def group(self) -> int:
+        """How many k blocks have their MMAs issued together. With 5, registers spill."""
+        return min(super().group, 4)
+
+    @property
+    def at_once(self) -> int:
+        """The number of tokens whose exchanged rows a thread loads at once. With 4, registers spill."""
+        return min(self.tokens, 2)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the ring buffer."""
+        used = OTHER_BYTES + self.rows_room + self.partials_bytes + ROUTER_BYTES + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
+        return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes)
+
+
+def config_of(tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES) -> Config:
+    """Returns the configuration for a number of tokens; the other arguments are for measurements."""
+    room = next(room for room in TOKENS if room >= tokens)
+    return Config("bfloat16", BLOCKS, 8, slab, room, exchange, most, cooperative)
+
+
+def every_config() -> list[Config]:
+    """Returns the configurations that calls use without further arguments."""
+    return [config_of(tokens) for tokens in TOKENS]

@@ -1,0 +1,147 @@
+"""Exchange of rows among all CTAs through tagged words, and waits that give up.
+
+A tagged word holds a bfloat16 in its upper half and the layer's tag in the lower half. A reader polls the words themselves. A word
+is stored at once, so no fence orders value and flag. Every word is written in every layer. So the former tag of a word is always
+the preceding layer's, and 16 bits suffice.
+
+A wait that polls too often sets the error flag and continues with whatever it has. After that no wait of the CTA polls more than
+once. So a launch always ends, whatever went wrong; its results are then invalid.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import acquire_int, release_add
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier, pack, permute_bytes, widened
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import FAILED
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import GIVEN_UP, LayerCall, storage_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.kernel_device import Stream
+from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
+
+
+def load_tagged(address: Any) -> Any:
+    """Loads four words that other CTAs may be writing."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_tagged(address: Any, value: Any, tag: Any) -> None:
+    """Stores a tagged word. ``value``: the bfloat16 in the upper half, any bits in the lower half."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 a; lop3.b32 a, {$r1}, 0xFFFF0000, {$r2}, 0xEA; st.relaxed.gpu.global.b32 [{$r0}], a; }",
+        read_only_args=[address, value, tag],
+    )
+
+
+def value_of(word: Uint32) -> Float32:
+    """Returns the value of a tagged word."""
+    return widened(cutlass.BFloat16, word)[1]
+
+
+def both_values(first: Uint32, second: Uint32) -> Uint32:
+    """Packs the values of two tagged words into one register."""
+    return permute_bytes(first, second, 0x7632)
+
+
+class Exchange(Stream):
+    """The part of the kernel that waits for other CTAs."""
+
+    def storage(self) -> Any:
+        return storage_of(self.config)
+
+    @cute.jit
+    def synchronise(self):
+        """A barrier of all MMA warps."""
+        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
+
+    @cute.jit
+    def thread(self) -> Int32:
+        """Returns the thread's index, opaque to the compiler. Otherwise values of each step would be computed before the loop over
+        layers, and would occupy registers in all steps.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        return opt_barrier(thread)
+
+    @cute.jit
+    def polls_of(self, call: LayerCall) -> Int32:
+        """Returns how often a warp may poll."""
+        return cutlass.select_(call.kept[GIVEN_UP] == 0, call.given.polls, Int32(1))
+
+    @cute.jit
+    def give_up(self, call: LayerCall):
+        """Sets the error flag."""
+        call.kept[GIVEN_UP] = Int32(1)
+        release_add(call.given.head + 4 * FAILED, Int32(1))
+
+    @cute.jit
+    def meet(self, call: LayerCall, warp: Int32, flag: Int64, value: Int32):
+        """`stream`'s, with a limit."""
+        if warp == 0:
+            if cute.arch.lane_idx() == 0:
+                left = self.polls_of(call)
+                found = acquire_int(flag)
+                while (found != value) & (left > 0):
+                    found = acquire_int(flag)
+                    left -= 1
+                if found != value:
+                    self.give_up(call)
+            cute.arch.sync_warp()
+        self.synchronise()
+
+    @cute.jit
+    def tell_all(self, call: LayerCall, index: cutlass.Constexpr[int]):
+        """Adds 1 to a counter of the layer, after all stores of the MMA warps. All MMA warps call this method."""
+        self.synchronise()
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            release_add(call.counter(index), Int32(1))
+
+    @cute.jit
+    def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
+        """Follows this CTA's stores of tagged words; adds to the counter if words are exchanged with a counter."""
+        if const_expr(self.config.exchange == "counter"):
+            self.tell_all(call, index)
+
+    @cute.jit
+    def await_all(self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32):
+        """Precedes loads of other CTAs' words: waits for the counter if words are exchanged with a counter."""
+        if const_expr(self.config.exchange == "counter"):
+            self.meet(call, warp, call.counter(index), value)
+
+    @cute.jit
+    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor):
+        """Loads four words at each address, again and again until all have the layer's tag."""
+        left = self.polls_of(call)
+        missing = Int32(1)
+        while (missing != 0) & (left > 0):
+            missing = Int32(0)
+            for each in cutlass.range_constexpr(len(addresses)):
+                four = load_tagged(addresses[each])
+                for number in cutlass.range_constexpr(4):
+                    words[4 * each + number] = four[number]
+                    missing |= (Int32(four[number]) ^ call.tag) & 0xFFFF
+            left -= 1
+        if missing != 0:
+            self.give_up(call)
+
+    def rounded(self, x: Float32) -> Uint32:
+        """Rounds to bfloat16. The result has the value in both halves."""
+        return pack(self.dtype, x, x)
+
+
+@cute.jit
+def warp_sum(x: Float32) -> Float32:
+    """The sum over all lanes, in a fixed order."""
+    for power in cutlass.range_constexpr(5):
+        x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
+    return x

@@ -1,0 +1,346 @@
+"""Device code of the persistent kernel: the launch, the warp roles over layers, the producer warp, and the output.
+
+Forward progress. All CTAs of a launch must run at once. There is one CTA per SM, no more CTAs than SMs, and each fits on an empty
+SM. CTAs of a preceding kernel wait for nothing that this launch does, so they leave, and all CTAs get an SM. Another launch that
+also needs all SMs at once must not run beside this one, unless both are cooperative. Given that, no wait is circular:
+
+* a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
+* a CTA's MMA warps process stages in the order in which the producer fills them: projection, w13, w2, and the output. They wait for
+  other CTAs' words or counters of an earlier step in this order, never for a later step. The epilogue warps wait for no other CTA;
+* a step needs the ring buffer only for its own stages. The producer runs ahead of the steps, never the other way round.
+
+So the earliest unfinished step of all CTAs always proceeds. Waits for other CTAs also give up after a number of polls, see
+`exchange_device`.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
+
+from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import exchange_add
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier, pack, store_words, widened
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+    HEAD_WORDS,
+    LAYER_COUNTERS,
+    LEFT,
+    OUT,
+    PART_BYTES,
+    PART_PITCH,
+    TAG,
+    TILE,
+    Config,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.exchange_device import load_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.route_device import Route
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import (
+    EXPERT_COUNT,
+    FIRST_ROW,
+    GIVEN_UP,
+    PROJECTION,
+    ROUTER,
+    ROW_COUNT,
+    Given,
+    LayerCall,
+    address_in_table,
+    call_of_layer,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MMA_WARPS, THREADS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, END, ENTRIES, W2, W13, Layer, item_code
+
+
+def host(config: Config) -> Any:
+    """Returns the function that launches the kernel."""
+    return Persistent(config)
+
+
+def fake_arguments(config: Config) -> tuple[Any, ...]:
+    """Returns fake arguments for `host`'s function."""
+    rows, size = arguments.rows, arguments.size
+    tokens, hidden = size(), size(divisibility=32)
+    residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
+    numbers = [*(Int64(0) for _ in range(6)), *(Int32(0) for _ in range(7)), *(Float32(0) for _ in range(4))]
+    return residual, out, *numbers, arguments.stream()
+
+
+class Persistent(Route):
+    """The kernel of one configuration. Each CTA has the 15 warps of `stream`, and for each layer:
+
+    * warps 0-11 project, normalise, route, and then run `stream`'s MMAs. They write the layer's output;
+    * warp 12, the producer, streams this CTA's rows of the projection into the ring buffer, and its rows of the router beside it.
+      Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on with the next layer's
+      projection. While the experts are being chosen, it can prefetch that projection into L2;
+    * warps 13-14 run `stream`'s epilogue.
+
+    Shared memory holds the ring buffer (20 stages for one token), the rows of the router, and the tokens. The kernel is
+    memory-bound. The time from the first word of ``totals`` to the first bytes of w13 is exposed, unless L2 is filled meanwhile.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        residual: cute.Tensor,
+        out: cute.Tensor,
+        table: Int64,
+        head: Int64,
+        totals: Int64,
+        logits: Int64,
+        activated: Int64,
+        slots: Int64,
+        width: Int32,
+        experts: Int32,
+        intermediate: Int32,
+        top_k: Int32,
+        ctas: Int32,
+        ahead: Int32,
+        polls: Int32,
+        eps: Float32,
+        alpha: Float32,
+        limit: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        layers, tokens, hidden = out.shape
+        w13_blocks, w2_blocks = (hidden + BLOCK - 1) // BLOCK, (intermediate + BLOCK - 1) // BLOCK
+        w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
+        w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
+        w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
+        layer = Layer(
+            Int64(0), Int64(0), w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, Int32(1),
+            experts, hidden, intermediate, top_k, alpha, limit, beta,
+        )  # fmt: skip
+        given = Given(
+            table, residual.iterator.toint(), out.iterator.toint(), head, totals, logits, activated, slots, tokens, width, layers,
+            ahead, polls, eps, layer,
+        )  # fmt: skip
+        self.run(given).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.config.cooperative,
+            cooperative=self.config.cooperative, min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def run(self, given: Given):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        storage = SmemAllocator().allocate(self.storage())
+        rows_at, hidden = storage.rows.data_ptr().toint(), given.layer.hidden
+        call = LayerCall(
+            given.layer, Int64(rows_at + self.config.rows_bytes), Int64(self.config.normed_pitch // 2), Int64(0),
+            Int64(storage.weights.data_ptr().toint()), given.out, Int64(hidden), given.tokens, given.activated, given.slots,
+            given.head + 4 * HEAD_WORDS, pipeline(storage.full, storage.empty),
+            pipeline(storage.partial_full, storage.partial_empty), storage.ring.data_ptr().toint(), rows_at,
+            storage.maxima.data_ptr().toint(), storage.small.data_ptr().toint(), storage.factors.data_ptr().toint(),
+            storage.items.data_ptr(), storage.partial_items.data_ptr(), storage.sums.data_ptr().toint(),
+            storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.entries.data_ptr(), storage.entries.data_ptr(),
+            storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(), given, Int32(0), Int32(0), rows_at,
+            storage.partials.data_ptr().toint(), storage.router.data_ptr().toint(), storage.squares.data_ptr().toint(),
+            storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.attended_full.data_ptr(), storage.router_full.data_ptr(),
+            storage.routed.data_ptr(),
+        )  # fmt: skip
+        if warp == LOAD_WARP:
+            if cute.arch.lane_idx() == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    call.pipe.init(stage, PANEL_STRIPS)
+                for buffer in cutlass.range_constexpr(BUFFERS):
+                    call.partial.full.init(buffer, MMA_WARPS)
+                    call.partial.empty.init(buffer, FINISHERS)
+                for barrier in (call.attended_full, call.router_full, call.routed):
+                    cute.arch.mbarrier_init(barrier, 1)
+                call.kept[FIRST_ROW] = cta * hidden // ctas
+                call.kept[ROW_COUNT] = (cta + 1) * hidden // ctas - cta * hidden // ctas
+                call.kept[EXPERT_COUNT] = cutlass.max(given.layer.experts - cta + ctas - 1, 0) // ctas
+                call.kept[GIVEN_UP] = Int32(0)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp == LOAD_WARP:
+            # Weights are constants, so the producer does not wait for the preceding kernel (PDL).
+            self.produce(call)
+        else:
+            if const_expr(not self.config.cooperative):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+            tag = load_int(given.head + 4 * TAG, False)
+            if warp > LOAD_WARP:
+                self.finish_layers(call, warp, tag)
+            else:
+                self.consume_layers(call, warp, tag)
+
+    @cute.jit
+    def consume_layers(self, call: LayerCall, warp: Int32, tag: Int32):
+        """The MMA warps' steps of all layers."""
+        at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
+        for index in cutlass.range(call.given.layers, unroll=1):
+            of_layer = call_of_layer(call, index, tag)
+            ahead = self.load_route_operands(of_layer)
+            at = self.project(of_layer, warp, at)
+            self.route(of_layer, warp, *ahead)
+            at, to = self.consume(of_layer, warp, at, to)
+        if warp == 0:
+            self.leave_layers(call, tag)
+
+    @cute.jit
+    def finish_layers(self, call: LayerCall, warp: Int32, tag: Int32):
+        """The epilogue warps' steps of all layers."""
+        at = first_to_read()
+        for index in cutlass.range(call.given.layers, unroll=1):
+            of_layer = call_of_layer(call, index, tag)
+            cute.arch.mbarrier_wait(call.routed, index & 1)
+            at = self.finish(of_layer, warp, at)
+            # `finish` keeps the buffer of the last message, because in `stream` nothing follows.
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                call.partial.empty.arrive(Cursor((at.stage + BUFFERS - 1) % BUFFERS, Int32(0)))
+
+    # -- weights -----------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, call: LayerCall):
+        """Streams the weights of all layers."""
+        given = call.given
+        at = first_to_fill()
+        for index in cutlass.range(given.layers, unroll=1):
+            of_layer = call_of_layer(call, index, Int32(0))
+            self.load_router(of_layer)
+            at = self.load_projection(of_layer, at)
+            if index + 1 < given.layers:
+                self.prefetch_projection(of_layer)
+            cute.arch.mbarrier_wait(call.routed, index & 1)
+            at = self.load_experts(of_layer, at)
+            at = self.tell(of_layer, at, item_code(COMBINE))
+            at = self.tell(of_layer, at, item_code(END))
+
+    @cute.jit
+    def load_router(self, call: LayerCall):
+        """Loads this CTA's rows of the router. All warps have read the preceding layer's, because that layer is routed."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        size = call.layer.hidden * 2
+        count = call.expert_count
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(call.router_full, count * size)
+            source = call.address(ROUTER)
+            for index in cutlass.range(count, unroll=1):
+                from_ = source + Int64(cta + index * ctas) * size
+                bulk_load(call.router_at + index * size, from_, size, call.router_full.toint(), once=False)
+
+    @cute.jit
+    def load_projection(self, call: LayerCall, at: Any):
+        """Streams this CTA's rows of the projection. Returns the next position in the ring buffer."""
+        row_bytes = call.given.width * 2
+        first = call.address(PROJECTION) + Int64(call.first_row) * row_bytes
+        stages = Int32(0)
+        for tile in cutlass.range(0, call.row_count, TILE, unroll=1):
+            count = cutlass.min(call.row_count - tile, TILE)
+            for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
+                call.pipe.acquire(at)
+                if cute.arch.lane_idx() == 0:
+                    call.pipe.commit(at, count * PART_BYTES)
+                    for row in cutlass.range_constexpr(TILE):
+                        if row < count:
+                            to = call.ring + at.stage * self.config.stage_bytes + row * PART_PITCH
+                            from_ = first + Int64(tile + row) * row_bytes + part
+                            bulk_load(to, from_, PART_BYTES, call.pipe.full.of(at).toint())
+                at = advance(at, self.stages)
+                stages += 1
+        for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
+            at = self.tell_one(call, at, item_code(COMBINE))
+        return at
+
+    @cute.jit
+    def prefetch_projection(self, call: LayerCall):
+        """Prefetches this CTA's first rows of the next layer's projection into L2. The rows are contiguous."""
+        given = call.given
+        row_bytes = given.width * 2
+        size = cutlass.min(given.ahead, call.row_count * row_bytes)
+        source = address_in_table(given, call.index + 1, PROJECTION) + Int64(call.first_row) * row_bytes
+        for done in cutlass.range(0, size, PIECE_BYTES, unroll=1):
+            if cute.arch.lane_idx() == 0:
+                prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))
+
+    @cute.jit
+    def load_experts(self, call: LayerCall, at: Any):
+        """Streams this CTA's panels of w13, then of w2. Returns the next position in the ring buffer.
+
+        The panels of both are divided evenly among the CTAs, to within one panel, and so are those of w13. With fewer panels of w2
+        than CTAs, those of w2 are divided by themselves.
+        """
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        entries = call.sizes[ENTRIES]
+        w13, w2 = entries * call.layer.w13_items, entries * call.layer.w2_items
+        first, end = cta * w13 // ctas, (cta + 1) * w13 // ctas
+        if end > first:
+            at = self.load_range(call, at, W13, first, end)
+        together = w2 >= ctas
+        first = cutlass.select_(together, cta * (w13 + w2) // ctas - first, cta * w2 // ctas)
+        end = cutlass.select_(together, (cta + 1) * (w13 + w2) // ctas - end, (cta + 1) * w2 // ctas)
+        if end > first:
+            at = self.load_range(call, at, W2, first, end)
+        return at
+
+    # -- the output --------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def combine(self, call: LayerCall, warp: Int32):
+        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus the total before the experts.
+
+        All MMA warps call this method.
+        """
+        layer = call.layer
+        # The next bulk copy of the attention's output overwrites memory that these threads have read and written.
+        cute.arch.fence_view_async_shared()
+        self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
+        thread = self.thread()
+        ctas, _, _ = cute.arch.grid_dim()
+        cta, _, _ = cute.arch.block_idx()
+        width = layer.hidden // 4
+        quads = call.tokens * width
+        quad = cta * quads // ctas + thread
+        end = (cta + 1) * quads // ctas
+        to = call.output_of(opt_barrier(call.index))
+        while quad < end:
+            token = quad // width
+            column = (quad - token * width) * 4
+            before = load_tagged(call.given.totals + Int64(quad) * 16)
+            expert = self.sum_of_slots(call, token, column)
+            words = []
+            for half in cutlass.range_constexpr(2):
+                # Rounded like the operator's result, and then added to the residual stream.
+                low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
+                words.append(pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1])))
+            store_words(to + Int64(quad) * 8, words)
+            quad += PREPARING_THREADS
+        self.tell_all(call, OUT)
+
+    @cute.jit
+    def leave_layers(self, call: LayerCall, tag: Int32):
+        """Resets all counters and stores the last tag, if this CTA is the last one to leave. Warp 0 calls this method."""
+        lane = cute.arch.lane_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        head = call.given.head
+        before = Int32(0)
+        if lane == 0:
+            before = exchange_add(head + 4 * LEFT, Int32(1))
+        before = cute.arch.shuffle_sync(before, 0)
+        if before == ctas - 1:
+            words = cute.make_ptr(Int32, head, cute.AddressSpace.gmem)
+            if lane == 0:
+                words[LEFT] = Int32(0)
+                words[TAG] = (tag + call.given.layers) & 0xFFFF
+            each = HEAD_WORDS + lane
+            while each < HEAD_WORDS + call.given.layers * LAYER_COUNTERS:
+                words[each] = Int32(0)
+                each += 32

@@ -1,0 +1,249 @@
+"""RMSNorm, router and top-k of the persistent kernel.
+
+Every CTA normalises all tokens, because each needs them for the experts. A CTA computes the logits of its own experts only, and the
+CTAs exchange the logits. Then every CTA selects the experts of all tokens, one warp per token. So all CTAs have the same lists of
+pairs, and no further exchange is needed.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, pack, store_floats, widened
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import LOGITS, TOTALS
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.exchange_device import both_values, store_tagged, value_of, warp_sum
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.project_device import Project
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import NORM, ROUTER_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
+
+_CHUNK = 8  # elements of a token that a thread normalises
+_BFLOAT16 = 2  # as `Vector.kind`
+_NONE = -(1 << 31)  # below every key
+
+
+def key_of(word: Uint32, expert: Int32) -> Int32:
+    """Returns an int32 that orders a token's logits. Of equal logits, the one of the smaller expert is larger.
+
+    The upper half orders like the bfloat16: negative values have their bits inverted, and -0 equals 0.
+    """
+    number = Int32(word) >> 16
+    number = cutlass.select_(number == -(1 << 15), Int32(0), number)
+    return ((number ^ ((number >> 31) & 0x7FFF)) << 16) | (0xFFFF - expert)
+
+
+def logit_of(key: Int32) -> Float32:
+    """Returns the logit of a key."""
+    number = key >> 16
+    return float_of((number ^ ((number >> 31) & 0x7FFF)) << 16)
+
+
+class Route(Project):
+    """The part of the kernel that normalises and routes. All MMA warps call these methods."""
+
+    @cute.jit
+    def load_route_operands(self, call: LayerCall):
+        """Loads a thread's part of the norm's weights and the bias of its logit, as stored. Both are loaded before the projection,
+        so that nothing waits for them.
+        """
+        thread = self.thread()
+        hidden = call.layer.hidden
+        norm = [*load_words("global", call.address(NORM) + cutlass.min(thread * _CHUNK, hidden - _CHUNK) * 2, 4)]
+        live = thread < call.tokens * call.expert_count
+        _, expert = self.logit_of_thread(call, thread)
+        return norm, Vector(call.address(ROUTER_BIAS), Int32(_BFLOAT16)).load(expert, live)
+
+    @cute.jit
+    def logit_of_thread(self, call: LayerCall, thread: Int32):
+        """Returns the token and the expert of a thread's logit."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        experts = cutlass.max(call.expert_count, 1)
+        token = thread // experts
+        return token, cta + (thread - token * experts) * ctas
+
+    @cute.jit
+    def route(self, call: LayerCall, warp: Int32, norm: list, bias: Uint32):
+        """Makes the lists of pairs in shared memory, from the words of ``totals``.
+
+        Args:
+            norm, bias: see `load_route_operands`.
+        """
+        self.load_totals(call, warp)
+        self.synchronise()
+        self.normalise(call, warp, norm)
+        self.synchronise()
+        self.store_logits(call, bias)
+        self.publish(call, LOGITS)
+        ctas, _, _ = cute.arch.grid_dim()
+        self.await_all(call, warp, LOGITS, ctas)
+        if warp < call.tokens:
+            self.select_experts(call, warp)
+        self.synchronise()
+        if warp == 0:
+            lane = cute.arch.lane_idx()
+            expert = Int32(-1)
+            if lane < call.tokens * call.layer.top_k:
+                expert = call.chosen[lane]
+            self.list_few_pairs(call, expert)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(call.routed)
+        cute.arch.mbarrier_wait(call.routed, call.index & 1)
+
+    @cute.jit
+    def load_totals(self, call: LayerCall, warp: Int32):
+        """Loads all tokens into shared memory, once all CTAs have stored their rows, with the warps' sums of squares."""
+        thread = self.thread()
+        hidden = call.layer.hidden
+        live = thread * _CHUNK < hidden
+        # Threads beyond the tokens' end load the last chunk, but do not store it.
+        column = cutlass.min(thread * _CHUNK, hidden - _CHUNK)
+        some = self.config.at_once
+        words = cute.make_rmem_tensor((some * _CHUNK,), Uint32)
+        ctas, _, _ = cute.arch.grid_dim()
+        self.await_all(call, warp, TOTALS, ctas)
+        for begin in cutlass.range(0, call.tokens, some, unroll=1):
+            addresses = []
+            for each in cutlass.range_constexpr(some):
+                token = cutlass.min(begin + each, call.tokens - 1)
+                at = call.given.totals + Int64(token * hidden + column) * 4
+                addresses += [at, at + 16]
+            self.load_words_of_all(call, addresses, words)
+            for each in cutlass.range_constexpr(some):
+                token = begin + each
+                square = Float32(0.0)
+                for number in cutlass.range_constexpr(_CHUNK):
+                    value = value_of(words[each * _CHUNK + number])
+                    square += value * value
+                square = warp_sum(cutlass.select_(live, square, Float32(0.0)))
+                if token < call.tokens:
+                    if cute.arch.lane_idx() == 0:
+                        store_floats("shared", call.squares_at + (token * MMA_WARPS + warp) * 4, [square])
+                    if live:
+                        both = [
+                            both_values(words[each * _CHUNK + 2 * pair], words[each * _CHUNK + 2 * pair + 1]) for pair in range(4)
+                        ]
+                        store_words_shared(self.normed_at(call, token) + column * 2, both)
+
+    def normed_at(self, call: LayerCall, token: Int32) -> Int32:
+        """Returns the shared-memory address of a normalised token."""
+        return Int32(call.x) + token * self.config.normed_pitch
+
+    @cute.jit
+    def normalise(self, call: LayerCall, warp: Int32, norm: list):
+        """Normalises the tokens in shared memory, and stores the warps' partial sums of this CTA's logits."""
+        thread = self.thread()
+        hidden = call.layer.hidden
+        live = thread * _CHUNK < hidden
+        column = cutlass.min(thread * _CHUNK, hidden - _CHUNK)
+        factors = []
+        for word in norm:
+            factors += [*widened(self.dtype, word)]
+        experts = call.expert_count
+        cute.arch.mbarrier_wait(call.router_full, call.index & 1)
+        for token in cutlass.range(call.tokens, unroll=1):
+            square = Float32(0.0)
+            for each in cutlass.range_constexpr(MMA_WARPS // 4):
+                for part in load_floats("shared", call.squares_at + (token * MMA_WARPS + 4 * each) * 4, 4):
+                    square += part
+            scale = cute.math.rsqrt(square / Float32(hidden) + call.given.eps)
+            at = self.normed_at(call, token) + column * 2
+            words, values = [], []
+            for pair, word in enumerate(load_words("shared", at, 4)):
+                low, high = widened(self.dtype, word)
+                normed = pack(self.dtype, low * scale * factors[2 * pair], high * scale * factors[2 * pair + 1])
+                words.append(normed)
+                values += [*widened(self.dtype, normed)]
+            if live:
+                store_words_shared(at, words)
+            for index in cutlass.range(experts, unroll=1):
+                total = Float32(0.0)
+                for pair, word in enumerate(load_words("shared", call.router_at + (index * hidden + column) * 2, 4)):
+                    low, high = widened(self.dtype, word)
+                    total += low * values[2 * pair]
+                    total += high * values[2 * pair + 1]
+                total = warp_sum(cutlass.select_(live, total, Float32(0.0)))
+                if cute.arch.lane_idx() == 0:
+                    store_floats("shared", call.partials_at + ((token * experts + index) * MMA_WARPS + warp) * 4, [total])
+
+    @cute.jit
+    def store_logits(self, call: LayerCall, bias: Uint32):
+        """Adds the warps' partial sums and the bias, and stores the words of this CTA's logits."""
+        thread = self.thread()
+        if thread < call.tokens * call.expert_count:
+            token, expert = self.logit_of_thread(call, thread)
+            total = Float32(0.0)
+            for each in cutlass.range_constexpr(MMA_WARPS // 4):
+                for part in load_floats("shared", call.partials_at + (thread * MMA_WARPS + 4 * each) * 4, 4):
+                    total += part
+            word = self.rounded(total + Vector(Int64(0), Int32(_BFLOAT16)).number(bias))
+            store_tagged(call.given.logits + Int64(token * call.layer.experts + expert) * 4, word, call.tag)
+
+    @cute.jit
+    def select_experts(self, call: LayerCall, token: Int32):
+        """Selects a token's experts, and stores them and their weights in shared memory. One warp calls this method.
+
+        The weights are the softmax over the selected logits.
+        """
+        lane = cute.arch.lane_idx()
+        experts, top_k = call.layer.experts, call.layer.top_k
+        first = cutlass.min(lane * 4, experts - 4)
+        words = cute.make_rmem_tensor((4,), Uint32)
+        self.load_words_of_all(call, [call.given.logits + Int64(token * experts + first) * 4], words)
+        keys = cute.make_rmem_tensor((4,), Int32)
+        for each in cutlass.range_constexpr(4):
+            keys[each] = cutlass.select_(lane * 4 < experts, key_of(words[each], first + each), Int32(_NONE))
+        largest, total, own = Float32(0.0), Float32(0.0), Float32(0.0)
+        expert = Int32(-1)
+        for slot in cutlass.range(top_k, unroll=1):
+            best = keys[0]
+            for each in cutlass.range_constexpr(1, 4):
+                best = cutlass.max(best, keys[each])
+            best = cute.arch.warp_redux_sync(best, "max")
+            for each in cutlass.range_constexpr(4):
+                keys[each] = cutlass.select_(keys[each] == best, Int32(_NONE), keys[each])
+            logit = logit_of(best)
+            largest = cutlass.select_(slot == 0, logit, largest)
+            weight = exp2((logit - largest) * LOG2_E)
+            total += weight
+            own = cutlass.select_(lane == slot, weight, own)
+            expert = cutlass.select_(lane == slot, 0xFFFF - (best & 0xFFFF), expert)
+        if lane < top_k:
+            call.chosen[token * top_k + lane] = expert
+            store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
+
+    # -- what `stream` reads -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def words_of_row(self, address: Int64, first: Any) -> Any:
+        """Loads sixteen elements of a row: of a normalised token from shared memory, or of an activation."""
+        words = [Uint32(0)] * 8
+        if first:
+            near = [*load_words("shared", Int32(address), 4)]
+            words = [*near, *load_words("shared", Int32(address) + 16, 4)]
+        else:
+            words = words_at(address, 8)
+        return words
+
+    @cute.jit
+    def two_numbers(self, row: Int64, first: Any, at: Int32):
+        """Returns two consecutive elements of a row, as float32."""
+        word = Uint32(0)
+        if first:
+            word = load_words("shared", Int32(row) + at * 2, 1)
+        else:
+            word = load_words("global", row + Int64(at) * 2, 1)
+        return list(widened(self.dtype, word))
+
+    def routing_weight(self, call: LayerCall, pair: Int32) -> Float32:
+        return load_floats("shared", Int32(call.weights) + pair * 4, 1)

@@ -1,0 +1,180 @@
+"""Types shared by all warps of the persistent kernel: the launch's arguments, a layer's call, and the shared memory."""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import LAYER_COUNTERS, PAIRS, ROUTER_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
+
+# Columns of the table of layers, which has an address in each: weights, biases, and the attention's output.
+PROJECTION, PROJECTION_BIAS, NORM, ROUTER, ROUTER_BIAS, TABLE_W13, TABLE_W2, ATTENDED = range(8)
+COLUMNS = 8
+FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP = range(4)  # indices of `LayerCall.kept`
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a launch. Tensors are given by their addresses.
+
+    Attributes:
+        table: int64 ``[layers, COLUMNS]``.
+        residual: bfloat16 ``[tokens, hidden]``, added to the first layer's projection.
+        out: bfloat16 ``[layers, tokens, hidden]``. A layer's output is the next layer's residual.
+        head: the counters in global memory, see `config.HEAD_WORDS`.
+        totals: tagged words ``[tokens, hidden]``: projection plus residual.
+        logits: tagged words ``[tokens, experts]``.
+        activated, slots: as in `stream`.
+        tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
+        ahead: how many bytes of the next layer's projection each CTA prefetches into L2 while the experts are being chosen.
+        polls: how often a warp polls before it gives up and sets the error flag.
+        eps: added to the mean square.
+        layer: the experts' sizes and options. The addresses of weights are 0.
+    """
+
+    table: Int64
+    residual: Int64
+    out: Int64
+    head: Int64
+    totals: Int64
+    logits: Int64
+    activated: Int64
+    slots: Int64
+    tokens: Int32
+    width: Int32
+    layers: Int32
+    ahead: Int32
+    polls: Int32
+    eps: Float32
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class LayerCall(Call):
+    """A layer's call: `stream`'s, and the arguments of the steps before the experts.
+
+    ``x`` is the address of the normalised tokens, and ``weights`` that of the routing weights, both in shared memory.
+
+    Attributes:
+        given: the launch's arguments.
+        index: the layer's index.
+        tag: the tag of the layer's words, 16 bits.
+        attended_at, partials_at, router_at, squares_at: addresses in shared memory: the attention's output, the warps' partial
+            sums, this CTA's rows of the router, and the warps' sums of squares.
+        chosen: the expert of each pair.
+        kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes, and
+            whether one of its warps has given up.
+        attended_full, router_full, routed: barriers with one phase per layer: the attention's output, the router's rows, and the
+            lists of pairs are in shared memory.
+    """
+
+    given: Given
+    index: Int32
+    tag: Int32
+    attended_at: Int32
+    partials_at: Int32
+    router_at: Int32
+    squares_at: Int32
+    chosen: cute.Pointer
+    kept: cute.Pointer
+    attended_full: cute.Pointer
+    router_full: cute.Pointer
+    routed: cute.Pointer
+
+    @property
+    def first_row(self) -> Int32:
+        """This CTA's first row of the projection."""
+        return self.kept[FIRST_ROW]
+
+    @property
+    def row_count(self) -> Int32:
+        """The number of this CTA's rows of the projection."""
+        return self.kept[ROW_COUNT]
+
+    @property
+    def expert_count(self) -> Int32:
+        """The number of experts whose logits this CTA computes. Experts are dealt out to CTAs in order."""
+        return self.kept[EXPERT_COUNT]
+
+    def counter(self, index: Any) -> Int64:
+        """Returns the address of a counter of this layer. It is computed from an opaque index, to save registers in between."""
+        return self.counter_of(opt_barrier(self.index), index)
+
+    def counter_of(self, layer: Int32, index: Any) -> Int64:
+        """Returns the address of a counter of a layer."""
+        return self.counters + Int64(layer * LAYER_COUNTERS + index) * 4
+
+    def output_of(self, layer: Int32) -> Int64:
+        """Returns the address of a layer's output; -1 stands for the first layer's residual."""
+        address = self.out + Int64(self.given.tokens) * self.layer.hidden * 2 * layer
+        return cutlass.select_(layer < 0, self.given.residual, address)
+
+    def address(self, column: int) -> Int64:
+        """Returns an address of the table of layers."""
+        return address_in_table(self.given, self.index, column)
+
+
+def address_in_table(given: Given, index: Int32, column: int) -> Int64:
+    """Returns an address of the table of layers."""
+    return cute.make_ptr(Int64, given.table, cute.AddressSpace.gmem)[index * COLUMNS + column]
+
+
+def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
+    """Returns a layer's call. ``call``: that of layer 0; ``tag``: the tag of the last launch's last layer.
+
+    The addresses in shared memory are opaque to the compiler. Otherwise values of each step would be computed before the loop over
+    layers, and would occupy registers in all steps.
+    """
+    given = call.given
+    return replace(
+        call,
+        layer=replace(
+            call.layer, w13=address_in_table(given, index, TABLE_W13), w2=address_in_table(given, index, TABLE_W2)
+        ),
+        ring=opt_barrier(call.ring),
+        rows=opt_barrier(call.rows),
+        index=index,
+        tag=(tag + 1 + index) & 0xFFFF,
+    )  # fmt: skip
+
+
+def storage_of(config: Any) -> Any:
+    """Returns the type of a CTA's shared memory."""
+
+    @cute.struct
+    class Storage:
+        full: cute.struct.MemRange[Int64, config.stages]
+        empty: cute.struct.MemRange[Int64, config.stages]
+        partial_full: cute.struct.MemRange[Int64, BUFFERS]
+        partial_empty: cute.struct.MemRange[Int64, BUFFERS]
+        attended_full: cute.struct.MemRange[Int64, 1]
+        router_full: cute.struct.MemRange[Int64, 1]
+        routed: cute.struct.MemRange[Int64, 1]
+        items: cute.struct.MemRange[Int32, config.stages]
+        partial_items: cute.struct.MemRange[Int32, BUFFERS]
+        sizes: cute.struct.MemRange[Int32, 2]
+        kept: cute.struct.MemRange[Int32, 4]
+        maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
+        small: cute.struct.MemRange[Int32, config.pairs * MMA_WARPS // ROWS_AT_ONCE]
+        factors: cute.struct.MemRange[Int32, config.pairs]
+        entries: cute.struct.MemRange[Int32, PAIRS]
+        order: cute.struct.MemRange[Int32, 2 * PAIRS]
+        experts_of_pairs: cute.struct.MemRange[Int32, PAIRS]
+        chosen: cute.struct.MemRange[Int32, PAIRS]
+        weights: cute.struct.MemRange[Float32, PAIRS]
+        squares: cute.struct.Align[cute.struct.MemRange[Float32, config.tokens * MMA_WARPS], 16]
+        router: cute.struct.Align[cute.struct.MemRange[Uint8, ROUTER_BYTES], 128]
+        partials: cute.struct.Align[cute.struct.MemRange[Uint8, config.partials_bytes], 128]
+        heads: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * PANEL_HEAD_BYTES], 128]
+        sums: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * config.sums_bytes], 128]
+        rows: cute.struct.Align[cute.struct.MemRange[Uint8, config.rows_room], 128]
+        ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
+
+    return Storage

@@ -1,0 +1,40 @@
+"""The benchmark of persistent layers, without a GPU: the emulator runs the kernels of a small model, and nothing is timed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tokenspeed_kernel")
+sm90_emulator = pytest.importorskip("sm90_emulator")
+if torch.cuda.is_available():
+    pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    module = importlib.import_module("h200_persistent")
+    # Each call runs once; a layer takes 25 us.
+    monkeypatch.setattr(module, "sample_graph", lambda calls, *_, **__: [calls[0]() or 25.0])
+    return module
+
+
+def test_rows(benchmark: Any) -> None:
+    """Variants are checked against the public operators, and a variant that fails does not end the run."""
+    shapes = importlib.import_module("moe_shapes")
+    shape = shapes.Shape(shapes.Model("small", 8, 2, 64, 64, gpt_oss=True), 1)
+    with sm90_emulator.emulated_sm90(multiprocessors=4, seed=1):
+        model = benchmark.Model(2, torch.device("cpu"), shape, width=512)
+        batch = benchmark.Batch(model, 1)
+        benchmark.CHOICES["broken"] = benchmark.Choice({"slab": -1})
+        found = {row["variant"]: row for row in benchmark.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
+    assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
+    assert "error" in found["persistent"]["note"]
+    assert "Error" in found["broken"]["note"]
+    assert all(benchmark.line(row) for row in found.values())
