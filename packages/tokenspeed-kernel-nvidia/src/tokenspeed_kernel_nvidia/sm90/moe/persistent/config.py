@@ -86,7 +86,7 @@ class Config(StreamConfig):
 def config_of(tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
-    return Config("bfloat16", BLOCKS, 8, slab, room, exchange, most, cooperative)
+    return Config("bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative)
 
 
 def every_config() -> list[Config]:
