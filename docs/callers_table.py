@@ -21,7 +21,8 @@ NAMESPACES = {"ops", "tk", "tokenspeed_kernel"}  # names by which the engines' s
 
 def callers_table() -> str:
     """A table of all operators, with the engines that call them."""
-    calls = {engine: {name for file in (ROOT / folder).rglob("*.py") for name in _called(file)} for engine, folder in ENGINES.items()}
+    files = {engine: (ROOT / folder).rglob("*.py") for engine, folder in ENGINES.items()}
+    calls = {engine: {name for file in found for name in _called(file)} for engine, found in files.items()}
     rows = ["| operator | called by |", "|---|---|"]
     for op in operators():
         callers = [engine for engine, names in calls.items() if {op.mode, f"{op.family}.{op.mode}"} & names]

@@ -29,9 +29,19 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 class Model:
     """Some layers with random weights."""
 
-    def __init__(self, tokens: int, layers: int, hidden: int, intermediate: int, experts: int, top_k: int, width: int) -> None:
-        self.random = torch.Generator().manual_seed(tokens + layers + hidden)
-        self.experts = [RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS) for _ in range(layers)]
+    def __init__(
+        self,
+        tokens: int,
+        layers: int,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        width: int,
+        device: torch.device = CPU,
+    ) -> None:
+        self.random = torch.Generator(device).manual_seed(tokens + layers + hidden)
+        self.experts = [RandomLayer(device, experts, top_k, hidden, intermediate, **GPT_OSS) for _ in range(layers)]
         for index, layer in enumerate(self.experts):
             layer.given.w13_weight = layer.given.w13_weight.roll(index, 0)  # the layers differ
             layer.prepare()
@@ -46,12 +56,12 @@ class Model:
         self.attended, self.residual = self.normal(layers, tokens, width), self.normal(tokens, hidden)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random).to(BF16)
+        return torch.randn(shape, generator=self.random, device=self.random.device).to(BF16)
 
-    def run(self, ctas: int, launches: int = 1, **options: Any) -> tuple[Tensor, PersistentLayers]:
+    def run(self, ctas: int | None = None, launches: int = 1, **options: Any) -> tuple[Tensor, PersistentLayers]:
         """Returns the outputs of all layers, after some launches, and the object that was launched."""
         layers = PersistentLayers(self.weights, self.attended, self.plan, ctas=ctas, **options)
-        out = torch.full((*self.attended.shape[:2], self.plan.hidden_size), torch.nan, dtype=BF16)
+        out = torch.full((*self.attended.shape[:2], self.plan.hidden_size), torch.nan, dtype=BF16, device=self.attended.device)
         for _ in range(launches):
             layers(self.residual, out)
         return out, layers
@@ -109,6 +119,27 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, room: int) -> No
         found.append(out)
     model.check(found[0])
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange": "counter"}, {"cooperative": True}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str, Any]) -> None:
+    """Launches and replays of a graph have the same bits."""
+    model = Model(tokens, 3, 2880, 2880, 32, 4, 4096, sm90)
+    out, launched = model.run(config=config_of(tokens, **options), ahead=1 << 16)
+    assert not launched.failed
+    model.check(out)
+    again = torch.empty_like(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            launched(model.residual, again)
+    for _ in range(20):
+        again.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(again, out)
+    assert not launched.failed
+    assert launched.counters_are_zero
 
 
 @pytest.mark.slow

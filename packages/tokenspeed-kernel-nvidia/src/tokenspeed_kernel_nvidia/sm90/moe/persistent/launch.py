@@ -45,7 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about two seconds
 
 
-@program(arch=ARCH, configs=every_config, usual=list)
+@program(arch=ARCH, configs=every_config, usual=list[Config])  # no operator uses any
 def persistent_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.persistent import kernel_device
 
