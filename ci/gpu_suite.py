@@ -227,7 +227,9 @@ def main() -> int:
     parser.add_argument("--full", type=Path, help="file for the whole messages of failures")
     parser.add_argument("rest", nargs="*", help="further arguments for pytest, behind --")
     chosen = parser.parse_args()
-    command = shlex.join(["python", "ci/gpu_suite.py", *sys.argv[1:]])
+    # The record names files without their folders, which belong to the machine.
+    words = [Path(word).name if Path(word) in (chosen.record, chosen.full) else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "ci/gpu_suite.py", *words])
 
     def save() -> None:
         with Path(__file__).open() as lock:  # another part may end at the same time
