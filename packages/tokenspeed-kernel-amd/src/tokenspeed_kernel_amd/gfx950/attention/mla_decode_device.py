@@ -1,0 +1,394 @@
+"""Device code of MLA decode: a tile of query rows against one split of a sequence's latents, and the split-KV merge.
+
+``mla_decode`` explains the tile, the LDS and the splits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gfx950.attention.decode_device import find_split, visible_keys
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import latent_layouts
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values
+from tokenspeed_kernel_amd.gfx950.common.paging_device import (
+    PagedRows,
+    allocate_page_list,
+    copy_block,
+    find_pages,
+    list_pages,
+    page_span,
+)
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
+from tokenspeed_kernel_amd.gluon.softmax_device import (
+    LN_2,
+    Scaling,
+    SoftmaxState,
+    cap_scores,
+    initial_state,
+    larger,
+    normalise,
+    nothing_seen,
+    softmax_step,
+    summed,
+)
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, load_queries, store_rows, visible_positions
+
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+XCDS = gl.constexpr(8)
+
+
+@gluon.aggregate
+class LatentCache:
+    """The latents and rotary parts of one sequence; fields as in `paging_device.PagedCache`.
+
+    Attributes:
+        latents: the columns that are also the workgroup's values.
+        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise None.
+        ropes: the rotary parts.
+        page_vectors: vectors of 16 bytes from one page to the next.
+    """
+
+    latents: PagedRows
+    others: PagedRows
+    ropes: PagedRows
+    table: gl.tensor
+    listed: gl.shared_memory_descriptor
+    length: gl.tensor
+    page_vectors: gl.constexpr
+    page_size: gl.constexpr
+    halves: gl.constexpr
+
+
+@gluon.aggregate
+class Queries:
+    """A tile's rows of q as MFMA operands, with the columns of `LatentCache`'s fields of the same names."""
+
+    latents: gl.tensor
+    others: gl.tensor
+    ropes: gl.tensor
+
+
+@gluon.jit
+def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, tile_shape):
+    """Keys' columns from ``begin`` on, with newly allocated LDS."""
+    stored: gl.constexpr = operands.kv_cache.dtype.element_ty
+    vector: gl.constexpr = 128 // stored.primitive_bitwidth
+    shared = gl.allocate_shared_memory(stored, [tile_shape.stages, tile_shape.block_n, columns], storage)
+    return PagedRows(operands.kv_cache + begin, vector, operands.token_vectors * vector, shared, copy)
+
+
+@gluon.jit
+def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequence, length):
+    """The cache of one sequence, with newly allocated LDS."""
+    vector: gl.constexpr = 128 // operands.kv_cache.dtype.element_ty.primitive_bitwidth
+    columns: gl.constexpr = RANK // shape.halves
+    latents = open_rows(operands, half * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
+    others = latents
+    if shape.halves == 2:
+        others = open_rows(operands, (1 - half) * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
+    return LatentCache(
+        latents,
+        others,
+        open_rows(operands, RANK, ROPE, layouts.ropes, layouts.rope_copy, tile_shape),
+        operands.page_table + sequence.to(gl.int64) * operands.table_stride,
+        allocate_page_list(gl.int64),
+        length,
+        shape.page // vector,
+        shape.page_size,
+        shape.halves,
+    )
+
+
+@gluon.constexpr_function
+def row_layout(columns, warps):
+    """Rows of ``columns`` 16-bit elements, 16 bytes per lane."""
+    return gl.BlockedLayout([1, 8], [512 // columns, columns // 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_rows(q, tile, shape, columns: gl.constexpr):
+    """Loads a tile's rows of q, each once per workgroup."""
+    return load_queries(q, tile, shape, columns, row_layout(columns, gl.num_warps()))
+
+
+@gluon.jit
+def through_shared(q, rows, operand: gl.constexpr):
+    """Rows of q as an MFMA operand, which every wave holds. ``rows``: the cache's rows, whose last LDS buffer is not in use yet."""
+    shared = rows.shared.index(rows.shared.shape[0] - 1).slice(0, q.shape[0], 0)
+    shared.store(q)
+    return shared.load(operand)
+
+
+@gluon.jit
+def load_tile(operands, shape, tile, half):
+    """Loads a tile's rows of q, in the layout of `load_rows`."""
+    columns: gl.constexpr = RANK // shape.halves
+    latents = load_rows(operands.q + half * columns, tile, shape, columns)
+    others = latents
+    if shape.halves == 2:
+        others = load_rows(operands.q + (1 - half) * columns, tile, shape, columns)
+    return Queries(latents, others, load_rows(operands.q + RANK, tile, shape, ROPE))
+
+
+@gluon.jit
+def as_operands(q, cache, operand: gl.constexpr):
+    """The queries of `load_tile` as MFMA operands."""
+    latents = through_shared(q.latents, cache.latents, operand)
+    others = latents
+    if cache.halves == 2:
+        others = through_shared(q.others, cache.others, operand)
+    return Queries(latents, others, through_shared(q.ropes, cache.ropes, operand))
+
+
+@gluon.aggregate
+class NextBlock:
+    """The block of keys that is copied to LDS next: its first position, and the page of each key, see `find_pages`."""
+
+    start: gl.tensor
+    latent_pages: gl.tensor
+    rope_pages: gl.tensor
+
+
+@gluon.jit
+def find_block(cache, first, start):
+    """The block of keys at position ``start``. The list of pages begins at ``first``."""
+    latent_pages = find_pages(cache, first, start, cache.latents)
+    return NextBlock(gl.to_tensor(start), latent_pages, find_pages(cache, first, start, cache.ropes))
+
+
+@gluon.jit
+def copy_keys_only(cache, block, stage):
+    """Starts the copy to LDS of a block's columns that are not values."""
+    if cache.halves == 2:
+        copy_block(cache, cache.others, stage, block.latent_pages, block.start, False)
+    copy_block(cache, cache.ropes, stage, block.rope_pages, block.start, False)
+
+
+@gluon.jit
+def copy_values(cache, block, stage):
+    """Starts the copy to LDS of a block's columns that are also values."""
+    # Slots without a token may hold NaN, which a weight of 0 would not hide.
+    copy_block(cache, cache.latents, stage, block.latent_pages, block.start, True)
+
+
+@gluon.jit
+def copy_keys(cache, first, start, stage):
+    """Starts the copy of the block of keys at position ``start`` to LDS. The list of pages begins at ``first``."""
+    block = find_block(cache, first, start)
+    copy_keys_only(cache, block, stage)
+    copy_values(cache, block, stage)
+
+
+@gluon.jit
+def qk_mma(q, cache, buffer):
+    """The dot products of q and the keys in an LDS buffer."""
+    layout: gl.constexpr = q.latents.type.layout.parent
+    dots = gl.zeros([q.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, layout)
+    dots = isa.mfma(q.ropes, load_keys(q.ropes, cache.ropes.shared.index(buffer)), dots)
+    if cache.halves == 2:
+        dots = isa.mfma(q.others, load_keys(q.others, cache.others.shared.index(buffer)), dots)
+    return isa.mfma(q.latents, load_keys(q.latents, cache.latents.shared.index(buffer)), dots)
+
+
+@gluon.jit
+def attend_block(q, cache, buffer, start, end, state, visible, scaling, following, ENDS: gl.constexpr, LAST: gl.constexpr):
+    """Updates the softmax state with the block of keys in an LDS buffer, which begins at position ``start``.
+
+    Args:
+        following: the block to copy to this buffer as soon as it has been read; None if there is none.
+    """
+    layout: gl.constexpr = q.latents.type.layout.parent
+    scores = hide_unseen(cap_scores(qk_mma(q, cache, buffer), scaling), visible, start, end, ENDS, LAST)
+    weights, state = softmax_step(scores, state, scaling)
+    if following is not None:
+        copy_keys_only(cache, following, buffer)
+    p = gl.convert_layout(weights.to(q.latents.dtype), gl.DotOperandLayout(0, layout, 4))
+    acc = isa.mfma(p, load_values(q.latents, cache.latents.shared.index(buffer)), state.acc)
+    if following is not None:
+        copy_values(cache, following, buffer)
+    return SoftmaxState(acc, state.row_max, state.row_sum)
+
+
+@gluon.jit
+def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
+    """Attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    `summed`."""
+    block_n: gl.constexpr = tile_shape.block_n
+    stages: gl.constexpr = tile_shape.stages
+    copied: gl.constexpr = 1 + shape.halves  # groups of copies per block
+    span: gl.constexpr = page_span(cache.page_size, block_n)
+    list_pages(cache, begin, cache.page_vectors)  # before q: loads return in order, and the copies of keys wait for the pages
+    q = load_tile(operands, shape, tile, half)
+    copy_keys(cache, begin, begin, 0)
+    q = as_operands(q, cache, layouts.queries)
+    state = initial_state(tile_shape.m, RANK // shape.halves, block_n, layouts.mfma)
+    for first in range(begin, end, span):
+        if first > begin:
+            list_pages(cache, first, cache.page_vectors)
+            copy_keys(cache, first, first, 0)
+        stop = gl.minimum(first + span, end)
+        blocks = (stop - first + block_n - 1) // block_n
+        for stage in gl.static_range(1, stages):
+            # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
+            copy_keys(cache, first, first + gl.minimum(stage, blocks - 1) * block_n, stage)
+        fetching = gl.maximum(blocks - stages, 0)
+        for block in range(fetching):
+            start = first + block * block_n
+            following = find_block(cache, first, start + stages * block_n)
+            copies.wait_group(copied * (stages - 1))
+            state = attend_block(
+                q, cache, block % stages, start, end, state, visible, scaling, following, visible.ends_differ, False
+            )
+        # Drain the pipeline. If there are fewer blocks than stages, the mask hides the surplus blocks.
+        for stage in gl.static_range(stages):
+            start = first + (fetching + stage) * block_n
+            copies.wait_group(copied * (stages - 1 - stage))
+            buffer = (fetching + stage) % stages
+            state = attend_block(q, cache, buffer, start, stop, state, visible, scaling, None, visible.ends_differ, True)
+    return summed(state)
+
+
+@gluon.jit
+def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, begin, end, ends_differ: gl.constexpr):
+    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty."""
+    stored: gl.constexpr = operands.kv_cache.dtype.element_ty
+    columns: gl.constexpr = RANK // shape.halves
+    layouts: gl.constexpr = latent_layouts(gl.num_warps(), tile_shape.block_n, columns, ROPE, stored)
+    cache = open_cache(operands, shape, layouts, tile_shape, half, sequence, length)
+    state = nothing_seen(tile_shape.m, columns, layouts.mfma)
+    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
+    if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
+        scaling = Scaling(operands.scale, operands.cap, variant.capped)
+        state = attend_blocks(operands, shape, tile, layouts, half, cache, begin, end, visible, scaling, tile_shape)
+    return state
+
+
+# -- split-KV merge ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
+    """Offsets of the elements of a partial result [m, columns] in memory. The four adjacent columns that a lane holds are adjacent
+    in memory, and so are the 16 bytes of neighbouring lanes, which hold the same columns of other rows."""
+    row = gl.arange(0, m, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
+    return column // 4 * (4 * m) + row * 4 + column % 4
+
+
+@gluon.jit
+def store_partial(partial, part, state):
+    """Stores the partial result ``part``."""
+    layout: gl.constexpr = state.acc.type.layout
+    m: gl.constexpr = state.acc.shape[0]
+    columns: gl.constexpr = state.acc.shape[1]
+    result, log_sum = normalise(state, None)
+    part = part.to(gl.int64)
+    isa.buffer_store(result, partial.results + part * (m * columns), packed_offsets(m, columns, layout))
+    isa.buffer_store(log_sum, partial.log_sums + part * m, gl.arange(0, m, gl.SliceLayout(1, layout)))
+
+
+@gluon.jit
+def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
+    """The `summed` state of a tile's rows, merged from the partial results ``first_part + i * tiles`` of its splits.
+
+    Args:
+        state: a state of the same shape and layout; its values are not used.
+    """
+    layout: gl.constexpr = state.acc.type.layout
+    m: gl.constexpr = state.acc.shape[0]
+    columns: gl.constexpr = state.acc.shape[1]
+    state = nothing_seen(m, columns, layout)
+    acc = state.acc
+    row_max = state.row_max
+    row_sum = state.row_sum
+    offsets = packed_offsets(m, columns, layout)
+    row = gl.arange(0, m, gl.SliceLayout(1, layout))
+    for first in range(0, splits, AT_ONCE):
+        # Loads return in order. All LSEs come first, because every weight depends on all of them.
+        log_sums = ()
+        for i in gl.static_range(AT_ONCE):
+            part = (first_part + gl.minimum(first + i, splits - 1) * tiles).to(gl.int64)
+            log_sums += (isa.buffer_load(partial.log_sums + part * m, row),)
+        results = ()
+        for i in gl.static_range(AT_ONCE):
+            part = (first_part + gl.minimum(first + i, splits - 1) * tiles).to(gl.int64)
+            results += (isa.buffer_load(partial.results + part * (m * columns), offsets),)
+        top = row_max
+        for i in gl.static_range(AT_ONCE):
+            top = larger(top, log_sums[i])
+        shrink = gl.exp2(row_max - top)
+        acc = acc * shrink[:, None]
+        row_sum = row_sum * shrink
+        for i in gl.static_range(AT_ONCE):
+            weight = gl.where(first + i < splits, gl.exp2(log_sums[i] - top), 0.0)
+            acc += results[i] * weight[:, None]
+            row_sum += weight
+        row_max = top
+    return SoftmaxState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def store_output(operands, shape, variant, tile, half, state):
+    """Epilogue: normalises a tile's rows and writes the output and the LSE."""
+    result, log_sum = normalise(state, None)
+    columns: gl.constexpr = state.acc.shape[1]
+    store_rows(operands.out + half * columns, result, tile, tile.first_query, shape.out_token, shape.out_head)
+    if variant.lse and half == 0:
+        store_rows(operands.lse, log_sum * LN_2, tile, tile.first_query, shape.heads, 1)
+
+
+@gluon.jit
+def mla_decode_kernel(
+    operands,
+    partial,
+    shape: gl.constexpr,
+    variant: gl.constexpr,
+    tile_shape: gl.constexpr,
+    plan: gl.constexpr,
+):
+    """Attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
+
+    Consecutive workgroups run on different XCDs. The workgroups of a split run on one XCD, whose L2 holds their keys.
+
+    Args: see `gfx950.attention.mla_decode`.
+    """
+    block_n: gl.constexpr = tile_shape.block_n
+    m: gl.constexpr = tile_shape.m
+    tiles: gl.constexpr = shape.halves * ((plan.q_len * shape.heads + m - 1) // m)
+    split = gl.program_id(0) // (XCDS * tiles) * XCDS + gl.program_id(0) % XCDS
+    number = gl.program_id(0) // XCDS % tiles
+    half = number % shape.halves
+    sequence, first_split, split_blocks = find_split(split, operands, plan)
+    if sequence < operands.batch:
+        length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
+        begin, count = visible_keys(length, plan)
+        blocks = (count + block_n - 1) // block_n
+        first_block = 0
+        after_block = blocks
+        if plan.split_kv:
+            first_block = (split - first_split) * split_blocks
+            after_block = gl.minimum(first_block + split_blocks, blocks)
+        start = begin + first_block * block_n
+        tile = QueryTile(
+            sequence * plan.q_len, gl.to_tensor(plan.q_len), number // shape.halves * m, gl.to_tensor(0), shape.heads, m
+        )  # fmt: skip
+        state = attend(
+            operands, shape, variant, tile_shape, tile, half, sequence, length,
+            start, gl.minimum(begin + after_block * block_n, length), plan.q_len > 1,
+        )  # fmt: skip
+        if plan.split_kv and blocks > split_blocks:
+            store_partial(partial, split * tiles + number, state)
+            gl.barrier()  # orders all waves' stores before the counter
+            splits = (blocks + split_blocks - 1) // split_blocks
+            arrived = partial.arrived + sequence * tiles + number
+            before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+            if before == splits - 1:
+                gl.store(arrived, 0)
+                state = merge(partial, state, first_split * tiles + number, splits, tiles, 8)
+                store_output(operands, shape, variant, tile, half, state)
+        else:
+            store_output(operands, shape, variant, tile, half, state)
