@@ -19,6 +19,8 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged
 
 from .paging import cases, check, check_case, kernel_of, nothing_read_on_the_host, pretend_compute_units, spills
 
+E4M3 = torch.float8_e4m3fn
+FP8_ERROR = 2.5e-2  # probabilities are rounded to e4m3, with 4 significant bits
 DEEPSEEK: dict[str, Any] = {"heads": 16, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
 
 
@@ -29,8 +31,10 @@ def inputs(device: torch.device, kv_lens: list[int], **options: Any) -> dict[str
 
 def reference(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns the output and LSE of the operator's body, computed in fp32."""
-    wide = {name: arguments[name].float() for name in ("q", "kv_cache")}
-    return operator(**{**arguments, **wide, "return_lse": True}, solution="reference")
+    plain = dict(arguments)
+    for name, scale in (("q", plain.pop("q_scale", None)), ("kv_cache", plain.pop("kv_scale", None))):
+        plain[name] = plain[name].float() if scale is None else plain[name].float() * scale
+    return operator(**plain, return_lse=True, solution="reference")
 
 
 def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
@@ -86,6 +90,31 @@ def test_everything_together(gfx950: torch.device) -> None:
     """Some sequences have more new tokens than tokens in the cache, and the window hides whole pages, which were freed."""
     options = {"max_seqlen_q": 3, "window_left": 310, "logit_cap": 5.0, "freed": True, "dtype": torch.float16}
     _run(gfx950, [190, 1, 900, 0], heads=12, page_size=16, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_dtype": E4M3, "scales": ("kv_scale",)},
+        pytest.param({"dtype": E4M3, "scales": ("q_scale", "kv_scale"), "page_size": 16}, marks=pytest.mark.slow),
+        pytest.param({"cache_dtype": E4M3, "page_size": 256, "max_seqlen_q": 2, "window_left": 200}, marks=pytest.mark.slow),
+        pytest.param({"dtype": E4M3, "heads": 64, "page_size": 32, "logit_cap": 5.0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_fp8(gfx950: torch.device, options: dict[str, Any]) -> None:
+    arguments = inputs(gfx950, [700, 129, 0, 1], **options)
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments), FP8_ERROR)
+
+
+@pytest.mark.slow
+def test_magnitudes_of_queries_with_an_fp8_cache(gfx950: torch.device) -> None:
+    """Rows of q of all magnitudes keep 8 significant bits."""
+    arguments = inputs(gfx950, [150], cache_dtype=E4M3)
+    scale = 2.0 ** torch.linspace(-100, 20, 16, device=gfx950).round()[:, None]
+    arguments["q"] = (arguments["q"].float() * scale).bfloat16()
+    arguments["softmax_scale"] = 2.0**-18
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments), FP8_ERROR)
 
 
 @pytest.mark.slow

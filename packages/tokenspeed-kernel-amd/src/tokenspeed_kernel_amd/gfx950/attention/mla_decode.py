@@ -12,10 +12,14 @@ is read for the QK and for the PV MFMAs. A workgroup has 4 waves and a CU of its
 * In flight: the loads of up to two blocks, 144 KB per CU. A buffer's columns that are no values are refilled after the QK MFMAs,
   the others after the PV MFMAs.
 
+fp8 caches: blocks of 128 keys. QK and PV are fp8 MFMAs, 16x16x128; only rotary parts take 16x16x32. A bf16 row of q becomes the sum
+of two fp8 planes, which has the 8 significant bits of bf16. Probabilities are rounded to fp8, scaled by 2^8 so that fewer
+underflow.
+
 Split-KV: the keys of a sequence are divided into splits, see `decode`. Each split writes a partial result in fp32. The last
 workgroup of a sequence to arrive at a counter merges the partial results in a fixed order. So there is one launch, and results are
-bitwise reproducible. Merging n splits takes n / 2 of the time of a block of keys. So splits have at least ``sqrt(blocks / 2)``
-blocks: a sequence of 2048 keys has 8 splits.
+bitwise reproducible. Merging a split takes as long as 32 keys. So the splits of n keys have at least ``sqrt(32 n)`` keys: a
+sequence of 2048 keys has 8 splits.
 
 A batch that would occupy at most half of the 256 CUs computes *halves*: two workgroups share a split and a tile. Both compute all
 scores, but each computes only 256 of the 512 columns of the output. This halves the time of PV, and of the merge.
@@ -37,8 +41,9 @@ from tokenspeed_kernel_amd.gfx950.attention.decode import SplitPlan
 from tokenspeed_kernel_amd.gluon.call import TileShape, lengths_at_once, score_scaling
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 
@@ -50,6 +55,15 @@ RANK, ROPE = 512, 64  # columns of a latent, which is also the value, and of its
 CACHE = "kv_cache"
 
 
+FORMATS = (
+    (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.float8_e4m3fn),
+)  # fmt: skip
+SIGNATURES = frozenset(
+    format_signature(q=dense_tensor_format(dtype), kv_cache=dense_tensor_format(cache)) for dtype, cache in FORMATS
+)
+
+
 @dataclass(frozen=True)
 class Config:
     """Tuning of split-KV.
@@ -58,16 +72,17 @@ class Config:
         waves: splits per CU that a large batch is divided into.
         long: target length of a split, in keys. Splits are shorter only while there are fewer than one per CU.
         least: minimum length of a split, in keys.
-        merge_cost: see `SplitPlan`.
+        merge_keys: merging a partial result takes as long as this many keys, see `SplitPlan.merge_cost`.
     """
 
     waves: int = 4
     long: int = 1024
     least: int = 128
-    merge_cost: float = 0.5
+    merge_keys: int = 32
 
 
 TILE = TileShape(m=16, block_n=64, num_warps=4, stages=2)
+FP8_TILE = TILE._replace(block_n=128)
 CONFIG = Config()
 
 
@@ -101,9 +116,12 @@ class Operands(NamedTuple):
 class Partial(NamedTuple):
     """The splits' partial results. A split has a partial result for each tile of rows and each half; ``tiles`` counts both.
 
+    A sequence with n > 1 splits has n of the ``slots``, starting from twice the number of earlier splits that are not the first of
+    their sequence. There are at most n - 1 such splits per sequence, and 2 (n - 1) >= n.
+
     Attributes:
-        results: float32 [splits * tiles, m * 512 / halves], normalised outputs in the order of `mla_decode_device.packed_offsets`.
-        log_sums: float32 [splits * tiles, m], the base-2 LSE of the scores.
+        results: float32 [slots * tiles, m * 512 / halves], normalised outputs in the order of `mla_decode_device.packed_offsets`.
+        log_sums: float32 [slots * tiles, m], the base-2 LSE of the scores.
         arrived: int32 [batch * tiles], how many splits have stored their partial result; 0 before and after a launch.
     """
 
@@ -142,8 +160,9 @@ class Variant(NamedTuple):
     "mla_decode_with_kvcache",
     solution="gluon",
     capability=GLUON_CDNA4,
-    signatures=format_signatures(("q", CACHE), "dense", (torch.bfloat16, torch.float16)),
+    signatures=SIGNATURES,
     traits={
+        "scaled": any,
         "head_dim": RANK + ROPE,
         "v_head_dim": RANK,
         "page_size": {16, 32, 64, 128, 256},
@@ -154,7 +173,7 @@ class Variant(NamedTuple):
     },
     aligned_caches=(CACHE,),
     priority=Priority.SPECIALIZED,
-    tags={"determinism"},
+    tags={"determinism", "fp8_weights"},
 )
 def mla_decode_with_kvcache(
     q: Tensor,
@@ -176,7 +195,7 @@ def mla_decode_with_kvcache(
     tokens, heads, head_dim = q.shape
     batch = cache_seqlens.shape[0]
     lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
-    written = rows_to_write(out, q, tokens, heads, kv_lora_rank)
+    written = rows_to_write(out, q, tokens, heads, kv_lora_rank, dtype=output_dtype(q))
     if tokens:
         q, kv_cache, page_table = aligned(q), aligned_cache(kv_cache, CACHE), rows(page_table)
         scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
@@ -203,21 +222,23 @@ def mla_decode_with_kvcache(
 
 
 def _launch(operands: Operands, variant: Variant, q_len: int) -> None:
-    tile = TILE
+    tile = FP8_TILE if operands.kv_cache.element_size() == 1 else TILE
     q, kv_cache, out = operands.q, operands.kv_cache, operands.out
     heads, page_size = q.shape[1], kv_cache.shape[1]
     in_view = operands.max_seqlen_k
     if variant.window_left >= 0:
         in_view = min(in_view, variant.window_left + q_len + tile.block_n)
     blocks = -(-in_view // tile.block_n)
-    short = max(CONFIG.least // tile.block_n, math.ceil(math.sqrt(blocks * CONFIG.merge_cost)))
-    compute_units = current_compute_units()
+    merge_cost = CONFIG.merge_keys / tile.block_n
+    short = CONFIG.least // tile.block_n
+    # The bound of a sequence's splits grows with its length.
+    most = math.ceil(blocks / max(short, math.sqrt(blocks * merge_cost)))
     tiles = -(-q_len * heads // tile.m)
-    halves = 2 if 2 * tiles * operands.batch * -(-blocks // short) <= compute_units else 1
+    compute_units = current_compute_units()
+    halves = 2 if 2 * tiles * operands.batch * most <= compute_units else 1
     tiles *= halves
     at_once = max(1, compute_units // tiles)
-    # Sequences that are shorter than the longest may have shorter splits.
-    splits = min(operands.batch + at_once * CONFIG.waves, operands.batch * max(1, -(-in_view // CONFIG.least)))
+    splits = min(operands.batch + at_once * CONFIG.waves, operands.batch * max(1, most))
     split_kv = splits > operands.batch
     splits = -(-splits // XCDS) * XCDS
     shape = Shape(heads, page_size, halves, q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1))
@@ -230,12 +251,12 @@ def _launch(operands: Operands, variant: Variant, q_len: int) -> None:
         at_once=at_once,
         waves=CONFIG.waves,
         long=CONFIG.long // tile.block_n,
-        short=CONFIG.least // tile.block_n,
+        short=short,
         lengths=lengths_at_once(operands.batch),
         once=lengths_at_once(operands.batch) >= operands.batch,
-        merge_cost=CONFIG.merge_cost,
+        merge_cost=merge_cost,
     )
-    partial = _partial(operands, splits * tiles, tile.m, RANK // halves, tiles) if split_kv else None
+    partial = _partial(operands, 2 * (splits - operands.batch) * tiles, tile.m, RANK // halves, tiles) if split_kv else None
     device.mla_decode_kernel[(splits * tiles,)](operands, partial, shape, variant, tile, plan, num_warps=tile.num_warps)
 
 

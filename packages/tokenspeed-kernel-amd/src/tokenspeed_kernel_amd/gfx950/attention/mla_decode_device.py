@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.attention.decode_device import find_split, visible_keys
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import latent_layouts
-from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys
 from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     PagedRows,
     allocate_page_list,
@@ -65,11 +65,28 @@ class LatentCache:
 
 @gluon.aggregate
 class Queries:
-    """A tile's rows of q as MFMA operands, with the columns of `LatentCache`'s fields of the same names."""
+    """A tile's rows of q, with the columns of `LatentCache`'s fields of the same names."""
 
     latents: gl.tensor
     others: gl.tensor
     ropes: gl.tensor
+
+
+@gluon.aggregate
+class Operands:
+    """A tile's rows of q as MFMA operands.
+
+    Attributes:
+        high: the rows, or their first fp8 plane.
+        low: the second fp8 plane, if there are two: the rounding error of the first.
+        factor: [rows], multiplies the dot products, if there are two planes.
+        planes: number of planes.
+    """
+
+    high: Queries
+    low: Queries
+    factor: gl.tensor
+    planes: gl.constexpr
 
 
 @gluon.jit
@@ -105,22 +122,14 @@ def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequenc
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Rows of ``columns`` 16-bit elements, 16 bytes per lane."""
-    return gl.BlockedLayout([1, 8], [512 // columns, columns // 8], [warps, 1], [1, 0])
+    """Rows of q. A lane holds columns of the same rows, whatever the number of columns is."""
+    return gl.BlockedLayout([1, columns // 32], [2, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def load_rows(q, tile, shape, columns: gl.constexpr):
     """Loads a tile's rows of q, each once per workgroup."""
     return load_queries(q, tile, shape, columns, row_layout(columns, gl.num_warps()))
-
-
-@gluon.jit
-def through_shared(q, rows, operand: gl.constexpr):
-    """Rows of q as an MFMA operand, which every wave holds. ``rows``: the cache's rows, whose last LDS buffer is not in use yet."""
-    shared = rows.shared.index(rows.shared.shape[0] - 1).slice(0, q.shape[0], 0)
-    shared.store(q)
-    return shared.load(operand)
 
 
 @gluon.jit
@@ -135,13 +144,77 @@ def load_tile(operands, shape, tile, half):
 
 
 @gluon.jit
-def as_operands(q, cache, operand: gl.constexpr):
-    """The queries of `load_tile` as MFMA operands."""
-    latents = through_shared(q.latents, cache.latents, operand)
+def staging(rows, m: gl.constexpr, PLANE: gl.constexpr):
+    """LDS for m rows of q: a part of the last buffer for keys, which is not in use yet."""
+    return rows.shared.index(rows.shared.shape[0] - 1).slice(PLANE * m, m, 0)
+
+
+@gluon.jit
+def store_queries(q, cache, PLANE: gl.constexpr):
+    """Stores the queries of `load_tile` to LDS."""
+    m: gl.constexpr = q.latents.shape[0]
+    staging(cache.latents, m, PLANE).store(q.latents)
+    if cache.halves == 2:
+        staging(cache.others, m, PLANE).store(q.others)
+    staging(cache.ropes, m, PLANE).store(q.ropes)
+
+
+@gluon.jit
+def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.constexpr):
+    """Loads queries from LDS as MFMA operands, which every wave holds."""
+    latents = staging(cache.latents, m, PLANE).load(layouts.queries)
     others = latents
     if cache.halves == 2:
-        others = through_shared(q.others, cache.others, operand)
-    return Queries(latents, others, through_shared(q.ropes, cache.ropes, operand))
+        others = staging(cache.others, m, PLANE).load(layouts.queries)
+    return Queries(latents, others, staging(cache.ropes, m, PLANE).load(layouts.rope_queries))
+
+
+@gluon.jit
+def magnitudes(q, layout: gl.constexpr):
+    """The largest magnitude of the elements of each row that a lane holds, float32 [rows, 32]."""
+    largest = gl.reduce(gl.abs(q.to(gl.float32)).reshape([q.shape[0], 32, q.shape[1] // 32]), 2, larger)
+    return gl.convert_layout(largest, layout, assert_trivial=True)
+
+
+@gluon.jit
+def split_in_planes(q, factor):
+    """``q * factor`` as the sum of two fp8 planes, with 8 significant bits like bfloat16."""
+    row: gl.constexpr = gl.SliceLayout(1, q.type.layout)
+    values = q.to(gl.float32) * gl.convert_layout(factor, row, assert_trivial=True)[:, None]
+    # The first plane has 4 significant bits, like e4m3. This addition rounds to them, as a float32 has 24.
+    shifted = values * 2.0**20
+    high = (values + shifted) - shifted
+    return high.to(gl.float8e4nv), (values - high).to(gl.float8e4nv)
+
+
+@gluon.jit
+def as_operands(q, cache, layouts: gl.constexpr):
+    """The queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
+    m: gl.constexpr = q.latents.shape[0]
+    row: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
+    if q.latents.dtype == cache.latents.shared.dtype:
+        store_queries(q, cache, 0)
+        high = load_operands(cache, layouts, m, 0)
+        operands = Operands(high, high, gl.full([m], 1.0, gl.float32, row), 1)
+    else:
+        lanes: gl.constexpr = row_layout(32, gl.num_warps())
+        largest = larger(magnitudes(q.latents, lanes), magnitudes(q.ropes, lanes))
+        if cache.halves == 2:
+            largest = larger(largest, magnitudes(q.others, lanes))
+        # A power of two that scales each row's largest magnitude to 128 or more, below 256. e4m3 ends at 448.
+        exponent = gl.maximum(gl.reduce(largest, 1, larger).to(gl.int32, bitcast=True) >> 23 & 0xFF, 16)
+        factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+        latents, low_latents = split_in_planes(q.latents, factor)
+        ropes, low_ropes = split_in_planes(q.ropes, factor)
+        others = latents
+        low_others = low_latents
+        if cache.halves == 2:
+            others, low_others = split_in_planes(q.others, factor)
+        store_queries(Queries(latents, others, ropes), cache, 0)
+        store_queries(Queries(low_latents, low_others, low_ropes), cache, 1)
+        back = gl.convert_layout(((exponent - 7) << 23).to(gl.float32, bitcast=True), row)
+        operands = Operands(load_operands(cache, layouts, m, 0), load_operands(cache, layouts, m, 1), back, 2)
+    return operands
 
 
 @gluon.aggregate
@@ -184,14 +257,39 @@ def copy_keys(cache, first, start, stage):
 
 
 @gluon.jit
+def mma(a, b, acc):
+    """acc + a @ b."""
+    if a.type.layout.parent.instr_shape[2] == 128:
+        acc = isa.mfma_scaled(a, None, "e4m3", b, None, "e4m3", acc)
+    else:
+        acc = isa.mfma(a, b, acc)
+    return acc
+
+
+@gluon.jit
+def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
+    """``dots`` plus the dot products of some columns of q and the keys in an LDS buffer."""
+    keys = load_keys(q, rows.shared.index(buffer))
+    dots = mma(q, keys, dots)
+    if PLANES == 2:
+        dots = mma(low, keys, dots)
+    return dots
+
+
+@gluon.jit
 def qk_mma(q, cache, buffer):
     """The dot products of q and the keys in an LDS buffer."""
-    layout: gl.constexpr = q.latents.type.layout.parent
-    dots = gl.zeros([q.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, layout)
-    dots = isa.mfma(q.ropes, load_keys(q.ropes, cache.ropes.shared.index(buffer)), dots)
+    layout: gl.constexpr = q.high.latents.type.layout.parent
+    rope_layout: gl.constexpr = q.high.ropes.type.layout.parent
+    dots = gl.zeros([q.high.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, rope_layout)
+    dots = add_dots(dots, q.high.ropes, q.low.ropes, cache.ropes, buffer, q.planes)
+    dots = gl.convert_layout(dots, layout, assert_trivial=True)
     if cache.halves == 2:
-        dots = isa.mfma(q.others, load_keys(q.others, cache.others.shared.index(buffer)), dots)
-    return isa.mfma(q.latents, load_keys(q.latents, cache.latents.shared.index(buffer)), dots)
+        dots = add_dots(dots, q.high.others, q.low.others, cache.others, buffer, q.planes)
+    dots = add_dots(dots, q.high.latents, q.low.latents, cache.latents, buffer, q.planes)
+    if q.planes == 2:
+        dots *= q.factor[:, None]
+    return dots
 
 
 @gluon.jit
@@ -201,13 +299,17 @@ def attend_block(q, cache, buffer, start, end, state, visible, scaling, followin
     Args:
         following: the block to copy to this buffer as soon as it has been read; None if there is none.
     """
-    layout: gl.constexpr = q.latents.type.layout.parent
+    layout: gl.constexpr = q.high.latents.type.layout.parent
+    dtype: gl.constexpr = q.high.latents.dtype
+    fp8: gl.constexpr = dtype.primitive_bitwidth == 8
+    k_width: gl.constexpr = 16 if fp8 else 4
     scores = hide_unseen(cap_scores(qk_mma(q, cache, buffer), scaling), visible, start, end, ENDS, LAST)
-    weights, state = softmax_step(scores, state, scaling)
+    weights, state = softmax_step(scores, state, scaling, 8 if fp8 else 0)
     if following is not None:
         copy_keys_only(cache, following, buffer)
-    p = gl.convert_layout(weights.to(q.latents.dtype), gl.DotOperandLayout(0, layout, 4))
-    acc = isa.mfma(p, load_values(q.latents, cache.latents.shared.index(buffer)), state.acc)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, k_width))
+    v = copies.load_shared_relaxed(cache.latents.shared.index(buffer), gl.DotOperandLayout(1, layout, k_width))
+    acc = mma(p, v, state.acc)
     if following is not None:
         copy_values(cache, following, buffer)
     return SoftmaxState(acc, state.row_max, state.row_sum)
@@ -224,7 +326,7 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
     list_pages(cache, begin, cache.page_vectors)  # before q: loads return in order, and the copies of keys wait for the pages
     q = load_tile(operands, shape, tile, half)
     copy_keys(cache, begin, begin, 0)
-    q = as_operands(q, cache, layouts.queries)
+    q = as_operands(q, cache, layouts)
     state = initial_state(tile_shape.m, RANK // shape.halves, block_n, layouts.mfma)
     for first in range(begin, end, span):
         if first > begin:
@@ -262,8 +364,16 @@ def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, b
     state = nothing_seen(tile_shape.m, columns, layouts.mfma)
     visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
     if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
-        scaling = Scaling(operands.scale, operands.cap, variant.capped)
+        scale = operands.scale
+        if operands.q_scale is not None:
+            scale *= gl.load(operands.q_scale)
+        if operands.kv_scale is not None:
+            kv_scale = gl.load(operands.kv_scale)
+            scale *= kv_scale
+        scaling = Scaling(scale, operands.cap, variant.capped)
         state = attend_blocks(operands, shape, tile, layouts, half, cache, begin, end, visible, scaling, tile_shape)
+        if operands.kv_scale is not None:
+            state = SoftmaxState(state.acc * kv_scale, state.row_max, state.row_sum)
     return state
 
 
@@ -307,16 +417,18 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     row_sum = state.row_sum
     offsets = packed_offsets(m, columns, layout)
     row = gl.arange(0, m, gl.SliceLayout(1, layout))
+    log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
+    results_at = partial.results + first_part.to(gl.int64) * (m * columns)
     for first in range(0, splits, AT_ONCE):
         # Loads return in order. All LSEs come first, because every weight depends on all of them.
         log_sums = ()
-        for i in gl.static_range(AT_ONCE):
-            part = (first_part + gl.minimum(first + i, splits - 1) * tiles).to(gl.int64)
-            log_sums += (isa.buffer_load(partial.log_sums + part * m, row),)
         results = ()
         for i in gl.static_range(AT_ONCE):
-            part = (first_part + gl.minimum(first + i, splits - 1) * tiles).to(gl.int64)
-            results += (isa.buffer_load(partial.results + part * (m * columns), offsets),)
+            part = gl.minimum(first + i, splits - 1) * tiles
+            log_sums += (isa.buffer_load(log_sums_at, part * m + row),)
+        for i in gl.static_range(AT_ONCE):
+            part = gl.minimum(first + i, splits - 1) * tiles
+            results += (isa.buffer_load(results_at, part * (m * columns) + offsets),)
         top = row_max
         for i in gl.static_range(AT_ONCE):
             top = larger(top, log_sums[i])
@@ -381,14 +493,16 @@ def mla_decode_kernel(
             start, gl.minimum(begin + after_block * block_n, length), plan.q_len > 1,
         )  # fmt: skip
         if plan.split_kv and blocks > split_blocks:
-            store_partial(partial, split * tiles + number, state)
-            gl.barrier()  # orders all waves' stores before the counter
+            first_part = 2 * (first_split - sequence) * tiles + number
+            store_partial(partial, first_part + (split - first_split) * tiles, state)
+            isa.wait_for_stores()
+            gl.barrier()
             splits = (blocks + split_blocks - 1) // split_blocks
             arrived = partial.arrived + sequence * tiles + number
             before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
             if before == splits - 1:
                 gl.store(arrived, 0)
-                state = merge(partial, state, first_split * tiles + number, splits, tiles, 8)
+                state = merge(partial, state, first_part, splits, tiles, 8)
                 store_output(operands, shape, variant, tile, half, state)
         else:
             store_output(operands, shape, variant, tile, half, state)

@@ -54,13 +54,15 @@ class LatentLayouts:
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
             columns.
-        queries: operand layout of q for the QK MFMA.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own: the scaled MFMA for fp8 is 128
+            columns wide.
         latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
         latent_copy, rope_copy: layouts of the copies to LDS.
     """
 
     mfma: Any
     queries: Any
+    rope_queries: Any
     latents: Any
     ropes: Any
     latent_copy: Any
@@ -70,12 +72,17 @@ class LatentLayouts:
 @gluon.constexpr_function
 def latent_layouts(warps, block_n, columns, rope, dtype):
     """The layouts of latents that are copied in parts of ``columns`` columns."""
-    mfma = isa.mfma_layout([16, 16, 32], True, [1, warps])
-    latents = latent_storage(block_n, columns)
-    ropes = key_storage(mfma, block_n, rope, dtype)
+    rope_mfma = isa.mfma_layout([16, 16, 32], True, [1, warps])
+    mfma = rope_mfma
+    if dtype.primitive_bitwidth == 8:
+        mfma = isa.mfma_layout([16, 16, 128], True, [1, warps])
+        latents, ropes = byte_latent_storage(block_n, columns), byte_latent_storage(block_n, rope)
+    else:
+        latents, ropes = latent_storage(block_n, columns), key_storage(mfma, block_n, rope, dtype)
     return LatentLayouts(
         mfma=mfma,
         queries=gl.DotOperandLayout(0, mfma, key_width(dtype)),
+        rope_queries=gl.DotOperandLayout(0, rope_mfma, key_width(dtype)),
         latents=latents,
         ropes=ropes,
         latent_copy=copy_layout(latents, dtype, warps),
@@ -95,6 +102,19 @@ def latent_storage(block_n, columns):
     rows = [*range(row_bits - inside, row_bits), *range(row_bits - inside)]
     bases = [[0, 1 << bit] for bit in range(column_bits)] + [[1 << bit, 0] for bit in rows]
     return gl.PaddedSharedLayout([[512, 16]], bases, [], [block_n, columns])
+
+
+@gluon.constexpr_function
+def byte_latent_storage(block_n, columns):
+    """LDS layout of one-byte latents or rotary parts [128, columns]: `byte_storage` for more keys and columns.
+
+    Columns of 64 bytes leave keys that are 1 and 2 apart within 256 bytes. With more columns, only keys that no read accesses
+    together are within one KB. Steps of one KB, with their padding, move keys that are 16, 1, 2 and 4 apart to other banks.
+    """
+    assert block_n == 128
+    rows = [1, 2, 32, 64, 16, 4, 8] if columns == 64 else [32, 64, 16, 1, 2, 4, 8] if columns == 256 else [64, 16, 1, 2, 4, 8, 32]
+    bases = [[0, 1 << bit] for bit in range(log2(columns))] + [[row, 0] for row in rows]
+    return gl.PaddedSharedLayout([[1024, 16]], bases, [], [block_n, columns])
 
 
 @gluon.constexpr_function
