@@ -382,11 +382,13 @@ def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, b
 
 @gluon.jit
 def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
-    """Offsets of the elements of a partial result [m, columns] in memory. The four adjacent columns that a lane holds are adjacent
-    in memory, and so are the 16 bytes of neighbouring lanes, which hold the same columns of other rows."""
+    """Offsets of the elements of a partial result [m, columns] in memory, ordered by wave, register and lane. So each access of a
+    wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are part of the instruction.
+    """
     row = gl.arange(0, m, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
-    return column // 4 * (4 * m) + row * 4 + column % 4
+    wave = column // 16 % 4
+    return wave * (m * columns // 4) + column // 64 * (16 * m) + column // 4 % 4 * (4 * m) + row * 4 + column % 4
 
 
 @gluon.jit
