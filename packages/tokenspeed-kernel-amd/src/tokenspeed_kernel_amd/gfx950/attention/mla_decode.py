@@ -263,7 +263,7 @@ def _launch(operands: Operands, variant: Variant, q_len: int) -> None:
 def _partial(operands: Operands, parts: int, m: int, columns: int, tiles: int) -> Partial:
     index = operands.q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    floats = parts * m * (columns + 1)
-    workspace = keeper.get(index, stream, 4 * floats, operands.batch * tiles)
-    results, log_sums = workspace.memory[: 4 * floats].view(torch.float32).split((parts * m * columns, parts * m))
-    return Partial(results, log_sums, workspace.counters)
+    log_sums, results = parts * m, parts * m * columns
+    workspace = keeper.get(index, stream, 4 * (results + log_sums), operands.batch * tiles)
+    floats = workspace.memory[: 4 * (results + log_sums)].view(torch.float32)
+    return Partial(floats[:results], floats[results:], workspace.counters)
