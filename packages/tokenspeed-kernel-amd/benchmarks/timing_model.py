@@ -257,7 +257,7 @@ def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
         function: the operator's function, see `ours` and `peer`.
         own_order: whether the tiles of prefill are assigned to workgroups in the order of our kernel.
     """
-    from gfx950_emulator import emulated_gfx950, timing
+    from gfx950_emulator import emulated_gfx950
 
     called = case.sample if case.operator == "prefill" else case
     inputs = called.inputs()
@@ -268,27 +268,34 @@ def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
         (launch,) = emulator.launches
         launches = [prefill_launch(case, launch, own_order)]
     else:
-        launches = []
-        for launch in emulator.launches:
-            found = timing.predict(launch, max_instructions=2_000_000)
-            seconds = {
-                "us": found.seconds,
-                "achievable_us": found.achievable_seconds,
-                "compute_us": found.compute_seconds,
-                "memory_us": found.memory_seconds,
-            }
-            launches.append(
-                {
-                    **_facts(launch, found.occupancy),
-                    **{name: value * 1e6 for name, value in seconds.items()},
-                    "bound_by": found.bound_by,
-                    "alone_cycles": found.alone.cycles,
-                    "together_cycles": found.full.cycles,
-                    "together": found.full.workgroups,
-                }
-            )
-    totals = {name: sum(launch[name] for launch in launches) for name in ("us", "achievable_us")}
-    return {**totals, "relative_error": error, "launches": launches}
+        launches = list(map(predicted, emulator.launches))
+    return {**total(launches), "relative_error": error, "launches": launches}
+
+
+def predicted(launch: Any) -> dict[str, Any]:
+    """Returns the report's row of a launch that was executed whole, with counters."""
+    from gfx950_emulator import timing
+
+    found = timing.predict(launch, max_instructions=2_000_000)
+    seconds = {
+        "us": found.seconds,
+        "achievable_us": found.achievable_seconds,
+        "compute_us": found.compute_seconds,
+        "memory_us": found.memory_seconds,
+    }
+    return {
+        **_facts(launch, found.occupancy),
+        **{name: value * 1e6 for name, value in seconds.items()},
+        "bound_by": found.bound_by,
+        "alone_cycles": found.alone.cycles,
+        "together_cycles": found.full.cycles,
+        "together": found.full.workgroups,
+    }
+
+
+def total(launches: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the times of a call, the sums of its launches'."""
+    return {name: sum(launch[name] for launch in launches) for name in ("us", "achievable_us")}
 
 
 def _facts(launch: Any, fits: Any) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def reference(operator: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]
     return operator(**{**arguments, **wide, "return_lse": True}, solution="reference")
 
 
-def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], error: float = ERROR) -> None:
     """Compares the whole output, each of its rows, and the LSE, with the tolerances above."""
     (out, lse), (wanted_out, wanted_lse) = got, wanted
-    assert (out.float() - wanted_out).norm() <= ERROR * wanted_out.norm()
-    rows = (out.float() - wanted_out).norm(dim=-1) - 4 * ERROR * wanted_out.norm(dim=-1)
+    assert (out.float() - wanted_out).norm() <= error * wanted_out.norm()
+    rows = (out.float() - wanted_out).norm(dim=-1) - 4 * error * wanted_out.norm(dim=-1)
     assert rows.max() <= 1e-6
     seen = torch.isfinite(wanted_lse)
     assert torch.equal(torch.isfinite(lse), seen)
@@ -65,9 +65,9 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
     """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs are enough work for the whole
     device, like a large batch."""
-    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed
+    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed, mla_decode
 
-    for module in (decode, extend, mixed):
+    for module in (decode, extend, mixed, mla_decode):
         monkeypatch.setattr(module, "current_compute_units", lambda: units)
 
 

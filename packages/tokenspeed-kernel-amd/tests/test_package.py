@@ -23,7 +23,15 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
-FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache", "moe_apply", "moe_topk_apply"]
+FUNCTIONS = [
+    "mha_decode_with_kvcache",
+    "mha_extend_with_kvcache",
+    "mha_prefill",
+    "mha_with_kvcache",
+    "mla_decode_with_kvcache",
+    "moe_apply",
+    "moe_topk_apply",
+]
 
 
 def _python(code: str) -> str:

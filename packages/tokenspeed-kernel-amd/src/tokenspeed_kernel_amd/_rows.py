@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -10,9 +11,9 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:
-    """``out`` if its rows are contiguous, otherwise new memory of this shape in q's dtype."""
-    return out if out is not None and out.stride(-1) == 1 else q.new_empty(shape)
+def rows_to_write(out: Tensor | None, q: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``out`` if its rows are contiguous, otherwise new memory of this shape and dtype, by default q's."""
+    return out if out is not None and out.stride(-1) == 1 else q.new_empty(shape, dtype=dtype)
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:

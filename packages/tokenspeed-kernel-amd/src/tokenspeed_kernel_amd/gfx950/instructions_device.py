@@ -6,6 +6,7 @@ Another architecture brings a module with these names. Kernels import no other n
 * ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout that
   can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
+* ``wait_for_stores``: needed before the barrier in front of a flag in global memory.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
   flight.
 """
@@ -25,6 +26,17 @@ mfma, mfma_scaled = cdna4.mfma, cdna4.mfma_scaled
 mfma_scale_layout = cdna4.get_mfma_scale_layout
 padded_shared_layout = cdna4.compute_efficient_padded_shared_layout
 buffer_load, buffer_store = cdna4.buffer_load, cdna4.buffer_store
+
+
+@gluon.jit
+def wait_for_stores():
+    """Waits until the wave's stores to global memory are complete in L2.
+
+    ``gl.barrier`` does not wait for them, and a release by one wave waits for the stores of that wave only.
+    """
+    lane = gl.arange(0, 64 * gl.num_warps(), gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
+    text: gl.constexpr = "s_waitcnt vmcnt(0)\n\tv_mov_b32 $0, $1"
+    gl.inline_asm_elementwise(text, "=v,v,~{memory}", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

@@ -134,6 +134,11 @@ def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) 
     return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
 
 
+def lengths_at_once(batch: int) -> int:
+    """How many sequences' lengths a workgroup loads at once."""
+    return 1 if batch == 1 else min(1024, max(64, 1 << (batch - 1).bit_length()))
+
+
 @dataclass(frozen=True)
 class Call:
     """The kernels' arguments, with defaults and outputs filled in. `called` creates it.
@@ -203,10 +208,6 @@ class Call:
         """An upper bound of the keys visible to q_len new tokens of a sequence; one block is added because windows start at an
         aligned position."""
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
-
-    def lengths_at_once(self) -> int:
-        """How many sequences' lengths a workgroup loads at once."""
-        return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
 
     def operands(self) -> Operands:
         vector = ROW_BYTES // self.k_cache.element_size()

@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def lanes_of_row(mfma):
-    """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
-    return 64 // mfma.instr_shape[0]
+    """How many lanes hold the elements of one row: in a wave, 4 with 16-row MFMAs and 2 with 32-row MFMAs; times the waves along
+    a row."""
+    return 64 // mfma.instr_shape[0] * mfma.warps_per_cta[1]
 
 
 @gluon.constexpr_function

@@ -118,15 +118,20 @@ def cap_scores(dot_products, scaling):
 
 
 @gluon.jit
-def softmax_step(scores, state, scaling):
+def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
     """The weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these weights; its
-    acc does not include their values yet."""
+    acc does not include their values yet.
+
+    Args:
+        LIFT: the row max is kept smaller by this number. Weights are then at most ``2**LIFT``, so that fewer underflow in fp8.
+    """
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
-        row_max = larger(state.row_max, highest)
+        row_max = larger(state.row_max, highest - LIFT if LIFT > 0 else highest)
         weights = gl.exp2(scores - row_max[:, None])
     else:
-        row_max = larger(state.row_max, highest * scaling.scale)
+        highest *= scaling.scale
+        row_max = larger(state.row_max, highest - LIFT if LIFT > 0 else highest)
         weights = gl.exp2(scores * scaling.scale - row_max[:, None])
     shrink = gl.exp2(state.row_max - row_max)
     sums = lane_sums(weights)

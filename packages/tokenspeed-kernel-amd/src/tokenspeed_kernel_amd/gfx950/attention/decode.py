@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called, lengths_at_once
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
@@ -80,6 +80,9 @@ class SplitPlan(NamedTuple):
         waves: a large batch is divided into ``waves * at_once`` splits.
         long, short: target and minimum length of a split, in blocks.
         lengths: how many sequences' lengths a workgroup loads at once.
+        once: whether the batch has at most that many sequences.
+        merge_cost: time to merge a partial result, as a fraction of the time of a block of keys. A sequence of n blocks is done
+            earliest with splits of ``sqrt(n * merge_cost)`` blocks; no split is shorter. 0: there is no such limit.
     """
 
     q_len: int
@@ -92,6 +95,8 @@ class SplitPlan(NamedTuple):
     long: int
     short: int
     lengths: int
+    once: bool = False
+    merge_cost: float = 0.0
 
 
 class Merge(NamedTuple):
@@ -195,7 +200,7 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
         waves=waves,
         long=CONFIG.long // tile.block_n,
         short=max(1, CONFIG.least // tile.block_n),
-        lengths=call.lengths_at_once(),
+        lengths=lengths_at_once(batch),
     )
     heads = call.q.shape[1]
     parts = splits * q_len * heads if has_splits else 0

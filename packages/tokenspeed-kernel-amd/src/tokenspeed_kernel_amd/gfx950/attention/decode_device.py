@@ -41,14 +41,58 @@ def blocks_at(operands, first, plan, layout: gl.constexpr):
 
 
 @gluon.jit
-def blocks_per_split(blocks, plan):
-    """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total.
+def blocks_per_split(blocks, longest, plan):
+    """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total, and the longest ``longest``.
 
     A large batch is divided into ``waves * at_once`` splits, plus less than one per sequence because of rounding. A batch that does
     not fill ``at_once`` splits of ``long`` blocks is divided into ``at_once`` shorter splits, of at least ``short`` blocks.
     """
     even = (blocks + plan.at_once - 1) // plan.at_once
-    return gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
+    split_blocks = gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
+    if plan.merge_cost > 0:
+        balanced = gl.sqrt(gl.to_tensor(longest).to(gl.float32) * plan.merge_cost)
+        split_blocks = gl.maximum(split_blocks, gl.ceil(balanced).to(gl.int32))
+    return split_blocks
+
+
+@gluon.jit
+def passed_splits(split, some, real, computed, split_blocks, before):
+    """For sequences with ``some`` blocks each, of which the first has ``before`` splits before it: how many of them have all their
+    splits before ``split``, the number of splits up to the last of these (0 if there is none), and the number of all splits.
+    """
+    splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
+    ends = before + gl.associative_scan(splits, 0, add)
+    passed = real & (ends <= split)
+    return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, ends, 0), 0), gl.sum(splits, 0)
+
+
+@gluon.jit
+def search_split(split, operands, plan):
+    """`find_split` in a batch of several sequences with splits."""
+    layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
+    if plan.once:
+        some, real, computed = blocks_at(operands, 0, plan, layout)
+        split_blocks = blocks_per_split(gl.sum(some, 0), gl.max(some, 0), plan)
+        sequence, first_split, _ = passed_splits(split, some, real, computed, split_blocks, 0)
+    else:
+        blocks = 0
+        longest = 0
+        for first in range(0, operands.batch, plan.lengths):
+            some, _, _ = blocks_at(operands, first, plan, layout)
+            blocks += gl.sum(some, 0)
+            if plan.merge_cost > 0:
+                longest = gl.maximum(longest, gl.max(some, 0))
+        split_blocks = blocks_per_split(blocks, longest, plan)
+        sequence = 0
+        before = 0
+        first_split = 0
+        for first in range(0, operands.batch, plan.lengths):
+            some, real, computed = blocks_at(operands, first, plan, layout)
+            count, ends, splits = passed_splits(split, some, real, computed, split_blocks, before)
+            sequence += count
+            first_split = gl.maximum(first_split, ends)
+            before += splits
+    return sequence, first_split, split_blocks
 
 
 @gluon.jit
@@ -56,23 +100,17 @@ def find_split(split, operands, plan):
     """The sequence of a split (``batch`` if no sequence has it), that sequence's first split, and the number
     of blocks per split.
     """
-    layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
-    blocks = 0
-    for first in range(0, operands.batch, plan.lengths):
-        some, _, _ = blocks_at(operands, first, plan, layout)
-        blocks += gl.sum(some, 0)
-    split_blocks = blocks_per_split(blocks, plan)
-    sequence = 0
-    before = 0
+    sequence = split
     first_split = 0
-    for first in range(0, operands.batch, plan.lengths):
-        some, real, computed = blocks_at(operands, first, plan, layout)
-        splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
-        ends = before + gl.associative_scan(splits, 0, add)
-        passed = real & (ends <= split)
-        sequence += gl.sum(passed.to(gl.int32), 0)
-        first_split = gl.maximum(first_split, gl.max(gl.where(passed, ends, 0), 0))
-        before += gl.sum(splits, 0)
+    split_blocks = 0
+    if plan.split_kv:
+        if plan.lengths == 1:  # a batch of one
+            _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
+            blocks = (count + plan.block_n - 1) // plan.block_n
+            split_blocks = blocks_per_split(blocks, blocks, plan)
+            sequence = (split * split_blocks >= gl.maximum(blocks, 1)).to(gl.int32)
+        else:
+            sequence, first_split, split_blocks = search_split(split, operands, plan)
     return sequence, first_split, split_blocks
 
 
@@ -103,17 +141,7 @@ def decode_kernel(
     all_splits = gl.num_programs(0) // (shape.kv_heads * tiles)
     split = index % all_splits
     number = index // all_splits
-    sequence = split
-    first_split = 0
-    split_blocks = 0
-    if plan.split_kv:
-        if plan.lengths == 1:  # a batch of one
-            _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
-            blocks = (count + block_n - 1) // block_n
-            split_blocks = blocks_per_split(blocks, plan)
-            sequence = (split * split_blocks >= gl.maximum(blocks, 1)).to(gl.int32)
-        else:
-            sequence, first_split, split_blocks = find_split(split, operands, plan)
+    sequence, first_split, split_blocks = find_split(split, operands, plan)
     first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
     if (sequence < operands.batch) & (new > 0) & (new <= plan.q_len):
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv
-from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called, lengths_at_once
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
@@ -125,6 +125,6 @@ def attend_in_tiles(call: Call, tile: TileShape, skipped: int = 0) -> None:
     slots = slots_of(call, tile)
     shared = 4 * slots < 3 * tiles * call.batch
     device.extend_kernel[(call.kv_heads * (slots if shared else tiles * call.batch),)](
-        call.operands(), *call.constants(), tile, Slots(shared, skipped, call.lengths_at_once() if shared else 0),
+        call.operands(), *call.constants(), tile, Slots(shared, skipped, lengths_at_once(call.batch) if shared else 0),
         num_warps=tile.num_warps,
     )  # fmt: skip

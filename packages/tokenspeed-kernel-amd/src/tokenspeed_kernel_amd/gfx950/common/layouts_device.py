@@ -47,6 +47,76 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
     )
 
 
+@dataclass(frozen=True)
+class LatentLayouts:
+    """The layouts of a tile of 16 query rows and a block of latent keys, some of whose columns are the values.
+
+    Attributes:
+        mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
+            columns.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own: the scaled MFMA for fp8 is 128
+            columns wide.
+        latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
+        latent_copy, rope_copy: layouts of the copies to LDS.
+    """
+
+    mfma: Any
+    queries: Any
+    rope_queries: Any
+    latents: Any
+    ropes: Any
+    latent_copy: Any
+    rope_copy: Any
+
+
+@gluon.constexpr_function
+def latent_layouts(warps, block_n, columns, rope, dtype):
+    """The layouts of latents that are copied in parts of ``columns`` columns."""
+    rope_mfma = isa.mfma_layout([16, 16, 32], True, [1, warps])
+    mfma = rope_mfma
+    if dtype.primitive_bitwidth == 8:
+        mfma = isa.mfma_layout([16, 16, 128], True, [1, warps])
+        latents, ropes = byte_latent_storage(block_n, columns), byte_latent_storage(block_n, rope)
+    else:
+        latents, ropes = latent_storage(block_n, columns), key_storage(mfma, block_n, rope, dtype)
+    return LatentLayouts(
+        mfma=mfma,
+        queries=gl.DotOperandLayout(0, mfma, key_width(dtype)),
+        rope_queries=gl.DotOperandLayout(0, rope_mfma, key_width(dtype)),
+        latents=latents,
+        ropes=ropes,
+        latent_copy=copy_layout(latents, dtype, warps),
+        rope_copy=copy_layout(ropes, dtype, warps),
+    )
+
+
+@gluon.constexpr_function
+def latent_storage(block_n, columns):
+    """LDS layout of 16-bit latents [block_n, columns], without bank conflicts in row reads and in transposing reads.
+
+    A wave copies 1 KB at once: a row of 512 columns, or two rows of 256 columns. With a padding of 32 bytes per KB, 8 of these
+    begin in different banks. Two rows of one KB are in the same banks. So they are 32 keys apart, and no read accesses both.
+    """
+    column_bits, row_bits = log2(columns), log2(block_n)
+    inside = 9 - column_bits  # bits of rows within 1 KB
+    rows = [*range(row_bits - inside, row_bits), *range(row_bits - inside)]
+    bases = [[0, 1 << bit] for bit in range(column_bits)] + [[1 << bit, 0] for bit in rows]
+    return gl.PaddedSharedLayout([[512, 16]], bases, [], [block_n, columns])
+
+
+@gluon.constexpr_function
+def byte_latent_storage(block_n, columns):
+    """LDS layout of one-byte latents or rotary parts [128, columns]: `byte_storage` for more keys and columns.
+
+    Columns of 64 bytes leave keys that are 1 and 2 apart within 256 bytes. With more columns, only keys that no read accesses
+    together are within one KB. Steps of one KB, with their padding, move keys that are 16, 1, 2 and 4 apart to other banks.
+    """
+    assert block_n == 128
+    rows = [1, 2, 32, 64, 16, 4, 8] if columns == 64 else [32, 64, 16, 1, 2, 4, 8] if columns == 256 else [64, 16, 1, 2, 4, 8, 32]
+    bases = [[0, 1 << bit] for bit in range(log2(columns))] + [[row, 0] for row in rows]
+    return gl.PaddedSharedLayout([[1024, 16]], bases, [], [block_n, columns])
+
+
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
     """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row. So most of the row

@@ -59,19 +59,24 @@ def page_span(page_size, block_n):
 
 
 @gluon.jit
-def allocate_page_list():
+def allocate_page_list(dtype: gl.constexpr = gl.int32):
     """LDS for `PagedCache.listed`."""
-    return gl.allocate_shared_memory(gl.int32, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(dtype, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def list_pages(cache, first):
+def list_pages(cache, first, page_stride: gl.constexpr = 1):
     """Copies the page-table entries from position ``first`` on to LDS. Reads of this list do not wait for key copies in flight, as
-    loads from global memory would."""
+    loads from global memory would.
+
+    Args:
+        page_stride: the list holds pages times this number. A list of offsets, int64, saves the multiplication in every copy;
+            `PagedRows.page_stride` is then the number of elements in a step of the offset.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     last_page = (cache.length - 1) // cache.page_size
     at = gl.minimum(first // cache.page_size + gl.arange(0, PAGES_AT_ONCE, layout), last_page)
-    cache.listed.store(gl.load(cache.table + at))
+    cache.listed.store(gl.load(cache.table + at).to(cache.listed.dtype) * page_stride)
 
 
 @gluon.jit

@@ -1,0 +1,510 @@
+"""Device code of MLA decode: a tile of query rows against one split of a sequence's latents, and the split-KV merge.
+
+``mla_decode`` explains the tile, the LDS and the splits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gfx950.attention.decode_device import find_split, visible_keys
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import latent_layouts
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys
+from tokenspeed_kernel_amd.gfx950.common.paging_device import (
+    PagedRows,
+    allocate_page_list,
+    copy_block,
+    find_pages,
+    list_pages,
+    page_span,
+)
+from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
+from tokenspeed_kernel_amd.gluon.softmax_device import (
+    LN_2,
+    Scaling,
+    SoftmaxState,
+    cap_scores,
+    initial_state,
+    larger,
+    normalise,
+    nothing_seen,
+    softmax_step,
+    summed,
+)
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, load_queries, store_rows, visible_positions
+
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+XCDS = gl.constexpr(8)
+
+
+@gluon.aggregate
+class LatentCache:
+    """The latents and rotary parts of one sequence; fields as in `paging_device.PagedCache`.
+
+    Attributes:
+        latents: the columns that are also the workgroup's values.
+        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise None.
+        ropes: the rotary parts.
+        page_vectors: vectors of 16 bytes from one page to the next.
+    """
+
+    latents: PagedRows
+    others: PagedRows
+    ropes: PagedRows
+    table: gl.tensor
+    listed: gl.shared_memory_descriptor
+    length: gl.tensor
+    page_vectors: gl.constexpr
+    page_size: gl.constexpr
+    halves: gl.constexpr
+
+
+@gluon.aggregate
+class Queries:
+    """A tile's rows of q, with the columns of `LatentCache`'s fields of the same names."""
+
+    latents: gl.tensor
+    others: gl.tensor
+    ropes: gl.tensor
+
+
+@gluon.aggregate
+class Operands:
+    """A tile's rows of q as MFMA operands.
+
+    Attributes:
+        high: the rows, or their first fp8 plane.
+        low: the second fp8 plane, if there are two: the rounding error of the first.
+        factor: [rows], multiplies the dot products, if there are two planes.
+        planes: number of planes.
+    """
+
+    high: Queries
+    low: Queries
+    factor: gl.tensor
+    planes: gl.constexpr
+
+
+@gluon.jit
+def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, tile_shape):
+    """Keys' columns from ``begin`` on, with newly allocated LDS."""
+    stored: gl.constexpr = operands.kv_cache.dtype.element_ty
+    vector: gl.constexpr = 128 // stored.primitive_bitwidth
+    shared = gl.allocate_shared_memory(stored, [tile_shape.stages, tile_shape.block_n, columns], storage)
+    return PagedRows(operands.kv_cache + begin, vector, operands.token_vectors * vector, shared, copy)
+
+
+@gluon.jit
+def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequence, length):
+    """The cache of one sequence, with newly allocated LDS."""
+    vector: gl.constexpr = 128 // operands.kv_cache.dtype.element_ty.primitive_bitwidth
+    columns: gl.constexpr = RANK // shape.halves
+    latents = open_rows(operands, half * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
+    others = latents
+    if shape.halves == 2:
+        others = open_rows(operands, (1 - half) * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
+    return LatentCache(
+        latents,
+        others,
+        open_rows(operands, RANK, ROPE, layouts.ropes, layouts.rope_copy, tile_shape),
+        operands.page_table + sequence.to(gl.int64) * operands.table_stride,
+        allocate_page_list(gl.int64),
+        length,
+        shape.page // vector,
+        shape.page_size,
+        shape.halves,
+    )
+
+
+@gluon.constexpr_function
+def row_layout(columns, warps):
+    """Rows of q. A lane holds columns of the same rows, whatever the number of columns is."""
+    return gl.BlockedLayout([1, columns // 32], [2, 32], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_rows(q, tile, shape, columns: gl.constexpr):
+    """Loads a tile's rows of q, each once per workgroup."""
+    return load_queries(q, tile, shape, columns, row_layout(columns, gl.num_warps()))
+
+
+@gluon.jit
+def load_tile(operands, shape, tile, half):
+    """Loads a tile's rows of q, in the layout of `load_rows`."""
+    columns: gl.constexpr = RANK // shape.halves
+    latents = load_rows(operands.q + half * columns, tile, shape, columns)
+    others = latents
+    if shape.halves == 2:
+        others = load_rows(operands.q + (1 - half) * columns, tile, shape, columns)
+    return Queries(latents, others, load_rows(operands.q + RANK, tile, shape, ROPE))
+
+
+@gluon.jit
+def staging(rows, m: gl.constexpr, PLANE: gl.constexpr):
+    """LDS for m rows of q: a part of the last buffer for keys, which is not in use yet."""
+    return rows.shared.index(rows.shared.shape[0] - 1).slice(PLANE * m, m, 0)
+
+
+@gluon.jit
+def store_queries(q, cache, PLANE: gl.constexpr):
+    """Stores the queries of `load_tile` to LDS."""
+    m: gl.constexpr = q.latents.shape[0]
+    staging(cache.latents, m, PLANE).store(q.latents)
+    if cache.halves == 2:
+        staging(cache.others, m, PLANE).store(q.others)
+    staging(cache.ropes, m, PLANE).store(q.ropes)
+
+
+@gluon.jit
+def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.constexpr):
+    """Loads queries from LDS as MFMA operands, which every wave holds."""
+    latents = staging(cache.latents, m, PLANE).load(layouts.queries)
+    others = latents
+    if cache.halves == 2:
+        others = staging(cache.others, m, PLANE).load(layouts.queries)
+    return Queries(latents, others, staging(cache.ropes, m, PLANE).load(layouts.rope_queries))
+
+
+@gluon.jit
+def magnitudes(q, layout: gl.constexpr):
+    """The largest magnitude of the elements of each row that a lane holds, float32 [rows, 32]."""
+    largest = gl.reduce(gl.abs(q.to(gl.float32)).reshape([q.shape[0], 32, q.shape[1] // 32]), 2, larger)
+    return gl.convert_layout(largest, layout, assert_trivial=True)
+
+
+@gluon.jit
+def split_in_planes(q, factor):
+    """``q * factor`` as the sum of two fp8 planes, with 8 significant bits like bfloat16."""
+    row: gl.constexpr = gl.SliceLayout(1, q.type.layout)
+    values = q.to(gl.float32) * gl.convert_layout(factor, row, assert_trivial=True)[:, None]
+    # The first plane has 4 significant bits, like e4m3. This addition rounds to them, as a float32 has 24.
+    shifted = values * 2.0**20
+    high = (values + shifted) - shifted
+    return high.to(gl.float8e4nv), (values - high).to(gl.float8e4nv)
+
+
+@gluon.jit
+def as_operands(q, cache, layouts: gl.constexpr):
+    """The queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
+    m: gl.constexpr = q.latents.shape[0]
+    row: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
+    if q.latents.dtype == cache.latents.shared.dtype:
+        store_queries(q, cache, 0)
+        high = load_operands(cache, layouts, m, 0)
+        operands = Operands(high, high, gl.full([m], 1.0, gl.float32, row), 1)
+    else:
+        lanes: gl.constexpr = row_layout(32, gl.num_warps())
+        largest = larger(magnitudes(q.latents, lanes), magnitudes(q.ropes, lanes))
+        if cache.halves == 2:
+            largest = larger(largest, magnitudes(q.others, lanes))
+        # A power of two that scales each row's largest magnitude to 128 or more, below 256. e4m3 ends at 448.
+        exponent = gl.maximum(gl.reduce(largest, 1, larger).to(gl.int32, bitcast=True) >> 23 & 0xFF, 16)
+        factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+        latents, low_latents = split_in_planes(q.latents, factor)
+        ropes, low_ropes = split_in_planes(q.ropes, factor)
+        others = latents
+        low_others = low_latents
+        if cache.halves == 2:
+            others, low_others = split_in_planes(q.others, factor)
+        store_queries(Queries(latents, others, ropes), cache, 0)
+        store_queries(Queries(low_latents, low_others, low_ropes), cache, 1)
+        back = gl.convert_layout(((exponent - 7) << 23).to(gl.float32, bitcast=True), row)
+        operands = Operands(load_operands(cache, layouts, m, 0), load_operands(cache, layouts, m, 1), back, 2)
+    return operands
+
+
+@gluon.aggregate
+class NextBlock:
+    """The block of keys that is copied to LDS next: its first position, and the page of each key, see `find_pages`."""
+
+    start: gl.tensor
+    latent_pages: gl.tensor
+    rope_pages: gl.tensor
+
+
+@gluon.jit
+def find_block(cache, first, start):
+    """The block of keys at position ``start``. The list of pages begins at ``first``."""
+    latent_pages = find_pages(cache, first, start, cache.latents)
+    return NextBlock(gl.to_tensor(start), latent_pages, find_pages(cache, first, start, cache.ropes))
+
+
+@gluon.jit
+def copy_keys_only(cache, block, stage):
+    """Starts the copy to LDS of a block's columns that are not values."""
+    if cache.halves == 2:
+        copy_block(cache, cache.others, stage, block.latent_pages, block.start, False)
+    copy_block(cache, cache.ropes, stage, block.rope_pages, block.start, False)
+
+
+@gluon.jit
+def copy_values(cache, block, stage):
+    """Starts the copy to LDS of a block's columns that are also values."""
+    # Slots without a token may hold NaN, which a weight of 0 would not hide.
+    copy_block(cache, cache.latents, stage, block.latent_pages, block.start, True)
+
+
+@gluon.jit
+def copy_keys(cache, first, start, stage):
+    """Starts the copy of the block of keys at position ``start`` to LDS. The list of pages begins at ``first``."""
+    block = find_block(cache, first, start)
+    copy_keys_only(cache, block, stage)
+    copy_values(cache, block, stage)
+
+
+@gluon.jit
+def mma(a, b, acc):
+    """acc + a @ b."""
+    if a.type.layout.parent.instr_shape[2] == 128:
+        acc = isa.mfma_scaled(a, None, "e4m3", b, None, "e4m3", acc)
+    else:
+        acc = isa.mfma(a, b, acc)
+    return acc
+
+
+@gluon.jit
+def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
+    """``dots`` plus the dot products of some columns of q and the keys in an LDS buffer."""
+    keys = load_keys(q, rows.shared.index(buffer))
+    dots = mma(q, keys, dots)
+    if PLANES == 2:
+        dots = mma(low, keys, dots)
+    return dots
+
+
+@gluon.jit
+def qk_mma(q, cache, buffer):
+    """The dot products of q and the keys in an LDS buffer."""
+    layout: gl.constexpr = q.high.latents.type.layout.parent
+    rope_layout: gl.constexpr = q.high.ropes.type.layout.parent
+    dots = gl.zeros([q.high.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, rope_layout)
+    dots = add_dots(dots, q.high.ropes, q.low.ropes, cache.ropes, buffer, q.planes)
+    dots = gl.convert_layout(dots, layout, assert_trivial=True)
+    if cache.halves == 2:
+        dots = add_dots(dots, q.high.others, q.low.others, cache.others, buffer, q.planes)
+    dots = add_dots(dots, q.high.latents, q.low.latents, cache.latents, buffer, q.planes)
+    if q.planes == 2:
+        dots *= q.factor[:, None]
+    return dots
+
+
+@gluon.jit
+def attend_block(q, cache, buffer, start, end, state, visible, scaling, following, ENDS: gl.constexpr, LAST: gl.constexpr):
+    """Updates the softmax state with the block of keys in an LDS buffer, which begins at position ``start``.
+
+    Args:
+        following: the block to copy to this buffer as soon as it has been read; None if there is none.
+    """
+    layout: gl.constexpr = q.high.latents.type.layout.parent
+    dtype: gl.constexpr = q.high.latents.dtype
+    fp8: gl.constexpr = dtype.primitive_bitwidth == 8
+    k_width: gl.constexpr = 16 if fp8 else 4
+    scores = hide_unseen(cap_scores(qk_mma(q, cache, buffer), scaling), visible, start, end, ENDS, LAST)
+    weights, state = softmax_step(scores, state, scaling, 8 if fp8 else 0)
+    if following is not None:
+        copy_keys_only(cache, following, buffer)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, k_width))
+    v = copies.load_shared_relaxed(cache.latents.shared.index(buffer), gl.DotOperandLayout(1, layout, k_width))
+    acc = mma(p, v, state.acc)
+    if following is not None:
+        copy_values(cache, following, buffer)
+    return SoftmaxState(acc, state.row_max, state.row_sum)
+
+
+@gluon.jit
+def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
+    """Attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    `summed`."""
+    block_n: gl.constexpr = tile_shape.block_n
+    stages: gl.constexpr = tile_shape.stages
+    copied: gl.constexpr = 1 + shape.halves  # groups of copies per block
+    span: gl.constexpr = page_span(cache.page_size, block_n)
+    list_pages(cache, begin, cache.page_vectors)  # before q: loads return in order, and the copies of keys wait for the pages
+    q = load_tile(operands, shape, tile, half)
+    copy_keys(cache, begin, begin, 0)
+    q = as_operands(q, cache, layouts)
+    state = initial_state(tile_shape.m, RANK // shape.halves, block_n, layouts.mfma)
+    for first in range(begin, end, span):
+        if first > begin:
+            list_pages(cache, first, cache.page_vectors)
+            copy_keys(cache, first, first, 0)
+        stop = gl.minimum(first + span, end)
+        blocks = (stop - first + block_n - 1) // block_n
+        for stage in gl.static_range(1, stages):
+            # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
+            copy_keys(cache, first, first + gl.minimum(stage, blocks - 1) * block_n, stage)
+        fetching = gl.maximum(blocks - stages, 0)
+        for block in range(fetching):
+            start = first + block * block_n
+            following = find_block(cache, first, start + stages * block_n)
+            copies.wait_group(copied * (stages - 1))
+            state = attend_block(
+                q, cache, block % stages, start, end, state, visible, scaling, following, visible.ends_differ, False
+            )
+        # Drain the pipeline. If there are fewer blocks than stages, the mask hides the surplus blocks.
+        for stage in gl.static_range(stages):
+            start = first + (fetching + stage) * block_n
+            copies.wait_group(copied * (stages - 1 - stage))
+            buffer = (fetching + stage) % stages
+            state = attend_block(q, cache, buffer, start, stop, state, visible, scaling, None, visible.ends_differ, True)
+    return summed(state)
+
+
+@gluon.jit
+def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, begin, end, ends_differ: gl.constexpr):
+    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty."""
+    stored: gl.constexpr = operands.kv_cache.dtype.element_ty
+    columns: gl.constexpr = RANK // shape.halves
+    layouts: gl.constexpr = latent_layouts(gl.num_warps(), tile_shape.block_n, columns, ROPE, stored)
+    cache = open_cache(operands, shape, layouts, tile_shape, half, sequence, length)
+    state = nothing_seen(tile_shape.m, columns, layouts.mfma)
+    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
+    if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
+        scale = operands.scale
+        if operands.q_scale is not None:
+            scale *= gl.load(operands.q_scale)
+        if operands.kv_scale is not None:
+            kv_scale = gl.load(operands.kv_scale)
+            scale *= kv_scale
+        scaling = Scaling(scale, operands.cap, variant.capped)
+        state = attend_blocks(operands, shape, tile, layouts, half, cache, begin, end, visible, scaling, tile_shape)
+        if operands.kv_scale is not None:
+            state = SoftmaxState(state.acc * kv_scale, state.row_max, state.row_sum)
+    return state
+
+
+# -- split-KV merge ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
+    """Offsets of the elements of a partial result [m, columns] in memory, ordered by wave, register and lane. So each access of a
+    wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are part of the instruction.
+    """
+    row = gl.arange(0, m, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
+    wave = column // 16 % 4
+    return wave * (m * columns // 4) + column // 64 * (16 * m) + column // 4 % 4 * (4 * m) + row * 4 + column % 4
+
+
+@gluon.jit
+def store_partial(partial, part, state):
+    """Stores the partial result ``part``."""
+    layout: gl.constexpr = state.acc.type.layout
+    m: gl.constexpr = state.acc.shape[0]
+    columns: gl.constexpr = state.acc.shape[1]
+    result, log_sum = normalise(state, None)
+    part = part.to(gl.int64)
+    isa.buffer_store(result, partial.results + part * (m * columns), packed_offsets(m, columns, layout))
+    isa.buffer_store(log_sum, partial.log_sums + part * m, gl.arange(0, m, gl.SliceLayout(1, layout)))
+
+
+@gluon.jit
+def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
+    """The `summed` state of a tile's rows, merged from the partial results ``first_part + i * tiles`` of its splits.
+
+    Args:
+        state: a state of the same shape and layout; its values are not used.
+    """
+    layout: gl.constexpr = state.acc.type.layout
+    m: gl.constexpr = state.acc.shape[0]
+    columns: gl.constexpr = state.acc.shape[1]
+    state = nothing_seen(m, columns, layout)
+    acc = state.acc
+    row_max = state.row_max
+    row_sum = state.row_sum
+    offsets = packed_offsets(m, columns, layout)
+    row = gl.arange(0, m, gl.SliceLayout(1, layout))
+    log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
+    results_at = partial.results + first_part.to(gl.int64) * (m * columns)
+    for first in range(0, splits, AT_ONCE):
+        # Loads return in order. All LSEs come first, because every weight depends on all of them.
+        log_sums = ()
+        results = ()
+        for i in gl.static_range(AT_ONCE):
+            part = gl.minimum(first + i, splits - 1) * tiles
+            log_sums += (isa.buffer_load(log_sums_at, part * m + row),)
+        for i in gl.static_range(AT_ONCE):
+            part = gl.minimum(first + i, splits - 1) * tiles
+            results += (isa.buffer_load(results_at, part * (m * columns) + offsets),)
+        top = row_max
+        for i in gl.static_range(AT_ONCE):
+            top = larger(top, log_sums[i])
+        shrink = gl.exp2(row_max - top)
+        acc = acc * shrink[:, None]
+        row_sum = row_sum * shrink
+        for i in gl.static_range(AT_ONCE):
+            weight = gl.where(first + i < splits, gl.exp2(log_sums[i] - top), 0.0)
+            acc += results[i] * weight[:, None]
+            row_sum += weight
+        row_max = top
+    return SoftmaxState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def store_output(operands, shape, variant, tile, half, state):
+    """Epilogue: normalises a tile's rows and writes the output and the LSE."""
+    result, log_sum = normalise(state, None)
+    columns: gl.constexpr = state.acc.shape[1]
+    store_rows(operands.out + half * columns, result, tile, tile.first_query, shape.out_token, shape.out_head)
+    if variant.lse and half == 0:
+        store_rows(operands.lse, log_sum * LN_2, tile, tile.first_query, shape.heads, 1)
+
+
+@gluon.jit
+def mla_decode_kernel(
+    operands,
+    partial,
+    shape: gl.constexpr,
+    variant: gl.constexpr,
+    tile_shape: gl.constexpr,
+    plan: gl.constexpr,
+):
+    """Attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
+
+    Consecutive workgroups run on different XCDs. The workgroups of a split run on one XCD, whose L2 holds their keys.
+
+    Args: see `gfx950.attention.mla_decode`.
+    """
+    block_n: gl.constexpr = tile_shape.block_n
+    m: gl.constexpr = tile_shape.m
+    tiles: gl.constexpr = shape.halves * ((plan.q_len * shape.heads + m - 1) // m)
+    split = gl.program_id(0) // (XCDS * tiles) * XCDS + gl.program_id(0) % XCDS
+    number = gl.program_id(0) // XCDS % tiles
+    half = number % shape.halves
+    sequence, first_split, split_blocks = find_split(split, operands, plan)
+    if sequence < operands.batch:
+        length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
+        begin, count = visible_keys(length, plan)
+        blocks = (count + block_n - 1) // block_n
+        first_block = 0
+        after_block = blocks
+        if plan.split_kv:
+            first_block = (split - first_split) * split_blocks
+            after_block = gl.minimum(first_block + split_blocks, blocks)
+        start = begin + first_block * block_n
+        tile = QueryTile(
+            sequence * plan.q_len, gl.to_tensor(plan.q_len), number // shape.halves * m, gl.to_tensor(0), shape.heads, m
+        )  # fmt: skip
+        state = attend(
+            operands, shape, variant, tile_shape, tile, half, sequence, length,
+            start, gl.minimum(begin + after_block * block_n, length), plan.q_len > 1,
+        )  # fmt: skip
+        if plan.split_kv and blocks > split_blocks:
+            first_part = 2 * (first_split - sequence) * tiles + number
+            store_partial(partial, first_part + (split - first_split) * tiles, state)
+            isa.wait_for_stores()
+            gl.barrier()
+            splits = (blocks + split_blocks - 1) // split_blocks
+            arrived = partial.arrived + sequence * tiles + number
+            before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+            if before == splits - 1:
+                gl.store(arrived, 0)
+                state = merge(partial, state, first_part, splits, tiles, 8)
+                store_output(operands, shape, variant, tile, half, state)
+        else:
+            store_output(operands, shape, variant, tile, half, state)
