@@ -103,6 +103,7 @@ def hopper() -> Any:
         ((1, 2, 64, 96, 8, 2, 512), 3, 1),
         ((3, 2, 96, 64, 8, 4, 1024), 4, 8),
         ((8, 1, 64, 64, 16, 4, 512), 5, 8),
+        ((4, 1, 96, 64, 8, 2, 4096), 4, 8),  # more stages of the projection than the ring buffer has
         pytest.param((8, 2, 192, 160, 128, 4, 1536), 11, 8, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -170,7 +171,7 @@ def test_shared_memory() -> None:
         used = OTHER_BYTES + ROUTER_BYTES + config.rows_room + config.partials_bytes
         used += BUFFERS * (config.sums_bytes + PANEL_HEAD_BYTES)
         assert used + config.stages * config.stage_bytes <= SHARED_BYTES
-        assert config.stages >= GROUPS
+        assert config.stages >= GROUPS and config.stages % GROUPS == 0
         assert config.stage_bytes >= TILE * PART_PITCH
 
 

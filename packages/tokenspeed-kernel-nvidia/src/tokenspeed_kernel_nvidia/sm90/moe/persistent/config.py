@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, MMA_WARPS, SHARED_BYTES, STAGES
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, GROUPS, MMA_WARPS, SHARED_BYTES, STAGES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConfig
 
 BLOCKS = 45  # k blocks of both expert GEMMs: at most 2880 features
@@ -78,9 +78,13 @@ class Config(StreamConfig):
 
     @property
     def stages(self) -> int:
-        """The number of stages of the ring buffer."""
+        """The number of stages of the ring buffer. It is a multiple of `GROUPS`, so that a warpgroup always uses the same stages.
+
+        Otherwise a warpgroup could reach a stage before another warpgroup's copy into it has completed. The preceding phase of the
+        stage's barrier has the same parity as the phase that the warpgroup waits for. So the wait would return at once.
+        """
         used = OTHER_BYTES + self.rows_room + self.partials_bytes + ROUTER_BYTES + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
-        return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes)
+        return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
 
 
 def config_of(tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES) -> Config:
