@@ -85,7 +85,7 @@ CHOICES = {
     "ahead 128 KB": Choice(ahead=128 << 10),
     "ahead, all": Choice(ahead=1 << 20, every=True),
     "one layer a launch": Choice(together=False, every=True),
-    "counters": Choice({"exchange": "counter"}),
+    "counters": Choice({"exchange": "counter"}, every=True),
     "slabs of 5 blocks": Choice({"slab": 5}),
     "9 stages": Choice({"most": 9}),
     "cooperative": Choice({"cooperative": True}),
@@ -297,8 +297,8 @@ def main() -> None:
                 write_result(given.output, "cuda", layers=given.layers, rows=found)
     if given.trace:
         small = Model(2, model.device, SMALL, SMALL_WIDTH)
-        for each in tokens:
-            for of_model, name in ((small, "small experts, warm"), (model, "cold weights")):
+        for of_model, name in ((model, "cold weights"), (small, "two small layers, warm")):
+            for each in tokens:
                 for said in trace(Batch(of_model, each), name, given.rounds):
                     print(said, flush=True)
     faulthandler.cancel_dump_traceback_later()
