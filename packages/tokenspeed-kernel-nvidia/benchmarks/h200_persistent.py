@@ -11,6 +11,9 @@ are the next layer's residual, because the runtime adds them in the next kernel.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason and the others follow. The kernel's waits end
 by themselves after about two seconds, and the process ends after ``--seconds``, whatever happens.
+
+``--trace`` adds tables of the steps of a layer after all rows, from a kernel that stores the times of events. One table has these
+weights. The other has two layers so small that their weights stay in L2, and so shows latencies alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from moe_shapes import GPT_OSS_120B, Layer, Shape
 from persistent_timeline import EXPERT_BYTES, PROJECTION_BYTES, ROUTER_BYTES, Variant, predicted_us
+from persistent_trace import gathered, table
 
 import tokenspeed_kernel as ops
 from tokenspeed_kernel.workbench.benchmark import write_result
@@ -45,6 +49,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 
 SHAPE, WIDTH, EPS = Shape(GPT_OSS_120B, 1), 4096, 1e-5
+SMALL, SMALL_WIDTH = Shape(replace(GPT_OSS_120B, name="small", intermediate=256), 1), 512
 CALLS = 8  # in a graph
 CLOSE = 0.02  # the largest relative error of a token that has the same experts
 TODAY = "today's launches"
@@ -80,11 +85,14 @@ CHOICES = {
     "ahead 128 KB": Choice(ahead=128 << 10),
     "ahead, all": Choice(ahead=1 << 20, every=True),
     "one layer a launch": Choice(together=False, every=True),
-    "counters": Choice({"exchange": "counter"}),
+    "counters": Choice({"exchange": "counter"}, every=True),
     "slabs of 5 blocks": Choice({"slab": 5}),
     "9 stages": Choice({"most": 9}),
     "cooperative": Choice({"cooperative": True}),
 }
+
+TRACED = "with a trace"
+TRACE = {TRACED: Choice({"trace": True})}
 
 
 class Model:
@@ -200,7 +208,7 @@ def check(batch: Batch, launched: Sequence[PersistentLayers]) -> str:
 def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Measures the variants, and yields a row for each."""
     for name in (TODAY, *wanted):
-        choice = CHOICES.get(name)
+        choice = {**CHOICES, **TRACE}.get(name)
         row: dict[str, Any] = {"tokens": batch.tokens, "variant": name, "experts": batch.experts, "bytes": batch.bytes}
         row["predicted_us"] = None
         if choice is not None:
@@ -221,6 +229,14 @@ def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str,
         yield row
 
 
+def trace(batch: Batch, name: str, rounds: int) -> Iterator[str]:
+    """Yields the lines of a table of a layer's steps."""
+    (launched,) = found = batch.launches(TRACE[TRACED])
+    said = check(batch, found)
+    yield f"\nsteps of a layer, {batch.tokens} tokens, {name}; {said}"
+    yield from table(gathered(launched, batch.call(found), rounds))
+
+
 def line(row: Mapping[str, Any]) -> str:
     """Formats a row."""
     predicted = "" if row["predicted_us"] is None else f"{row['predicted_us']:.1f}"
@@ -229,9 +245,9 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['tokens']:>6}  {row['variant']:20} {found:>8} {rate:>6} {predicted:>10}  {row['note']}"
 
 
-def compile_all(tokens: Sequence[int], wanted: Sequence[str], jobs: int) -> None:
+def compile_all(tokens: Sequence[int], choices: Mapping[int, Mapping[str, Choice]], jobs: int) -> None:
     """Compiles all programs in several processes, because each takes seconds."""
-    configs = {(persistent_program, choice.config_for(each)) for each in tokens for choice in choices_for(each, wanted).values()}
+    configs = {(persistent_program, choice.config_for(each)) for each in tokens for choice in choices[each].values()}
     configs |= {(mm_program, mm_config_of("bfloat16", "dense", "none", "bfloat16", each)) for each in tokens}
     configs |= {(stream_program, stream_config_of("bfloat16", 2880, each * 4 / 128)) for each in tokens}
     try:
@@ -242,9 +258,10 @@ def compile_all(tokens: Sequence[int], wanted: Sequence[str], jobs: int) -> None
         print(error, flush=True)
 
 
-def choices_for(tokens: int, wanted: Sequence[str]) -> dict[str, Choice]:
+def choices_for(tokens: int, wanted: Sequence[str], traced: bool) -> dict[str, Choice]:
     """Returns the variants to measure for a number of tokens."""
-    return {name: choice for name, choice in CHOICES.items() if name in wanted and (tokens == 1 or choice.every)}
+    chosen = {name: choice for name, choice in CHOICES.items() if name in wanted and (tokens == 1 or choice.every)}
+    return {**chosen, **(TRACE if traced else {})}
 
 
 def main() -> None:
@@ -253,6 +270,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of a call")
     parser.add_argument("--variants", default=",".join(CHOICES), help="a list of: " + "; ".join(CHOICES))
     parser.add_argument("--rounds", type=int, default=30, help="how often a graph runs")
+    parser.add_argument("--trace", action="store_true", help="also print the steps of a layer")
     parser.add_argument("--seconds", type=float, default=115.0, help="after this time the process ends")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--compile", action="store_true", help="only compile")
@@ -262,7 +280,8 @@ def main() -> None:
     wanted = [name for name in CHOICES if name in given.variants.split(",") or given.variants == ",".join(CHOICES)]
     faulthandler.dump_traceback_later(given.seconds, exit=True)
     begun = time.monotonic()
-    compile_all(tokens, wanted, given.jobs)
+    choices = {each: choices_for(each, wanted, given.trace) for each in tokens}
+    compile_all(tokens, choices, given.jobs)
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     if given.compile:
         return
@@ -271,11 +290,17 @@ def main() -> None:
     print(f"{'tokens':>6}  {'variant':20} {'us/layer':>8} {'GB/s':>6} {'predicted':>10}", flush=True)
     found = []
     for each in tokens:
-        for row in rows(Batch(model, each), [*choices_for(each, wanted)], given.rounds):
+        for row in rows(Batch(model, each), [*choices[each]], given.rounds):
             print(line(row), flush=True)
             found.append(row)
             if given.output:
                 write_result(given.output, "cuda", layers=given.layers, rows=found)
+    if given.trace:
+        small = Model(2, model.device, SMALL, SMALL_WIDTH)
+        for of_model, name in ((model, "cold weights"), (small, "two small layers, warm")):
+            for each in tokens:
+                for said in trace(Batch(of_model, each), name, given.rounds):
+                    print(said, flush=True)
     faulthandler.cancel_dump_traceback_later()
     print(f"done after {time.monotonic() - begun:.0f} s")
 

@@ -46,7 +46,7 @@ class Variant:
         layers: layers of a launch.
     """
 
-    ring_bytes: int = 20 * 8192
+    ring_bytes: int = 18 * 8192
     exchange: str = "words"
     ahead: int = 0
     layers: int = 4

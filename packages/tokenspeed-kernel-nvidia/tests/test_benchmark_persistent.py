@@ -26,7 +26,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_rows(benchmark: Any) -> None:
-    """Variants are checked against the public operators, and a variant that fails does not end the run."""
+    """Variants are checked against the public operators, and a variant that fails does not end the run. A trace has all events."""
     shapes = importlib.import_module("moe_shapes")
     shape = shapes.Shape(shapes.Model("small", 8, 2, 64, 64, gpt_oss=True), 1)
     with sm90_emulator.emulated_sm90(multiprocessors=4, seed=1):
@@ -34,7 +34,11 @@ def test_rows(benchmark: Any) -> None:
         batch = benchmark.Batch(model, 1)
         benchmark.CHOICES["broken"] = benchmark.Choice({"slab": -1})
         found = {row["variant"]: row for row in benchmark.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
+        lines = [*benchmark.trace(batch, "small", 2)]
     assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
     assert "error" in found["persistent"]["note"]
     assert "Error" in found["broken"]["note"]
     assert all(benchmark.line(row) for row in found.values())
+    events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.moe.persistent.config").EVENTS
+    assert [line[:36].rstrip() for line in lines[2:-1]] == [*events]
+    assert "nan" not in "".join(lines)

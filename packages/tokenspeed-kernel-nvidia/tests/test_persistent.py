@@ -11,8 +11,11 @@ from torch import Tensor
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+    CHAIN,
+    EVENTS,
     OTHER_BYTES,
     PART_PITCH,
+    PRODUCED,
     ROUTER_BYTES,
     TILE,
     config_of,
@@ -103,6 +106,7 @@ def hopper() -> Any:
         ((1, 2, 64, 96, 8, 2, 512), 3, 1),
         ((3, 2, 96, 64, 8, 4, 1024), 4, 8),
         ((8, 1, 64, 64, 16, 4, 512), 5, 8),
+        ((4, 1, 96, 64, 8, 2, 4096), 4, 8),  # more stages of the projection than the ring buffer has
         pytest.param((8, 2, 192, 160, 128, 4, 1536), 11, 8, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -155,6 +159,26 @@ def test_variants(hopper: Any, options: dict[str, Any]) -> None:
     assert torch.equal(out, wanted)
 
 
+def test_trace(hopper: Any) -> None:
+    """Each CTA stores all events of each layer in order, and the trace changes no bits."""
+    model = Model(1, 3, 96, 96, 8, 2, 512)
+    with hopper(seed=1):
+        out, launched = model.run(4, launches=2, config=config_of(1, trace=True))
+        assert not launched.failed
+        assert launched.counters_are_zero
+        wanted, _ = model.run(4)
+    assert torch.equal(out, wanted)
+    events, (begin, timer, end, timer_at_end) = launched.trace[:, :-1], launched.trace[:, -1, :4].T
+    assert (timer_at_end > timer).all()
+    chain = events[..., :CHAIN].flatten(1)
+    assert (chain.diff(dim=1) > 0).all()
+    assert (chain[:, 0] > begin).all()
+    producer, epilogue = events[..., CHAIN:].split((PRODUCED, len(EVENTS) - CHAIN - PRODUCED), dim=-1)
+    assert (producer.flatten(1).diff(dim=1) > 0).all()
+    assert (epilogue.flatten(1).diff(dim=1) > 0).all()
+    assert (events.flatten(1) < end[:, None]).all()
+
+
 def test_waits_give_up(hopper: Any) -> None:
     """A launch whose waits may poll only once ends, and says that it has failed."""
     model = Model(1, 2, 64, 96, 8, 2, 512)
@@ -171,6 +195,7 @@ def test_shared_memory() -> None:
         used += BUFFERS * (config.sums_bytes + PANEL_HEAD_BYTES)
         assert used + config.stages * config.stage_bytes <= SHARED_BYTES
         assert config.stages >= GROUPS
+        assert config.stages % GROUPS == 0
         assert config.stage_bytes >= TILE * PART_PITCH
 
 

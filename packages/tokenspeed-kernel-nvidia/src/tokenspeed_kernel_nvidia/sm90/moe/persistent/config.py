@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, MMA_WARPS, SHARED_BYTES, STAGES
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, GROUPS, MMA_WARPS, SHARED_BYTES, STAGES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConfig
 
 BLOCKS = 45  # k blocks of both expert GEMMs: at most 2880 features
@@ -33,6 +33,19 @@ HEAD_WORDS = 32
 # counter of CTAs in global memory. The words save a fence, an atomic and a load.
 Exchange = Literal["words", "counter"]
 EXCHANGES: tuple[Exchange, ...] = ("words", "counter")
+# Events of a trace, in the order in which a layer has them: 22 of an MMA thread, five of the producer, two of an epilogue thread.
+# Those with "first" are of the first entry of the CTA, the others of the last. Events that a CTA does not have are 0.
+EVENTS = (
+    "outputs of all CTAs seen", "attention's output loaded", "projection: first stage full", "projection: MMAs done",
+    "totals: own words stored", "totals: words seen by a thread", "totals: words seen by all warps", "norm and router done",
+    "logits: own words stored", "logits: all words seen", "top-k done", "lists of pairs made",
+    "w13: message read (first)", "w13: rows split (first)", "w13: slab full (first)", "w13: MMAs done",
+    "w2: activations seen (first)", "w2: rows split (first)", "w2: slab full (first)", "w2: MMAs done",
+    "w2 of all CTAs seen", "output written",
+    "producer: begins the projection", "producer: projection issued", "producer: knows the pairs", "producer: w13 issued",
+    "producer: w2 issued", "epilogue: w13 stored", "epilogue: w2 stored",
+)  # fmt: skip
+CHAIN, PRODUCED = 22, 5
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,14 @@ class Config(StreamConfig):
         exchange: see `Exchange`.
         most_stages: limit of the ring buffer's stages.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
+        trace: whether the kernel stores the times of `EVENTS`.
     """
 
     tokens: int = 1
     exchange: Exchange = "words"
     most_stages: int = STAGES
     cooperative: bool = False
+    trace: bool = False
 
     @property
     def normed_pitch(self) -> int:
@@ -78,15 +93,23 @@ class Config(StreamConfig):
 
     @property
     def stages(self) -> int:
-        """The number of stages of the ring buffer."""
+        """The number of stages of the ring buffer. It is a multiple of `GROUPS`, so that a warpgroup always uses the same stages.
+
+        Otherwise a warpgroup could reach a stage before another warpgroup's copy into it has completed. The preceding phase of the
+        stage's barrier has the same parity as the phase that the warpgroup waits for. So the wait would return at once.
+        """
         used = OTHER_BYTES + self.rows_room + self.partials_bytes + ROUTER_BYTES + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
-        return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes)
+        return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
 
 
-def config_of(tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES) -> Config:
+def config_of(
+    tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES, trace: bool = False
+) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
-    return Config("bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative)
+    return Config(
+        "bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative, trace=trace
+    )
 
 
 def every_config() -> list[Config]:

@@ -84,7 +84,7 @@ class Persistent(Route):
       projection. While the experts are being chosen, it can prefetch that projection into L2;
     * warps 13-14 run `stream`'s epilogue.
 
-    Shared memory holds the ring buffer (20 stages for one token), the rows of the router, and the tokens. The kernel is
+    Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The kernel is
     memory-bound. The time from the first word of ``totals`` to the first bytes of w13 is exposed, unless L2 is filled meanwhile.
     """
 

@@ -24,6 +24,7 @@ from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
 from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+    EVENTS,
     EXPERTS,
     FAILED,
     HEAD_WORDS,
@@ -47,9 +48,10 @@ POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about t
 
 @program(arch=ARCH, configs=every_config, usual=list[Config])  # no operator uses any
 def persistent_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    from tokenspeed_kernel_nvidia.sm90.moe.persistent import kernel_device
+    from tokenspeed_kernel_nvidia.sm90.moe.persistent import kernel_device, trace_device
 
-    return kernel_device.host(config), kernel_device.fake_arguments(config)
+    host = trace_device.host if config.trace else kernel_device.host
+    return host(config), kernel_device.fake_arguments(config)
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,15 @@ class PersistentLayers:
                 raise ValueError(f"persistent layers: experts must have the layout {LAYOUT!r}, got {layer.experts.layout!r}")
         hidden, pairs = plan.hidden_size, tokens * plan.top_k
         self._weights, self._attended, self._plan = tuple(weights), attended, plan
-        self._program = persistent_program(config or config_of(tokens))
+        config = config or config_of(tokens)
+        self._program = persistent_program(config)
         rows = [[tensor.data_ptr() for tensor in (*layer.tensors, output)] for layer, output in zip(weights, attended, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
+        # The trace follows the counters.
+        self._counters = HEAD_WORDS + layers * LAYER_COUNTERS
+        self._trace_shape = (self.ctas if config.trace else 0, layers + 1, len(EVENTS))
         sizes = (
-            4 * (HEAD_WORDS + layers * LAYER_COUNTERS), 4 * tokens * hidden, 4 * tokens * plan.num_experts,
+            4 * self._counters + 8 * math.prod(self._trace_shape), 4 * tokens * hidden, 4 * tokens * plan.num_experts,
             2 * pairs * plan.intermediate_size, 4 * pairs * hidden,
         )  # fmt: skip
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -148,7 +154,15 @@ class PersistentLayers:
     @property
     def counters_are_zero(self) -> bool:
         """Whether the last launch has reset the counters of layers. Waits for the device."""
-        return not self._head[HEAD_WORDS:].any()
+        return not self._head[HEAD_WORDS : self._counters].any()
+
+    @property
+    def trace(self) -> Tensor:
+        """The last launch's events with `Config.trace`: int64 ``[ctas, layers + 1, len(EVENTS)]``, in cycles of each SM's clock.
+
+        The last row has the clock and the global timer, in nanoseconds, at the CTA's begin, and both at its end.
+        """
+        return self._head[self._counters :].view(torch.int64).view(self._trace_shape)
 
     def reset(self) -> None:
         """Makes the next launch independent of a failed one."""

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import LAYER_COUNTERS, PAIRS, ROUTER_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import EVENTS, LAYER_COUNTERS, PAIRS, ROUTER_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
@@ -176,5 +176,7 @@ def storage_of(config: Any) -> Any:
         sums: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * config.sums_bytes], 128]
         rows: cute.struct.Align[cute.struct.MemRange[Uint8, config.rows_room], 128]
         ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
+        if config.trace:
+            events: cute.struct.MemRange[Int64, 2 * len(EVENTS)]  # at the end of the ring buffer, see `trace_device`
 
     return Storage
