@@ -27,7 +27,18 @@ from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout as mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES, Gemm, codes_for, columns_for, inputs_for
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
+    CODES,
+    FEW_ROUNDED_COLUMNS,
+    PARTS,
+    PLAIN,
+    VALUES,
+    Gemm,
+    codes_for,
+    columns_for,
+    inputs_for,
+    is_few_rounded,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.moe_apply import is_streamed
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of
@@ -93,7 +104,8 @@ def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
     inputs = inputs_for(dtype, pairs, model.experts)
     if rounded:
         inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
-    columns = columns_for(pairs, model.experts, inputs)
+    few = rounded and is_few_rounded(pairs, model.experts)
+    columns = FEW_ROUNDED_COLUMNS if few else columns_for(pairs, model.experts, inputs)
     return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind)) for gated in (True, False) for kind in inputs]
 
 
