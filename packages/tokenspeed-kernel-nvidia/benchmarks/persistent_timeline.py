@@ -26,7 +26,7 @@ us; 71.0 and 66.7 us at four tokens. `h200_persistent.py --trace` gave these tim
 | w2: MMAs | 2.4 | 11.8 |
 | w2 of all CTAs seen, output written | 4.3, 0.9 | 7.1, 0.9 |
 
-So an exchange takes 1.4 to 2.5 us where the model assumes 0.8, rows are split for 1.1 us twice, and CTAs wait up to 4 us for the one
+So an exchange takes 1.4 to 2.5 us where the model assumes 0.8, rows are split for 1.1 us twice, and CTAs wait up to 4 us for a CTA
 that has a panel of w2 more than the others. With two small layers that stay in the L2 cache, a layer of one token takes 17 us, all
 of it latency.
 """

@@ -73,7 +73,7 @@ def _result(name: str, a: Tensor, rest: list[Tensor]) -> Tensor:
         return bits(floats(a) * floats(rest[0]))
     if name == "neg.f32":
         return a ^ 1 << 31
-    if name == "fma.rn.f32":  # float64 holds products of float32 exactly
+    if name == "fma.rn.f32":  # float64 holds the result of a float32 multiplication exactly
         return bits((floats(a).double() * floats(rest[0]).double() + floats(rest[1]).double()).float())
     if name == "prmt.b32":
         selected = [((a | rest[0] << 32) >> 8 * (int(rest[1]) >> 4 * byte & 7) & 0xFF) << 8 * byte for byte in range(4)]

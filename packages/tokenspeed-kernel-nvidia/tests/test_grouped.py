@@ -333,8 +333,8 @@ def test_elements_are_split_if_there_are_few_pairs() -> None:
         ("bfloat16", 32, 384, False),
         ("bfloat16", 8, 128, False),
         ("float16", 128, 1024, False),
-        ("bfloat16", 128, 512, True),
-        ("float16", 32, 128, True),
+        ("bfloat16", 128, 1024, True),
+        ("float16", 32, 256, True),
     ],
 )
 def test_few_pairs_are_streamed(dtype: str, experts: int, most: int, rounded: bool) -> None:

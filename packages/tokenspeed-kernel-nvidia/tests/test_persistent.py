@@ -78,7 +78,7 @@ class Model:
             scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
             normed = (total.double() * scale * weights.norm.double()).to(BF16)
             logits = (normed.double() @ weights.router.double().t() + weights.router_bias.double()).to(BF16)
-            # Of equal logits, the one of the smaller expert is chosen.
+            # The smaller expert wins if logits are equal.
             largest, ids = (each[:, : self.plan.top_k] for each in logits.double().sort(stable=True, descending=True))
             expert = moe_apply.operator.body(normed.double(), layer.given, largest.softmax(-1).float(), ids.int(), self.plan)
             error = (got.double() - total.double() - expert).abs()

@@ -42,9 +42,9 @@ _FEW = 16  # `stream` is used up to this mean number of pairs per expert, which 
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
 # With fp8 activations, `stream` is used up to this mean number of pairs per expert. Few experts then have more pairs than an entry
-# holds. The same layer takes 342 us for 64 tokens (2 pairs per expert) with `stream`. For 256 tokens (8 pairs), it takes 466 us with
-# `stream` and 432 us with `grouped`.
-_FEW_ROUNDED = 4
+# holds. With `stream`, the same layer takes 342 us for 64 tokens (2 pairs per expert), and 466 us for 256 tokens (8 pairs). In
+# another run, without the router, `grouped` took 432 us for 256 tokens.
+_FEW_ROUNDED = 8
 
 
 def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:

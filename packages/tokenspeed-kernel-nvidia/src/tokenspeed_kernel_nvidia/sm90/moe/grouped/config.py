@@ -97,9 +97,9 @@ _SORTED_ALONE = 2048  # up to this many pairs, one CTA sorts
 _SPLIT_PAIRS = 16
 _FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles are narrowest
 _FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
-# Mean pairs per expert up to which fp8 activations use `FEW_ROUNDED_COLUMNS`. A layer of GPT-OSS-120B on an H200, with these columns
-# and with 16-bit MMAs in tiles of 48 columns: 432 and 530 us for 256 tokens (8 pairs per expert), 486 and 626 for 512, 655 and 678
-# for 1024.
+# Mean pairs per expert up to which fp8 activations use `FEW_ROUNDED_COLUMNS`. A layer of GPT-OSS-120B on an H200, in us, with these
+# columns and with 16-bit MMAs in tiles of 48 columns: 432 and 530 for 256 tokens (8 pairs per expert), 486 and 626 for 512, 655 and
+# 678 for 1024.
 _FEW_ROUNDED_PAIRS = 32
 _VALUE_PAIRS = 56  # up to this mean of pairs per expert, fp8 activations use 16-bit MMAs
 _MANY_PAIRS = 140  # up to this mean of pairs per expert, most experts' pairs are one tile of `MANY_COLUMNS`

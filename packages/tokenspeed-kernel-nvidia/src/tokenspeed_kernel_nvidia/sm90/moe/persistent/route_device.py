@@ -32,7 +32,7 @@ _NONE = -(1 << 31)  # below every key
 
 
 def key_of(word: Uint32, expert: Int32) -> Int32:
-    """Returns an int32 that orders a token's logits. Of equal logits, the one of the smaller expert is larger.
+    """Returns an int32 that orders a token's logits. The smaller expert has the larger result if logits are equal.
 
     The upper half orders like the bfloat16: negative values have their bits inverted, and -0 equals 0.
     """
