@@ -289,7 +289,7 @@ def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MAS
     state = no_keys_yet(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     full_begin, full_end = reach.full_begin, reach.full_end
-    if TILE.edges == "apart": # edge blocks in loops of their own; the online softmax allows any order of blocks
+    if TILE.edges == "apart":  # edge blocks in loops of their own; the online softmax allows any order of blocks
         if MASK.windowed:
             state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
         if TILE.edges_first:

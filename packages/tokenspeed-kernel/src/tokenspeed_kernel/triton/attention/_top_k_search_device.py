@@ -128,7 +128,7 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
     # Two counts are packed into one int32: a lane sees fewer than 2^15 keys.
     both = tl.zeros([BLOCK], tl.int32)
     inside = length * 0
-    tl.debug_barrier() # other threads may still be reading the candidates of the preceding range
+    tl.debug_barrier()  # other threads may still be reading the candidates of the preceding range
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
         both += (keys > high).to(tl.int32) << 16 | (keys > HIDDEN).to(tl.int32)

@@ -267,7 +267,7 @@ def _load_block(
     PAIRS: tl.constexpr = FORMATS.pairs
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     BLOCK_N: tl.constexpr = TILE.block_n
-    EACH: tl.constexpr = 2 if PAIRS else 1 # cache values per loaded element
+    EACH: tl.constexpr = 2 if PAIRS else 1  # cache values per loaded element
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, TILE.block_w)
     held = tl.maximum(tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), item.length - 1), item.low)
@@ -429,10 +429,9 @@ def decode_kernel(
     """Attention of a tile of query rows, of one KV head or of several, over the keys of one work item.
 
     If KV heads have few query rows each, ``packed`` heads become one wide head. A query is 0 in the columns of other heads, and
-    only its own
-    head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a minimum number
-    of rows, and its memory accesses are longer. Therefore an infinite key of one head makes the results of the program's other
-    heads NaN as well.
+    only its own head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a
+    minimum number of rows, and its memory accesses are longer. Therefore an infinite key of one head makes the results of the
+    program's other heads NaN as well.
     """
     GROUP: tl.constexpr = SHAPE.group
     PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed

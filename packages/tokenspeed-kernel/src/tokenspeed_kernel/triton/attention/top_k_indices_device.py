@@ -17,8 +17,8 @@ from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_k
 COUNTS = tl.constexpr(3)
 """Number of int32 values stored with a list: the number of scores above a sort key, the number equal to it, and the sort key."""
 
-_INFINITE = tl.constexpr(0x7F800000) # the sort key of inf
-_FEW_ALIKE = tl.constexpr(2) # if more scores of a sample equal the bound, ties are counted apart
+_INFINITE = tl.constexpr(0x7F800000)  # the sort key of inf
+_FEW_ALIKE = tl.constexpr(2)  # if more scores of a sample equal the bound, ties are counted apart
 
 
 @triton.jit
@@ -35,8 +35,7 @@ def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
     """A lower bound of the sort keys to list: very likely, at least top_k scores of the row are >= the bound, and few more.
 
     For a short row, all scores above -inf are >= the bound. The row is split into many equal parts, and the sample takes one
-    score of each part, at a pseudo-random position. So a regular
-    pattern in the row does not bias the sample.
+    score of each part, at a pseudo-random position. So a regular pattern in the row does not bias the sample.
 
     Returns:
         The bound's sort key, int32, at most that of infinity; and whether more than _FEW_ALIKE scores of the sample equal the
@@ -109,8 +108,7 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
     """Lists, in order, the scores of a span whose sort key is above a key, and up to top_k scores whose sort key equals it.
 
     If few scores of the sample equal the bound, the key is just below the bound's sort key. Then all scores >= the bound are
-    listed,
-    and no score equals the key.
+    listed, and no score equals the key.
 
     Args:
         entries: int64 ``[SEARCH.segment]``. Entries that do not fit are only counted.

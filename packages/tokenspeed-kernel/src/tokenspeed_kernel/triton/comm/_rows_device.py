@@ -1,9 +1,8 @@
 """Device code of all-gather, reduce-scatter, MoE dispatch and MoE combine, which send rows over peer memory.
 
 Each row goes directly to the ranks that need it. As in the all-reduces, a program processes one row at a time. It sends the row
-to the ranks that need it, then waits for the rows of
-those ranks. If only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
-receiver that the sender has finished the previous call.
+to the ranks that need it, then waits for the rows of those ranks. If only some ranks need a row, every rank gets a header, which
+says whether the row follows. The header also tells the receiver that the sender has finished the previous call.
 """
 
 from __future__ import annotations

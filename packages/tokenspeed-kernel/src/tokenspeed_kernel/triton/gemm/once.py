@@ -1,4 +1,5 @@
-"""GEMMs of many rows with weights in narrow formats: `direct` multiplies slices of weights that were dequantised to memory.
+"""GEMMs with many rows of a and weights b in narrow formats: slices of the weights are dequantised to memory, then `direct`
+multiplies them.
 
 Dequantising in registers would dequantise every weight once for each 128 rows of a.
 """
@@ -23,7 +24,7 @@ _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
 def is_eligible(x: Operand, w: Operand) -> bool:
-    """Whether dequantising to memory pays off, and is exact in bfloat16 (weight-only formats: in a's dtype)."""
+    """Whether dequantising the weights to memory pays off, and is exact in bfloat16 (for weight-only formats, in a's dtype)."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):
@@ -34,7 +35,7 @@ def is_eligible(x: Operand, w: Operand) -> bool:
 
 
 def dense_rows(x: Operand) -> Operand:
-    """The operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
+    """Returns operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
 
     A batch with swizzled scales is unchanged too, because no kernel dequantises it to memory.
     """
@@ -44,7 +45,7 @@ def dense_rows(x: Operand) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
+    """Computes ``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts. out must not be empty."""
     scales = w.scale
     assert scales is not None  # `is_eligible` checks this
     a = x.tensor

@@ -90,7 +90,7 @@ def round_rows_kernel(
 
 @triton.jit
 def round_rows_mxfp4_kernel(x, x_row_stride, x_column_stride, q, num_rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rounds x to mxfp4 values, stored in q's dtype. q is contiguous."""
+    """Rounds x to values that mxfp4 represents, and stores them in q's dtype. q is contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
     inside = (row < num_rows) & (column < K)

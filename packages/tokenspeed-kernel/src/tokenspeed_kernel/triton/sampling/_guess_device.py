@@ -1,4 +1,4 @@
-"""Estimates the distribution of a row's tokens. This gives the range of logits that holds the cutoff token.
+"""Estimates the distribution of a row's logits, and from it the range of logits that contains the cutoff token.
 
 The histogram has bins of octaves: a token's octaves are the log2 of the largest weight over its own. The maximum of every group of
 a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, that range
@@ -45,7 +45,7 @@ _UNSEEN = tl.constexpr(2.0)
 
 @triton.jit
 def bins_of(key, live, largest, scale):
-    """Returns the int32 bins of tokens, given their sort keys."""
+    """Returns the int32 histogram bins of tokens, given their sort keys."""
     octaves = (largest - from_sort_key(tl.where(live, key, sort_key(largest)))) * scale
     return tl.where(live & (octaves < WEIGHTLESS), octaves * (1.0 / _WIDTH) + _HALF, _LAST).to(tl.int32)
 
@@ -62,7 +62,7 @@ def weights_of_bins(floor):
 
 @triton.jit
 def end_of(bins, largest, scale):
-    """Returns the int64 sort key of the lower end of the first ``bins`` bins; it is a finite logit's."""
+    """Returns the int64 sort key of the lower end of the first ``bins`` bins. It is the key of a finite logit."""
     octaves = (bins.to(tl.float64) - _HALF + _MARGIN) * _WIDTH
     x = tl.maximum(largest.to(tl.float64) - octaves / scale.to(tl.float64), _LEAST_LOGIT)
     return sort_key(x.to(tl.float32)).to(tl.int64)
@@ -95,7 +95,9 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Returns int32 token ids: the ``index``-th token when groups are concatenated. ``group``: the group of the token."""
+    """Returns int32 token ids: of the ``index``-th token if groups were concatenated. ``group``: the number of the token's
+    group.
+    """
     member = index % (BLOCKS * RUN)
     RUNS: tl.constexpr = BLOCK // RUN
     return (group // RUNS) * length + (member // RUN) * BLOCK + (group % RUNS) * RUN + member % RUN
@@ -118,7 +120,7 @@ def _count_sample(
     SAMPLE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Returns int32 [BINS]: the histogram of the tokens of every step-th group, without each group's maximum."""
+    """Returns int32 [BINS]: the histogram of the tokens of every ``step``-th group, without each group's largest token."""
     SIZE: tl.constexpr = BLOCKS * RUN
     counts = tl.zeros([BINS], tl.int32)
     for begin in range(0, SAMPLE, LANES):
