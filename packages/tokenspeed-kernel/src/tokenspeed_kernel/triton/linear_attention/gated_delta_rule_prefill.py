@@ -59,9 +59,9 @@ class Tile(NamedTuple):
         chunk, levels: tokens per chunk, and their log2.
         block, block_levels: tokens per block of a chunk, and their log2; see `_channels_device`.
         k, v: key channels and state columns per program, powers of two.
-        at_once: how many sequences' starts one step of the search for a chunk's sequence compares.
+        at_once: how many sequences a program compares at a time when it searches for its chunk's sequence.
         dtype, precision: operand dtype and input precision of MMAs.
-        pairs: operand dtype of the MMAs within a block, with per-channel gates.
+        pairs: operand dtype of the MMAs over token pairs within a block, with per-channel gates.
         solver: operand dtype of the MMAs that solve a chunk's system.
     """
 
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 # float32 also has 32 rows, because its tf32 parts take registers too.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
-# With per-channel gates and more channels than this, chunks are half as long. With longer chunks, shared memory would hold the
+# With per-channel gates and more key channels than this, chunks are half as long. With longer chunks, shared memory would hold the
 # operands of a single chunk only, without a pipeline of async copies. That would also be incorrect, see `_ALIGNMENT`.
 _WIDEST = 128
 # NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
@@ -94,9 +94,9 @@ _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
 _SOLVER = torch.float16
 # log2 of the tokens per block: 16 rows, the smallest M of an MMA.
 _BLOCK_LEVELS = 4
-# Channels per loop step of a block's and of a chunk's program.
+# Channels per loop step of a program of the block kernel, and of the chunk kernel (`_channels_device`).
 _BLOCK_CHANNELS, _CHANNELS = 32, 32
-# State columns per program of the second step, at most and at least. A sequence has v_heads * v_dim / columns programs. Fewer
+# The most and the fewest state columns per program of the second step. A sequence has v_heads * v_dim / columns programs. Fewer
 # columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in registers for
 # float32, or on GPUs whose MMA reads both operands from registers.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
@@ -130,7 +130,9 @@ _ALIGNMENT = 16
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns rows ``[tokens, heads, channels]`` unchanged if they are aligned, else a copy with channels padded with zeros."""
+    """Returns x ``[tokens, heads, channels]`` if its rows are aligned to `_ALIGNMENT` channels, else a copy padded with zero
+    channels.
+    """
     if x.shape[-1] % _ALIGNMENT == x.data_ptr() % 16 == x.stride(0) % _ALIGNMENT == x.stride(1) % _ALIGNMENT == 0:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNMENT)).contiguous()

@@ -20,7 +20,7 @@ _SPAN_MULTIPLE = 512
 
 @dataclass(frozen=True)
 class Spans:
-    """The split of rows into spans.
+    """The split of each row into spans of tokens.
 
     Attributes:
         count: spans per row.
