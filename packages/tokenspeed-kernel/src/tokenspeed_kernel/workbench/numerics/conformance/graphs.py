@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @dataclass
 class Inputs:
-    """One set of arguments in two copies: plain for the reference, and prepared for the kernel."""
+    """The arguments of a call in two copies: plain for the reference, and prepared for the kernel."""
 
     op: Operator[Any, Any]
     plain: dict[str, Any]
@@ -43,8 +43,10 @@ class Inputs:
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensor arguments that preparation leaves unchanged. Tensors inside objects are model weights, which stay
-        constant, and are left out."""
+        """Returns the tensor arguments whose shape and dtype preparation leaves unchanged.
+
+        Tensors inside objects are left out: they are model weights, which stay constant.
+        """
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -60,7 +62,7 @@ class Inputs:
 
 
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
-    """Returns other valid inputs with the same shapes and the same host values.
+    """Returns other valid tensor inputs for a captured call, with the same shapes and the same host values.
 
     Inputs drawn with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
     further values.
@@ -82,7 +84,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
-    """Returns the reference's results, and the mutated copies of the inputs."""
+    """Runs the reference on copies of the arguments that the operator writes to. Returns its results, and these written
+    arguments.
+    """
     op = inputs.op
     copies = {name: inputs.plain[name].clone() for name in op.mutates if inputs.plain[name] is not None}
     arguments = {**inputs.plain, **copies}
