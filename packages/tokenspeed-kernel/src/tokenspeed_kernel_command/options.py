@@ -138,7 +138,7 @@ AllTrials = Annotated[bool, typer.Option("--trials", help="Show every candidate 
 
 
 class Order(str, Enum):
-    """The sort keys of rows."""
+    """The columns by which rows of a profile can be sorted."""
 
     DEVICE = "device"
     HOST = "host"
