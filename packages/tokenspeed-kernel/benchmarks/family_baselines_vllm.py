@@ -145,6 +145,7 @@ _CONV_ROWS = 8  # tokens that one program of vLLM's convolution computes
 def _programs(lengths: Sequence[int], rows: int, device: torch.device) -> dict[str, Any]:
     """Returns the sequence and the chunk of each program of vLLM's convolution: metadata that vLLM makes once per decode step or
     prefill.
+
     Args:
         lengths: number of tokens of each sequence.
         rows: tokens of a chunk.

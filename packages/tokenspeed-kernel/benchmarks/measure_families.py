@@ -158,8 +158,8 @@ def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) 
 @dataclass(frozen=True)
 class Expected:
     """The outputs that a call must have, and the expected contents of its mutated arguments after the call. ``by``: what computed
-    them:
-    "reference", or a kernel's name."""
+    them, "reference" or a kernel's name.
+    """
 
     outputs: list[Tensor]
     written: Mapping[str, Tensor]

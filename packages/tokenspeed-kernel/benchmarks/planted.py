@@ -4,8 +4,7 @@
 
 There are two kernels: a memory-bound one, timed by events, and a compute-bound one, timed in a CUDA graph. Each kernel is compared
 with itself, and with itself followed by a wait on the device that makes a call 5% slower. The length of the wait is calibrated
-first.
-The program prints how often the verdict was right.
+first. The program prints how often the verdict was right.
 """
 
 from __future__ import annotations

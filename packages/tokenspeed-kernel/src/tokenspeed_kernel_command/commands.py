@@ -133,7 +133,8 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong, or if all are skipped.
 
-    With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
+    With --plugin or --conformance, run all checks of the conformance kit: values at the limits of traits, out=, unchanged inputs,
+    waiting for the device, accesses out of bounds and more.
     """
 
 

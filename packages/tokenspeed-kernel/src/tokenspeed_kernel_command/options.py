@@ -34,7 +34,7 @@ PluginName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 class Objectives(str, Enum):
-    """The values of the base's `SelectionObjective`, which this package must not import."""
+    """The values of `SelectionObjective`. That class is in the base package, which this package must not import."""
 
     DEFAULT = "default"
     PORTABILITY = "portability"

@@ -24,8 +24,8 @@ from tokenspeed_kernel_base.traits import at_least, multiple_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes
-# With block scales, m must be a multiple of this constant: 16 bytes of float32 scales. PyTorch 2.11 with CUDA 13.0 rejects any
-# other m.
+# With block scales, m must be a multiple of this constant, so that a column of float32 scales has a multiple of 16 bytes. PyTorch
+# 2.11 with CUDA 13.0 rejects any other m.
 ROWS_OF_SCALES = 4
 # Dtypes of (a, b). The library has no GEMM of e5m2 with e5m2.
 DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))

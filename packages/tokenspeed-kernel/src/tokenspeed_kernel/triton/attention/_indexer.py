@@ -76,8 +76,8 @@ def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor 
 
 
 def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, least: int, device: torch.device) -> Tile:
-    """Returns the tile for ``tokens`` tokens in sequences of at most ``keys`` keys. ``least``: the least padded number of
-    columns.
+    """Returns the tile for ``tokens`` tokens in sequences of at most ``keys`` keys. ``least``: lower bound of the
+    padded number of columns.
     """
     rows = next_power_of_2(heads)
     together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))

@@ -46,7 +46,8 @@ class Tile(NamedTuple):
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
     """Returns ``(MAIN, TAIL)``, the numbers of keys of `band_kernel`'s two blocks. The kernel requires ``TAIL <= window_left + 1``.
 
-    The window's start does not mask keys after the first position. So no row's window may start after the first of these keys.
+    The TAIL keys are those after a tile's first position. The kernel does not mask TAIL keys that are before a row's window. So no
+    row's window may start after the first TAIL key.
     """
     later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first position
     return max(16, next_power_of_2(window_left + 1)), max(16, next_power_of_2(later))

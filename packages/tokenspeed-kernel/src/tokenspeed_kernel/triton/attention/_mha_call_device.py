@@ -27,7 +27,7 @@ def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     Returns ``(sequence, start, q_len, first_row)``: the sequence, the index of its first token, the number of its queries, and the
     tile's first row in the sequence.
 
-    A sequence may have one work item more than it has tiles. The first row of the extra work item is beyond the sequence's rows.
+    A sequence may have one work item more than it has tiles. The ``first_row`` of this work item is beyond the sequence's last row.
     """
     sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
     start = tl.load(cu_seqlens + sequence)

@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The range of keys that some row of a tile sees.
+    """The range of keys that at least one row of a tile sees.
 
     Fields:
         low_block: the first key of block 0.

@@ -127,7 +127,7 @@ def tile_for(
 
     ``block_c``, ``block_r``: the padded columns of latents and of rotary parts.
 
-    ``grouped``: latents have a scale per 128 elements.
+    ``grouped``: whether latents have a scale per 128 elements.
     """
     if block_c + block_r > 576:
         return _WIDE

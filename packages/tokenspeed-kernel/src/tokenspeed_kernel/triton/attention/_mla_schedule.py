@@ -1,8 +1,8 @@
 """The split-KV schedule of MLA, which the device computes: which program attends to which keys of which sequence.
 
-MLA's programs are large: one per SM/CU. So a last wave of few programs takes as long as a full wave. The kernel therefore compares
-several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the least time. The schedule
-is a table that the attention programs read.
+MLA's programs are so large that only one fits on an SM/CU. So a last wave of few programs takes as long as a full wave. The
+kernel therefore compares several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the
+least time. The schedule is a table that the attention programs read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LENGTHS_AT_ONCE = 256
 
 
 class Schedule(NamedTuple):
-    """The work items of all sequences.
+    """The work items into which the keys of a batch's sequences are split.
 
     Attributes:
         work_items: int32 ``[work items, 4]``: the sequence (-1: unused), the first key block, the end block (exclusive), and the

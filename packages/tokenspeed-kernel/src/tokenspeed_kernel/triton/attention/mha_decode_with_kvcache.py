@@ -268,7 +268,7 @@ def attend_newest(
         tree_mask: as in `mha_with_kvcache`.
     """
     nothing_written = out.numel() == 0 and (lse is None or lse.numel() == 0)
-    if cache_seqlens.shape[0] == 0 or max_seqlen_q == 0 or nothing_written:  # padding has rows without new tokens
+    if cache_seqlens.shape[0] == 0 or max_seqlen_q == 0 or nothing_written:  # padding: no new tokens
         return
     cache_seqlens, cu_seqlens_q, sinks = cache_seqlens.contiguous(), dense(cu_seqlens_q), dense(sinks)
     device, batch = q.device, cache_seqlens.shape[0]

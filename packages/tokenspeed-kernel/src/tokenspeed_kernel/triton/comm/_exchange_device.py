@@ -98,7 +98,8 @@ def store_fp8(
 ):
     """Quantises a row to fp8 with one scale per ``GROUP`` vectors.
 
-    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside the row. GROUP: a power of two.
+    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside the row. ``GROUP`` is a power of
+    two.
     """
     BLOCK: tl.constexpr = first.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -276,7 +277,8 @@ def two_shot_kernel(
         owner = row % WORLD
         position = row // WORLD
         inside = row_inside(row, column, total, ROW)
-        # Generations of the receive buffer at the owner. Every rank counts the generations of all owners.
+        # The generations of the receive buffer at the row's owner. Each rank counts the generations of every owner's receive
+        # buffer.
         owned = generations + owner * units
         slot, generation = slot_of(owned, position, column, inside, half, UNITS)
         sum_slot, sum_generation = slot_of(sum_generations, row, column, inside, sum_capacity, UNITS)

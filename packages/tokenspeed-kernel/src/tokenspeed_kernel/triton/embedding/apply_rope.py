@@ -26,8 +26,8 @@ class Streams(NamedTuple):
     """Which of a token's three M-RoPE positions (time, height, width) each pair uses.
 
     Attributes:
-        height, width: the first pair that uses the height (width) position. If interleaved: the pair index from which on no pair
-            uses that position.
+        height, width: index of the first pair that uses the height (width) position. If interleaved: all pairs that use the height
+            (width) position have smaller indices than this.
         interleaved: whether consecutive pairs cycle through the three positions.
     """
 

@@ -35,7 +35,7 @@ class Operand(NamedTuple):
         scale, scaling: the scales and their granularity, see above.
         strides: strides of ``tensor`` by matrix, line, and element along k (e2m1: pair of elements), in elements of ``tensor``.
         scale_strides: strides of the scales by matrix, line (or group of ``lines_each``), and block along k (PACKED: four blocks).
-            Swizzled scales: by matrix, tile down, and tile across; the tiles are contiguous.
+            Swizzled scales: by matrix, row of tiles, and column of tiles; each tile is contiguous.
         scale_format: storage format of a scale, see above.
         block: elements along k that share a scale, for BLOCK and MICRO.
         lines_each: lines that share a scale, for BLOCK.

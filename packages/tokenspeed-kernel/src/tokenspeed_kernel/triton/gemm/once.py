@@ -37,7 +37,7 @@ def is_eligible(x: Operand, w: Operand) -> bool:
 def dense_rows(x: Operand) -> Operand:
     """Returns operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
 
-    A batch with swizzled scales is unchanged too, because no kernel dequantises it to memory.
+    A batch of matrices with swizzled scales is returned unchanged, too, because no kernel dequantises such a batch to memory.
     """
     if x.scale is None or x.scaling != MICRO or (x.swizzled and x.tensor.ndim > 2):
         return x

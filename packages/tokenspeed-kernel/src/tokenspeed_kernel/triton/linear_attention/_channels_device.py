@@ -17,8 +17,8 @@ from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, in
 from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Limit of the magnitude of a channel's log2 decay over half a block. Within the limit, the decays of pairs are split at the block's
-# middle: 2^60 * 2^60 is still finite in float32.
+# Limit of the magnitude of a channel's log2 decay over half a block. Within the limit, a token pair's decay is the product of two
+# factors, one before and one after the block's middle: 2^60 * 2^60 is still finite in float32.
 _STEEPEST = tl.constexpr(60.0)
 
 
@@ -75,7 +75,7 @@ def _causal(weights, own, q_factor, k_factor, token):
 
 @triton.jit
 def _inverse(system, part, k_factor, token, TILE: tl.constexpr):
-    """Computes the inverse of I + A of a block of tokens from its K K^T."""
+    """Computes the inverse of I + A for a block of tokens. ``system`` is the block's K K^T, with decays."""
     system *= (part * k_factor)[:, None] * k_factor[None, :]
     system = tl.where(token[:, None] > token[None, :], system, 0.0)
     return inverse_of(system, TILE.block_levels, TILE)
@@ -167,10 +167,10 @@ def channel_blocks_kernel(
 
 @triton.jit
 def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Adds the contribution of TILE.k channels to K K^T and Q K^T, for token pairs across the boundary before block NUMBER.
+    """Adds the contribution of TILE.k channels to K K^T and Q K^T, for the pairs of a token before block NUMBER and a later token.
 
-    ``distance``: running sums of log2 decays minus the running sum at the boundary. Each side of the boundary spans as many
-    blocks as the largest power of two that divides NUMBER.
+    Only tokens at most N blocks before and after the boundary count, where N is the largest power of two that divides NUMBER.
+    ``distance``: running sums of log2 decays minus the running sum at the boundary.
     """
     token = tl.arange(0, TILE.chunk)
     boundary: tl.constexpr = NUMBER * TILE.block

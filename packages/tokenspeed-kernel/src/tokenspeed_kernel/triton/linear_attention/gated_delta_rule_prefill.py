@@ -78,9 +78,9 @@ class Tile(NamedTuple):
     solver: Any
 
 
-# log2 of the tokens per chunk. Longer chunks take quadratic work for their systems; shorter chunks add steps to the sequential loop
-# over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both operands from registers have room for 32 rows.
-# float32 also has 32 rows, because its tf32 parts take registers too.
+# log2 of the tokens per chunk. The work to solve a chunk's linear system grows with the square of the chunk's length; shorter
+# chunks add steps to the sequential loop over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both
+# operands from registers have room for 32 rows. float32 also has 32 rows, because its tf32 parts take registers too.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
 # With per-channel gates and more key channels than this, chunks are half as long. With longer chunks, shared memory would hold the
@@ -88,7 +88,8 @@ _LEVELS_OF_FLOAT32 = 5
 _WIDEST = 128
 # NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
-# For 16-bit operands, a chunk's system is solved in float16. The solver's rounding errors of 2^-12 are below those of the operands.
+# For 16-bit operands, a chunk's linear system is solved in float16. The solver's rounding errors of 2^-12 are smaller than the
+# operands'.
 # With normalised keys and beta up to 2, no entry of the inverse exceeds 2. An entry is beta times two keys with factors I - beta k
 # k.T between them, and such a factor lengthens no vector.
 _SOLVER = torch.float16
@@ -108,10 +109,10 @@ _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
 # Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 the pipeline saves 47 of 340 us for
 # 8192 tokens of kimi linear.
 _CHUNK_STAGES = {"sm_90": 3, "any": 1}
-# Registers per thread of the first step's kernels for 16-bit operands. With one gate per token and head, three programs fit on an
-# SM. Only two fit with the 190 registers of an unlimited build. On an H200, 8192 tokens of qwen3-next take 144 us rather than 155,
-# although some registers spill. With per-channel gates, 12 programs of the block kernel fit rather than 10. 8192 tokens of kimi
-# linear take 179 us rather than 198; with 128 registers, 209 us.
+# Limit of registers per thread for the first step's kernels with 16-bit operands. With one gate per token and head, three
+# programs fit on an SM. Without the limit the compiler uses 190 registers, and only two programs fit. On an H200, 8192 tokens of
+# qwen3-next take 144 us rather than 155, although some registers spill. With per-channel gates, 12 programs of the block kernel fit
+# rather than 10. 8192 tokens of kimi linear take 179 us rather than 198; with 128 registers, 209 us.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
 # With more columns than this, four warps of an NVIDIA GPU have too few registers for the second step: they hold the state and four
 # tiles that are computed with it.
@@ -140,7 +141,9 @@ def aligned(x: Tensor) -> Tensor:
 
 @functools.cache
 def columns_for(v_dim: int, most: int, sequence_heads: int, sm_count: int) -> int:
-    """Returns the state columns per program, at most ``most``. ``sequence_heads``: sequences times value heads."""
+    """Returns the state columns per program, at most ``most``. ``sequence_heads``: the number of sequences times that of value
+    heads.
+    """
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
     while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= sm_count:
         columns //= 2

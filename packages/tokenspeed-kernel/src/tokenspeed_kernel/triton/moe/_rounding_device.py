@@ -49,7 +49,8 @@ def round_rows_kernel(
     q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
     ``COUNTED``: ``row_count`` holds the number of rows.
 
-    float16 scales are powers of two. They make a row's amax less than 2^15, so that no sum of two elements overflows.
+    float16 rows have scales that are powers of two. Scaling makes a row's amax less than 2^15, so that no sum of two elements
+    overflows.
     """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1

@@ -141,7 +141,8 @@ _GROUP = 4
 # The blocks by the mean number of rows per expert: each applies up to the mean before the colon. Measured on an H200: the whole
 # layer in a CUDA graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and bounds the
 # time with few rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such experts'
-# weights would be read and multiplied twice for a few rows. "extra" avoids this. With many more rows "extra" no longer pays off.
+# weights would be read and multiplied twice for a few rows. "extra" avoids this. With many more rows per expert, "extra" is no
+# longer faster.
 # "tail" then makes an expert's last block cheaper than a full block. MMAs without swap-AB were 7% slower (128 rows, features 128
 # and 256).
 _LARGE_MEMORY = {
@@ -278,7 +279,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
 
 
 class _Formats(NamedTuple):
-    """Formats of the weight and of the MMAs.
+    """The formats of the weights and of the MMA operands in a grouped GEMM.
 
     Attributes:
         weight, scales: formats of the weight and its scales, see `Options`.

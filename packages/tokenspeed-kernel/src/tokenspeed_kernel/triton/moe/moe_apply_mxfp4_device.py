@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """``rows``: pairs of weight rows; ``k``: elements along k; ``top_k``: experts per token."""
+    """Sizes of a GEMM. ``rows``: number of pairs of weight rows; ``k``: elements along k; ``top_k``: experts per token."""
 
     rows: Any
     k: Any

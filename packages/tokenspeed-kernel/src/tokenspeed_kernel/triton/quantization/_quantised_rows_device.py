@@ -28,7 +28,7 @@ def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
-    """Returns pointers to the quantised values and the scales of the matrix whose first row is row ``before`` of all rows."""
+    """Returns pointers to one matrix's quantised values and scales. ``before``: the number of rows in the matrices before it."""
     if FORM.scales == "tiles":
         across = tl.cdiv(tl.cdiv(columns, FORM.group), 4)
         scales += before // rows * tl.cdiv(rows, 128) * across * 512

@@ -109,8 +109,8 @@ def quantize_groups_kernel(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Quantises ``GROUPS`` groups of one outer row of x. q and the scales are contiguous. Packed scales are padded with groups of
-    scale 0.
+    """Quantises ``GROUPS`` groups at one index of x's outer axis. q and the scales are contiguous. Packed scales are padded with
+    groups of scale 0.
     """
     programs = tl.cdiv(count, GROUPS)
     outer = (tl.program_id(0) // programs).to(tl.int64)

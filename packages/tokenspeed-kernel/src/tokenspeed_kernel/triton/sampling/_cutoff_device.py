@@ -284,7 +284,7 @@ def find_cutoff(
     Args:
         row: pointer to the row's logits, or to `copied` tokens of the row.
         short: int32 [SHORT + FEW], a scratch buffer for copied sort keys.
-        number: the number of tokens at ``row``.
+        number: the number of logits that ``row`` points to.
         low_key, high_key: int64, the range of sort keys to search; both are keys of finite logits. ``row`` has all tokens in this
             range.
         base_count, base_weight: int64, number and weight of the tokens above the range, which are kept.

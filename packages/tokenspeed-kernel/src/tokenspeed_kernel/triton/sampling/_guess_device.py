@@ -62,7 +62,7 @@ def weights_of_bins(floor):
 
 @triton.jit
 def end_of(bins, largest, scale):
-    """Returns the int64 sort key of the lower end of the first ``bins`` bins. It is the key of a finite logit."""
+    """Returns the int64 sort key of the lower end of the first ``bins`` bins. The lower end is a finite logit."""
     octaves = (bins.to(tl.float64) - _HALF + _MARGIN) * _WIDTH
     x = tl.maximum(largest.to(tl.float64) - octaves / scale.to(tl.float64), _LEAST_LOGIT)
     return sort_key(x.to(tl.float32)).to(tl.int64)
@@ -161,8 +161,8 @@ def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total,
     hidden = above * above / (2.0 * groups)
     hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
     error += hidden * at_index(weight, cutoff)
-    # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens weigh w or
-    # more. Together these bound the variance of the hidden weight among the few largest tokens.
+    # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens have weight w
+    # or more. These two facts bound the variance of the weight of the tokens that larger tokens hide, among the few largest tokens.
     few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
     error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
     return error

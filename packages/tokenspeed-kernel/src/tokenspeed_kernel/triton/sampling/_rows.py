@@ -64,7 +64,7 @@ class Groups:
     Attributes:
         spans: spans (programs) per row.
         block: tokens per block, which a program loads at once.
-        blocks: blocks per span, a power of two.
+        blocks: number of blocks in each span, a power of two.
         run: tokens per run, a power of two.
     """
 

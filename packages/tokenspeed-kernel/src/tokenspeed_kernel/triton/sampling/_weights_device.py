@@ -99,8 +99,8 @@ def uniform(seed, offset):
 
 @triton.jit
 def is_drawn(temperature, largest_key):
-    """Whether a row is sampled. A row is greedy if its temperature is not positive and finite, or if its largest logit is not
-    finite.
+    """Whether a row's token is drawn at random, and not the greedy one. A row is greedy if its temperature is not positive and
+    finite, or if its largest logit is not finite.
     """
     warmth = temperature.to(tl.float64)
     warm = (warmth > 0.0) & (warmth < float("inf"))

@@ -56,8 +56,8 @@ class Tiles(NamedTuple):
         group_warps: warps of `group_maxima_kernel`.
         lanes: the number of keys into which `decide_kernel` folds the group maxima before the threshold search.
         decide_warps: warps of `decide_kernel`.
-        few, tokens: the two lengths of lists, powers of two, that `decide_kernel` compares pairwise. Longer lists do not decide a
-            row.
+        few, tokens: powers of two. `decide_kernel` compares the tokens of its list pairwise, if the list has at most ``few`` or
+            else at most ``tokens`` tokens. A longer list does not decide the row's result.
         pairs: pairs of tokens that `decide_kernel` compares per step.
         rank: for top-p, the range of the cutoff token starts at the largest logit if the cutoff token is likely among this many
             group maxima.
@@ -140,7 +140,8 @@ class Drawing(NamedTuple):
 def decide_rows(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, drawing: Drawing | None = None
 ) -> Tensor:
-    """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens instead.
+    """Draws a token for each row of logits. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens
+    of each row instead.
 
     Args:
         logits: the logits; at least one row.

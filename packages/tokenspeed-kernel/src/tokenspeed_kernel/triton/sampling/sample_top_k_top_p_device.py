@@ -161,7 +161,8 @@ def _decide(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens whose sort key is >= the threshold. If the list determines the row's result, returns the result.
+    """Lists the tokens whose sort key is >= the threshold. If these tokens suffice to choose the row's token, returns the chosen
+    token.
 
     Returns the token, whether the row is decided, and the values for the fields LAST and KEPT of the row's state.
     """
@@ -240,7 +241,7 @@ def decide_kernel(
     group = tl.arange(0, GROUPS)
     largest_of_group = maxima + row * groups
     maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
-    # Fold several groups into one key, to shorten the search.
+    # Replace the maxima of several groups by the largest of them, so that the search reads fewer keys.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
     largest = from_sort_key(largest_key)
@@ -327,8 +328,8 @@ def weigh_kernel(
         floor = floor_of(min_p, row)
         logits += row * row_stride
         if ALIGNED:
-            # This changes no value, but tells the compiler that masks are uniform across neighbours. So the compiler vectorises
-            # loads.
+            # This changes no value, but tells the compiler that a mask is the same for all neighbouring tokens that a
+            # thread loads. So the compiler vectorises loads.
             vocab = vocab // 16 * 16
         # Each row of the tile holds WIDE neighbouring tokens of one thread. So counting within a row needs no other thread.
         WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth

@@ -90,8 +90,8 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
-    """Merges the spans of a row. Returns the row's largest logit, the log of the sum of exponentials relative to this logit, and
-    the LSE.
+    """Merges the results of a row's spans. Returns the row's largest logit, the log of the sum of exponentials relative to this
+    logit, and the LSE.
     """
     span = tl.arange(0, SPANS)
     own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
@@ -197,7 +197,8 @@ def token_logprobs_kernel(
     TILE: tl.constexpr, K: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merges the spans of a row to its LSE, and computes the log-probabilities of its given token and of its most probable tokens.
+    """Merges the results of a row's spans to the row's LSE, and computes the log-probabilities of its given token and of its most
+    probable tokens.
 
     ``count``: groups per row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, then groups equal to it.
     """

@@ -49,8 +49,9 @@ _STAGES = {"amd": 1, "any": 2}
 _FLOAT32_CHUNK = 16
 # Sequences have one segment if this makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
 # SM/CU, but at most 16, because every segment adds a state that later segments read. A segment has at least 4 chunks, because the
-# first launch does a quarter of the second's work. On an H200, 8192 tokens of nemotron-h with 128 programs per segment take 728 us
-# with one segment, 557 us with two, 511 us with four, and 561 us with eight.
+# launch that computes the segments' contributions to the state does a quarter of the main launch's work. On an H200, 8192 tokens
+# of nemotron-h with 128 programs per segment take 728 us with one segment, 557 us with two, 511 us with four, and 561 us with
+# eight.
 _ENOUGH, _PROGRAMS, _SEGMENTS, _SEGMENT_CHUNKS = 1.5, 4, 16, 4
 # Sequences that a program compares at a time when it searches for its sequence.
 _AT_ONCE = 256

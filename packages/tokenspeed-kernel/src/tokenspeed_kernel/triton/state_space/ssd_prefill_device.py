@@ -128,12 +128,12 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
     Token j has the factor ``exp((whole[i] - whole[j]) + (part[i] - weight[j]))`` in the result of token i. Tokens beyond the end
     have step 0.
 
-    The difference of two large sums would lose small decays, so the integer and fractional parts of the logs are summed separately.
-    Logs are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the sums of integer parts are
-    exact, and the sums of fractional parts stay below the number of tokens.
+    The difference of two large sums would lose small decays, so the integer and fractional parts of the logarithms are summed
+    separately. The logarithms are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the
+    sums of integer parts are exact, and the sums of fractional parts stay below the number of tokens.
 
-    Steps themselves are not returned. In an MMA's layout, the compiler would load and compute steps again for each column. That
-    would take registers that are needed elsewhere.
+    The step sizes themselves are not returned. In an MMA's layout, the compiler would load and compute the step sizes again for
+    each column. That would take registers that are needed elsewhere.
     """
     at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)

@@ -18,8 +18,8 @@ class Bar:
 
     Attributes:
         name: name of the bar.
-        bound: the bound on the bar's value.
-        most: whether the bound is an upper bound.
+        bound: the largest or smallest value that passes, see ``most``.
+        most: whether ``bound`` is an upper bound.
         shapes: names of the shapes that must have been measured.
         measure: function that computes the bar's value from times.
         baselines: the baselines to compare with. Installed ones must have been measured for each shape, and at least one must be

@@ -44,7 +44,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks at the beginning and at the end of a generated section of a page."""
+    """The texts that mark the beginning and the end of a generated section of a page."""
 
     begin: str
     end: str
@@ -112,7 +112,7 @@ class Figure:
         baselines: the baselines' labels and colours by name, in the order of a shape's bars; this project's kernels are added.
         shapes: the names of the shapes, in the table's order.
         panels: makes the plot's panels from a report.
-        marks: the marks around the generated section.
+        marks: the marks at the beginning and at the end of the generated section.
         readme: the page that has the generated section.
         how: the argument ``how`` of `note`.
         columns: further columns of the table before the times: a title, and a function that makes the text from any row of the
@@ -135,7 +135,7 @@ class Figure:
         return {"ours": ("this package", _OURS), **self.baselines, "triton": ("portable (Triton)", _PORTABLE)}
 
     def draw(self, report: Report, file: Path) -> None:
-        """Draws the panels into a file. The file's suffix selects the format."""
+        """Draws the report's plot into a file. The file's suffix selects the format."""
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):

@@ -66,7 +66,7 @@ def bench_case(spec: Competitor, case: Case, device: torch.device | str | None =
 
 
 def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
-    """Times kernels on cases for which their results are correct. Returns one row each, in order.
+    """Times kernels on cases for which their results are correct. Returns a row for each kernel and case in ``runs``, in order.
 
     The timed function is the kernel that `Operator.bind` returns. It includes the allocation of outputs, but not dispatch.
 

@@ -60,7 +60,8 @@ _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with program
 
 
 class Shape(Protocol):
-    """A shape: the description of one call of an operator. Its name is unique. Tables and plots show shapes by ``group``."""
+    """A shape: the description of one call of an operator. Its name is unique. Tables and plots list shapes of equal ``group``
+    together."""
 
     @property
     def name(self) -> str: ...

@@ -117,8 +117,8 @@ def _nearest(
 ) -> Case | None:
     """Returns a changed case whose selection request has the wanted values; None if there is none.
 
-    If one changed value of the recipe suffices, the case is the one whose request otherwise changes least. If two must change, it
-    is the first such case found.
+    Cases that differ from the given case in one value of the recipe are tried first; of these, the one whose request otherwise
+    changes least is returned. Then cases that differ in two values are tried, and the first one found is returned.
     """
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:

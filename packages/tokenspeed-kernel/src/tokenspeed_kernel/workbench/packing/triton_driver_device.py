@@ -35,7 +35,7 @@ class _Utils:
         return (None, name, 0, 0, 1024)  # module, function, registers, spills, largest CTA
 
     def unload_module(self, module: Any) -> None:
-        """Does nothing, because nothing was loaded."""
+        """Does nothing, because `load_binary` loads no module."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return _PROPERTIES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Guard elements on either side: several cache lines, and a multiple of every alignment that kernels rely on.
 _GUARD = 256
-# Gap elements between two rows.
+# The number of elements in the gap between two rows.
 _GAP = 16
 
 

@@ -69,7 +69,8 @@ class Waits:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Waits]:
-    """Records the calls in the block that read tensors' values on the host. Use it if all tensors are in host memory."""
+    """Records the calls in the ``with`` block that read tensors' values on the host. Use this function if all tensors are in host
+    memory."""
     waits = Waits()
     with _Calls(waits), _Operations(waits):
         yield waits
