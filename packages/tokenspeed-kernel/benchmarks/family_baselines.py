@@ -39,7 +39,7 @@ def refuse_unless(holds: bool, what: str) -> None:
     work.
 
     Args:
-        holds: whether it supports them.
+        holds: whether the baseline supports the arguments.
         what: what the baseline is limited to, for the message.
     """
     if not holds:

@@ -124,8 +124,8 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
         setting = config.settings().override_for(family, mode)
-        # No platform is passed, because detecting the platform would touch the GPU. A call on a platform that the kernel lacks
-        # raises an error.
+        # No platform is passed, because detecting the platform would touch the GPU. If the kernel does not run on the platform, the
+        # call raises an error.
         why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
         if setting is not None and why is not None:
             _warn(f"{setting[1]} = {setting[0]}: no call of {family}.{mode} can select it: {why}")

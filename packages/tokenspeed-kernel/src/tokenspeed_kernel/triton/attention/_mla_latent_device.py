@@ -435,8 +435,8 @@ def _attend(
         at = _addresses(block, found, cache, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
         found = _next_lookup(found, block, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
         stored, scale = _load_keys(at, named, SHAPE, GROUPS, TILE)
-        # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
-        # during the dots. Without the branch, the compiler places those loads after the dots.
+        # This condition always holds. The compiler places the branch after the loads of the next block, so these loads are in
+        # flight during the dots. Without the branch, the compiler places the loads after the dots.
         if block >= reach.begin:
             keys = _dequantised(stored, scale, SHAPE, GROUPS, FORMATS)
             dots = _qk_mma(block, queries, keys, reach.end, SHAPE.rope, TILE)

@@ -48,8 +48,9 @@ class Merge(NamedTuple):
     """Compile-time constants of `merge_units_kernel`.
 
     Attributes:
-        heads, group, width: KV heads, query heads per KV head, columns of a value.
-        work_items, rows, block_w: partial results merged at a time, query rows of a tile, and ``width`` padded to a power of two.
+        heads, group, width: numbers of KV heads, of query heads per KV head, and of columns of a value.
+        work_items, rows, block_w: number of partial results that are merged at a time, query rows of a tile, and ``width`` padded
+            to a power of two.
         early: whether the kernel is launched with PDL, before the partial results are complete.
     """
 
@@ -144,8 +145,8 @@ def merge_partials(
             is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
         capacity: upper bound of the sequences' numbers of keys.
         lse: the output for the merged LSE, contiguous, or None.
-        cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more queries are
-            skipped.
+        cu_seqlens_q: cumulative numbers of queries; given if sequences may have fewer than ``walk.q_len`` queries. Without
+            ``parts``, sequences with more queries are skipped.
         parts: int32 ``[batch, 2]``, given if another kernel has computed them: the index of a sequence's first partial result, and
             the number of its partial results (1: not split).
         early: whether to launch with PDL; the device waits for the kernel that writes the partial results.

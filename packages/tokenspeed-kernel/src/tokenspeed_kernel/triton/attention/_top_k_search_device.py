@@ -75,7 +75,7 @@ def wanted_key(keys, low, wanted, spare):
     """The largest value v such that at least ``wanted`` of the sort keys are >= v.
 
     May return a lower value if at most ``wanted + spare`` keys are >= that value. This is a ternary search. `threshold_of`
-    compares each key with all parts of the range at once. That would take too many registers here.
+    compares each key with all parts of the range at once. Here, such comparisons would take too many registers.
 
     Args:
         keys: int32, fewer than 2^15.

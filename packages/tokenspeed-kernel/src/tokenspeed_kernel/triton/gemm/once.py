@@ -24,7 +24,8 @@ _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
 def is_eligible(x: Operand, w: Operand) -> bool:
-    """Whether dequantising the weights to memory pays off, and is exact in bfloat16 (for weight-only formats, in a's dtype)."""
+    """Whether a GEMM is faster if the weights are first dequantised to memory, and whether dequantising them to bfloat16 (for
+    weight-only formats, to a's dtype) is exact."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):

@@ -56,8 +56,8 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: rows of a block's main part, a power of two from 16.
-        extra: most rows of a block beyond ``rows``. These extra rows cost a second, small MMA with the same weight tile. 0 for
-            none.
+        extra: largest number of rows that a block may have in addition to ``rows``. These extra rows cost a second, small MMA
+            with the same weight tile. 0 for none.
         tail: blocks with at most this many rows use a smaller tile; 0 for none.
         first, second: tiles of the projections. The first accumulates gate and up, so its features count twice.
         descriptors: load dense weights through tensor descriptors (TMA) if their strides allow it.

@@ -2,7 +2,8 @@
 
 8-bit floats and e2m1 values are uint8 here, so that no kernel depends on the compiler's support for a format. Kernels use hardware
 conversions where these follow the specification: e4m3fn and e5m2 on NVIDIA from sm_89 on (round to nearest even, saturating, NaN to
-``0x7f``). For other formats and devices, kernels use integer arithmetic. The host chooses between both, see `abilities`.
+``0x7f``). For other formats and devices, kernels use integer arithmetic. The host decides which of the two a kernel uses, see
+`abilities`.
 """
 
 from __future__ import annotations

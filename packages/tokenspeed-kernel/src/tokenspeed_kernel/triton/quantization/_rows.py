@@ -39,7 +39,7 @@ class Groups:
         outer, count: number of outer rows, and groups per outer row. An outer row is one row of the tensor, or several rows with a
             constant stride.
         length: elements per group.
-        limit: elements per outer row; its last group ends there.
+        limit: elements per outer row, where the outer row's last group ends.
         stride, outer_stride: distance in elements from one group to the next, and from one outer row to the next.
     """
 

@@ -244,7 +244,7 @@ def _search(
         crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
         last = tl.sum(crossed.to(tl.int32), axis=0) - 1
         if last < 0:
-            # Fewer than k tokens have a weight, or the guessed range was wrong.
+            # No part contains the cutoff: fewer than k tokens have a weight, or the guessed range was wrong.
             found = going * 0
             going = going * 0
         else:

@@ -1,8 +1,9 @@
 """Estimates the distribution of a row's logits, and from it the range of logits that contains the cutoff token.
 
-The histogram has bins of octaves: a token's octaves are the log2 of the largest weight over its own. The maximum of every group of
-a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, that range
-is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range is a guess with a margin of four
+The bins of the histogram are ranges of octaves. A token's octaves are log2 of the row's largest weight divided by the token's.
+The maximum of every group of a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough
+tokens into a range, that range is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range
+is a guess with a margin of four
 standard errors. A wrong guess is detected and repaired: it costs time, but changes no result.
 """
 

@@ -42,8 +42,8 @@ def _uniform(seed, offset, draw):
 
 @triton.jit
 def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node):
-    """Returns the `Rows` of a node. If the draft model has no row for the node, ``draft`` points to another node's row, which no
-    kernel reads.
+    """Returns pointers to the target model's and the draft model's probabilities at a node. If the draft model has no row for the
+    node, ``draft`` points to another node's row, which no kernel reads.
     """
     target = target_probs + sequence * target_stride_b + node.to(tl.int64) * target_stride_n
     draft = draft_probs + sequence * draft_stride_b + tl.minimum(node, tl.maximum(inner - 1, 0)).to(tl.int64) * draft_stride_n

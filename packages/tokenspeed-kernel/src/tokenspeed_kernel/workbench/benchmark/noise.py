@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.timing import Timing
 
-# Limits beyond which a difference of a few percent is meaningless. A quiet GPU stays below a tenth of these.
+# Limits beyond which a difference of a few percent is meaningless. On a GPU without other work, the values stay below a tenth of
+# these limits.
 _SPREAD = 0.10
 _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05

@@ -59,7 +59,7 @@ class Timing:
 
     @classmethod
     def joined(cls, first: Timing, second: Timing) -> Timing:
-        """Merges the rounds of two timings. Median and percentiles are computed from the kept samples of both."""
+        """Merges the rounds of two timings. Median and percentiles are computed from the kept samples of both timings."""
         kept = (*first.rounds, *second.rounds)
         made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
         return replace(made, repeats=first.repeats + second.repeats)

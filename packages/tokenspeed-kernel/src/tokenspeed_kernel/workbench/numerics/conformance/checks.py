@@ -105,7 +105,7 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
-    """Rewords the outcome of a changed case for the check that changed it.
+    """Returns the outcome of a case that a check has changed, as this check's result: with the check's name and wording.
 
     Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of the unchanged cases reports
     such faults.

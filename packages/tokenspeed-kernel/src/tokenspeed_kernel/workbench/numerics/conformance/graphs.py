@@ -74,7 +74,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # otherwise the kernel has some of these tensors in its own layout
+    if changed.keys() <= values.keys():  # false if some of these tensors are prepared, in a kernel's own layout
         values.update(changed)
     return values
 

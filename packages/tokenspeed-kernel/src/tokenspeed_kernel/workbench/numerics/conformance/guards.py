@@ -70,8 +70,8 @@ def guard(name: str, tensor: Tensor) -> Guarded:
 def filled(count: int, like: Tensor) -> Tensor:
     """Returns elements that no kernel may use: NaN, or integers larger than every size.
 
-    Integers on a GPU are 0. If a kernel used a huge integer as an index, the illegal access would make all further checks in the
-    process fail.
+    On a GPU, elements of integer tensors are 0 instead. If a kernel used a huge integer as an index, the illegal access would
+    make all further checks in the process fail.
     """
     made = torch.empty(count, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:

@@ -88,7 +88,7 @@ CHECKS = (*_COMPARED, *_RUN)
 
 @dataclass
 class Options:
-    """The extent of the checks.
+    """Options of the conformance checks: which checks run, on which cases, and for how long.
 
     Attributes:
         large: also run the cases that are sized for a GPU.
@@ -262,7 +262,8 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
     """Describes the trait values that all failing calls share; empty if there is no such value that tells them from the passing
     calls.
 
-    ``only where sinks=True``: no passing call has the value. ``all with sinks=True``: few passing calls have the value.
+    The text ``only where sinks=True`` means that no passing call has this value, ``all with sinks=True`` that few passing calls
+    have it.
     """
     if not right:
         return ""

@@ -120,7 +120,7 @@ class _Operations(TorchDispatchMode):
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     """Whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
 
-    Writing a single value through one mask needs no count.
+    An operation that writes a single value to the elements of one mask need not count them.
     """
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     masks = any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
