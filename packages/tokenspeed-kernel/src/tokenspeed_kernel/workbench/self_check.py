@@ -95,7 +95,7 @@ def self_check(
         device: the device to run on; by default the device on which this process runs kernels.
 
     Raises:
-        ModelError: see `receipt`.
+        ModelError: the model is unknown or its configuration cannot be used.
     """
     started = time.monotonic()
     where = default_device() if device is None else torch.device(device)

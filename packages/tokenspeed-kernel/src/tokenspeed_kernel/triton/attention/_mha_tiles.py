@@ -63,7 +63,7 @@ class Tile(NamedTuple):
         heads_first: whether the grid iterates over all heads of a tile first, rather than over all tiles of a head.
         stages, edge_stages: pipeline stages of the loops over blocks without and with a mask.
         shortest: sequences with fewer queries are skipped.
-        at_once: see `Call.at_once`.
+        at_once: how many sequences a program compares at a time when it searches for its sequence.
     """
 
     block_m: int

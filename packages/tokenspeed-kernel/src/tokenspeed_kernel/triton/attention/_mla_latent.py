@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     """Sizes that a model fixes, and options that change the result.
 
     Attributes:
-        heads: query heads.
+        heads: number of query heads.
         rank, rope: columns of a latent and of its rotary part.
         page_size: tokens in a page.
         causal, windowed: whether later keys, and keys before a window, are hidden.

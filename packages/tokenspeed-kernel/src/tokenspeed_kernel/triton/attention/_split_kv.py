@@ -110,7 +110,7 @@ def plan_work_items(
         heads: programs per work item: KV heads times tiles of query rows.
         at_once: programs that the device runs concurrently.
         waves: waves of programs for a batch with much work.
-        long, least: see `SplitPlan`.
+        long, least: how many blocks a work item needs to amortise its overhead, and its fewest key blocks, see `SplitPlan`.
         whole: if no sequence can have more key blocks than this, no sequence is split.
     """
     wave = max(1, at_once // heads)

@@ -265,7 +265,7 @@ def attend_newest(
     Args:
         cu_seqlens_q: None if every sequence has max_seqlen_q new tokens. With cu_seqlens_q, sequences with more new tokens are
             skipped: nothing is written for them.
-        tree_mask: as in `mha_with_kvcache`.
+        tree_mask: the argument ``tree_mask`` of `mha_with_kvcache`: the bit masks of draft trees.
     """
     nothing_written = out.numel() == 0 and (lse is None or lse.numel() == 0)
     if cache_seqlens.shape[0] == 0 or max_seqlen_q == 0 or nothing_written:  # padding: no new tokens

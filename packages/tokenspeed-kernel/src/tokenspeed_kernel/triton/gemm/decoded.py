@@ -35,7 +35,8 @@ class Formats(NamedTuple):
             ``block``, ``lines_each`` and ``swizzled`` of each `Operand`.
         split_a: whether a is split into the sum of two bfloat16.
         compute, precision: Triton's dtype of the MMA operands, and ``input_precision`` of float32 dot products.
-        native, interpreted: see `Abilities`.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
     """
 
     a: str

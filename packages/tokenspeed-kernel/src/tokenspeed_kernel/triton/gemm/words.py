@@ -26,13 +26,14 @@ class Program(NamedTuple):
     """The kernel's compile-time constants.
 
     Attributes:
-        m, n, k, arranged: see `Tile`.
+        m, n, k, arranged: sizes of the tile, and whether a is permuted in memory first, see `Tile`.
         even_k: whether ``Tile.k`` divides the operands' k.
         compute: Triton's dtype of the MMA operands.
         ptx: whether words are dequantised by inline PTX.
         asynchronous: whether a `tl.dot` may compile to WGMMA.
         early: whether the kernel is launched with PDL, see `may_overlap`.
-        native, interpreted: see `Abilities`.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
     """
 
     m: int

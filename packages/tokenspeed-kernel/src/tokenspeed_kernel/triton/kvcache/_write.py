@@ -19,9 +19,10 @@ class Encoding(NamedTuple):
 
     Attributes:
         format: the cache's 8-bit float format, or "copied" if the cache has the values' dtype.
-        native: see `abilities` of the encoder.
+        native: whether the device converts 8-bit floats in hardware, see `Abilities`.
         k_scales, v_scales: number of scales of keys and of values; 0 for none.
-        interpreted, steps: see `_encode_device.divide`.
+        interpreted: whether kernels run in Triton's interpreter.
+        steps: how often a quotient is corrected by its remainder, see `_encode_device.divide`.
     """
 
     format: str = COPIED

@@ -28,9 +28,9 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
-        v_heads: value heads.
+        v_heads: number of value heads.
         group: value heads per query/key head.
-        gates: GATES of `_gates_device.log_decay`.
+        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         outputs: whether the state after every token is written.

@@ -31,10 +31,10 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
-        v_heads: value heads.
+        v_heads: number of value heads.
         width: channels per key that the second step reads: k_dim rounded up to `_ALIGNMENT`, padded with zeros.
         group: value heads per query/key head.
-        gates: GATES of `_gates_device.log_decay`.
+        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         initial: whether some sequences start from a given state.

@@ -68,7 +68,7 @@ class Options(NamedTuple):
         activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
         dtype: Triton's dtype of the MMA operands.
-        ptx, drain: see `_mxfp4_decode_device.decode`.
+        ptx, drain: whether weights are decoded by inline PTX, and only after outstanding WGMMAs, see `_mxfp4_decode_device.decode`.
     """
 
     scaled: bool

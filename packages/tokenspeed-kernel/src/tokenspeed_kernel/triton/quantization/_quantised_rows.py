@@ -54,7 +54,8 @@ class Form(NamedTuple):
         limit: the largest finite value of that 8-bit float.
         group: consecutive elements that share a scale; or `ROW`, or `GIVEN`.
         up: whether mxfp8's e8m0 scales are rounded up.
-        native, interpreted: see `abilities` of the encoder.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
         steps: see `division_steps` of the encoder.
     """
 

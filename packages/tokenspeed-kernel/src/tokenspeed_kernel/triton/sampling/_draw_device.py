@@ -31,7 +31,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
         least: an upper bound of the weight of an unlisted token.
         keeps: number of tokens that top-k keeps, at most the vocabulary; int64.
         p, u: top-p, and the random number; if u is None no token is drawn.
-        largest, scale, floor: see `token_weights`.
+        largest, scale, floor: the row's largest logit, and the scale and floor of its weights, see `token_weights`.
         PAIRED: the number of tokens that one step compares with all listed tokens.
 
     Returns:

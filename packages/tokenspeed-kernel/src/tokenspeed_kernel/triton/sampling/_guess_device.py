@@ -198,10 +198,10 @@ def range_of_cutoff(
 
     Args:
         maxima: int32 [groups], the sort keys of the group maxima.
-        counts: `group_counts` of maxima.
+        counts: the result of `group_counts` for ``maxima``: the histogram of the group maxima.
         groups, length: number of groups, and tokens per span.
         restricted, k: whether top-k keeps fewer than all tokens, and top-k.
-        p: top-p.
+        p: the row's top-p, the probability that the kept tokens reach together.
         rank: for top-p alone, the range starts at the largest logit if the cutoff is likely within this many group maxima.
         largest_key, scale, floor: the row's largest sort key, and the scale and floor of its weights, see `token_weights`.
         SAMPLE, LANES: tokens to sample, and tokens per loop step.

@@ -123,7 +123,7 @@ def limit_of(top_p, weight):
 
 @triton.jit
 def target_of(number, weight):
-    """Returns the target of a draw with the random number ``number``: the first token whose running sum of weights exceeds it is
-    drawn.
+    """Returns the target of a draw with the random number ``number``. The first token whose running sum of weights exceeds the
+    target is drawn.
     """
     return (number * weight.to(tl.float64)).to(tl.int64)

@@ -70,7 +70,7 @@ class Row:
         reason: why the kernel was not timed.
         timing: None if the kernel was not timed.
         tflops, gb_per_s: rates, computed from the operator's cost; None if the operator declares no cost.
-        solution: the backend.
+        solution: the kernel's backend.
         share: the fraction of the roofline that the kernel reaches; None without a cost or a roofline.
         launch: launch overhead; None on a CPU.
         warnings: why the measurement may be unreliable.

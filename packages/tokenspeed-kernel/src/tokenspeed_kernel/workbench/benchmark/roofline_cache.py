@@ -37,7 +37,7 @@ def cached_roofline(
     """Returns the result of `measure_roofline`, from the cache if possible. Without a cache directory, every call measures.
 
     Args:
-        device: a GPU.
+        device: the GPU to measure.
         remeasure: measure again and update the cache.
         directory: the cache directory; the user's if not given.
         measured: the function that measures.

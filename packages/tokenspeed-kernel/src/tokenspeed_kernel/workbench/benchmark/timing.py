@@ -127,9 +127,8 @@ def measure_graph(
             microseconds, is spread over them.
         device: a GPU.
         budget_s: seconds of timing, without warm-up and capture; the graph runs at least 10 and at most 1000 times.
-        cache: see `measure`.
-
-    Returns:
+        cache: ``"cold"`` or ``"warm"``, see `measure`.
+            Returns:
         The average time of one call.
 
     Raises:

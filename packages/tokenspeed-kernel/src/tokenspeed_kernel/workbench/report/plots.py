@@ -99,7 +99,7 @@ def for_page(drawn: str, title: str, prefix: str, hints: Mapping[str, str] | Non
     """Returns matplotlib's SVG file as an ``svg`` element for an HTML page, as wide as the element's container.
 
     Args:
-        drawn: the file's text.
+        drawn: the text of the SVG file.
         title: description of the drawing, for screen readers.
         prefix: a prefix for all ids in the element, to make them unique on the page.
         hints: the tooltips of the drawing's parts, by the ids of the parts.
