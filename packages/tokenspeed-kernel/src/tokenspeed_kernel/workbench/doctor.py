@@ -69,7 +69,7 @@ class Diagnosis:
         return not any(finding.problem for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the diagnosis as plain values, for JSON."""
         return {"healthy": self.healthy, **dataclasses.asdict(self)}
 
 

@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program.
+    """The tokens, heads and keys whose scores one program computes.
 
     Attributes:
         tokens: the tokens whose queries one program holds.

@@ -55,7 +55,7 @@ class Mask(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The kernel's compile-time constants. For attributes not listed here, see `Tiles`.
+    """Compile-time constants of `tiles_kernel`. For attributes not listed here, see `Tiles`.
 
     Attributes:
         d_low, d_high: padded columns of a head, as two powers of two; the second may be 0. See `split_width`.

@@ -73,7 +73,7 @@ _OTHER_BYTES = 4_000  # a program's shared memory besides the pipeline stages
 
 
 class Measured(NamedTuple):
-    """Tuned values for a call, which override the choice of `_config`. None: not tuned. For the fields, see `Config`."""
+    """Tuned values for fields of `Config`, which replace the values that `_config` chooses for a call. None: no tuned value."""
 
     block_n: int | None = None
     num_warps: int | None = None
@@ -128,7 +128,7 @@ class Formats(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The kernel's compile-time constants.
+    """Compile-time constants of `decode_kernel`.
 
     Attributes:
         packed: the number of KV heads that the program treats as one wide head.

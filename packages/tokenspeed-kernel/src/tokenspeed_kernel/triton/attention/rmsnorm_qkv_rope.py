@@ -36,7 +36,7 @@ HEAD_DIMS = (32, 64, 128)
 
 
 class Program(NamedTuple):
-    """Compile-time constants of the kernel.
+    """Compile-time constants of `rmsnorm_qkv_rope_kernel`.
 
     Attributes:
         tokens: all tokens, padded to a power of two.

@@ -35,7 +35,9 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Loads elements of x; with a residual, returns ``x + residual``, rounded to the residual's dtype. 0 outside the mask."""
+    """Loads elements of x; with a residual, returns ``x + residual``, rounded to the residual's dtype. Elements outside ``mask``
+    are 0.
+    """
     total = tl.load(inputs.x + row * inputs.x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(inputs.residual + row * inputs.residual_stride + column, mask=mask, other=0.0)

@@ -79,7 +79,7 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes except ``warps`` are powers of two.
+    """The heads and columns that one program processes. All sizes except ``warps`` are powers of two.
 
     Attributes:
         q_heads, k_heads: heads of q that a program processes, or heads of k (and v).

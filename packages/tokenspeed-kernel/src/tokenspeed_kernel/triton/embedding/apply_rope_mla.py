@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes except ``warps`` are powers of two.
+    """The heads or tokens, and the columns, that one program processes. All sizes except ``warps`` are powers of two.
 
     Attributes:
         q_heads, tokens: heads of q that a program processes, or tokens whose latents it processes.

@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Program(NamedTuple):
-    """The kernel's compile-time constants.
+    """Compile-time constants of `words_mm_kernel`.
 
     Attributes:
         m, n, k, arranged: sizes of the tile, and whether a is permuted in memory first, see `Tile`.

@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _pointers(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE: tl.constexpr):
-    """Pointers to elements of a page. ``at``: the elements' row-major indices in the page's three dimensions."""
+    """Returns pointers to elements of page number ``page`` of a cache. ``at``: the elements' row-major indices in the page's
+    three dimensions.
+    """
     a, b, c = at // PAGE.middle, at % PAGE.middle // PAGE.inner, at % PAGE.inner
     return cache + page.to(tl.int64) * stride_p + (a.to(tl.int64) * stride_a + b * stride_b + c * stride_c)
 

@@ -25,9 +25,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Shape(NamedTuple):
-    """Tokens in a page, and columns of one head (``dim``) and of all heads (``width``), of keys and (``v_``) of values.
+    """Sizes of the caches: tokens in a page, columns of one head (``dim``), and columns of all heads (``width``).
 
-    ``v_width`` is 0 if there is no value cache.
+    Fields that begin with ``v_`` are sizes of the value cache, the others of the key cache. ``v_width`` is 0 if there is no value
+    cache.
     """
 
     page_size: int

@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tile sizes and dtypes.
+    """Sizes of chunks and tiles, and dtypes of the MMAs.
 
     Attributes:
         chunk, levels: tokens per chunk, and their log2.

@@ -328,7 +328,8 @@ def grouped_gemm_kernel(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """With ``OPTIONS.gated``, the first projection and its activation; else the second. N output features, K input features.
+    """Computes the first projection with its activation if ``OPTIONS.gated``, else the second projection. N: output features; K:
+    input features.
 
     w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors, an
     expert has ``w_expert_rows`` rows, and its up rows begin ``w_up_rows`` rows after its gate rows.

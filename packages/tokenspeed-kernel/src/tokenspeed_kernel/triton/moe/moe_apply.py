@@ -37,7 +37,7 @@ grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_d
 
 
 class Tile(NamedTuple):
-    """The tile of one projection.
+    """The tile sizes of the GEMM of one projection.
 
     Attributes:
         features: output features per program.
@@ -366,8 +366,8 @@ def _project(
     blocks: Blocks,
     tile: Tile,
 ) -> None:
-    """Launches one projection. The first (w13) maps tokens to rows sorted by expert, and includes the activation. The second (w2)
-    maps these rows to (token, slot) pairs.
+    """Launches the grouped GEMM of one projection. The first projection (w13) maps tokens to rows sorted by expert, and includes
+    the activation. The second projection (w2) maps these rows to (token, slot) pairs.
     """
     gated = name == "w13"
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))

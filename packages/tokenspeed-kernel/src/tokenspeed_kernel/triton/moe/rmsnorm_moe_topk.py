@@ -30,7 +30,7 @@ MOST_TOKENS = 16
 
 
 class Tile(NamedTuple):
-    """The tile of one program.
+    """How much of a token one program computes.
 
     Attributes:
         experts: the number of experts for which a program computes the logits of its token.

@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """A program's tile.
+    """The rows and columns that one program holds at once.
 
     Attributes:
         rows: rows per program.

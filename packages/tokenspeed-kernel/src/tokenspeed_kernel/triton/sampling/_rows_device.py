@@ -60,7 +60,9 @@ def largest_pairs(pairs, K: tl.constexpr):
 
 @triton.jit
 def larger_pairs(one, other):
-    """Merges two results of `largest_pairs` of equal length. Returns the largest pairs of both, with the same length and order."""
+    """Merges two results of `largest_pairs` of equal length. Returns the largest pairs of the two results together, in the same
+    number and order.
+    """
     return largest_pairs(tl.reshape(tl.join(one, other), [2 * one.shape[0]]), one.shape[0])
 
 

@@ -120,14 +120,14 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether anything is slower or broken."""
+        """Whether any row became slower, or has no time in B."""
         return bool(self.broken) or any(difference.verdict is Verdict.SLOWER for difference in self.differences)
 
     def count(self, verdict: Verdict) -> int:
         return sum(difference.verdict is verdict for difference in self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the comparison as plain values, for JSON."""
         return {**asdict(self), "broken": [asdict(row) for row in self.broken], "worse": self.worse}
 
 

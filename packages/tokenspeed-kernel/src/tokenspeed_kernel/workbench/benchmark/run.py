@@ -140,7 +140,7 @@ class Measurement:
     launch: Launch | None = None
 
     def verify(self) -> None:
-        """Verifies the results. A kernel with wrong results is not timed."""
+        """Verifies the results of the kernel or baseline. With wrong results, it is not timed."""
         result: CaseResult
         if isinstance(self.competitor, Baseline):
             result = verify_baseline(self.competitor, self.case, self.device)

@@ -128,7 +128,8 @@ def measure_graph(
         device: a GPU.
         budget_s: seconds of timing, without warm-up and capture; the graph runs at least 10 and at most 1000 times.
         cache: ``"cold"`` or ``"warm"``, see `measure`.
-            Returns:
+
+    Returns:
         The average time of one call.
 
     Raises:

@@ -189,7 +189,9 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 def _measured(
     runs: Sequence[tuple[Competitor, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures the runs. The results are written to ``output`` periodically, so that a failure loses little."""
+    """Measures each kernel or baseline on its case. The results are written to ``output`` periodically, so that a failure loses
+    little.
+    """
     method = empty.method
     assert method is not None
     measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]

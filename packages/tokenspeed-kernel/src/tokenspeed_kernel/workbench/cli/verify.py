@@ -106,7 +106,7 @@ def _last_line(findings: Sequence[Finding]) -> None:
 def _compare(
     runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, repeat: int | None, seed: int, seconds: float
 ) -> tuple[list[CaseResult], list[Shrunk | None]]:
-    """Verifies kernels on cases. Returns the result of each run, and for a few failed runs the smallest call with the same
+    """Verifies each kernel of ``runs`` on its case. Returns the results, and for a few failed runs the smallest call with the same
     fault.
     """
     results: list[CaseResult] = []

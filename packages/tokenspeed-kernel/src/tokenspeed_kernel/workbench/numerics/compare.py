@@ -82,7 +82,7 @@ class Comparison:
         return not self.fault
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values. Numbers that JSON cannot represent become text."""
+        """Returns the comparison as plain values. Numbers that JSON cannot represent become text."""
         return {**plain_fields(self), "passed": self.passed, "ulps": dict(self.ulps)}
 
 

@@ -46,7 +46,7 @@ class Shrunk:
     reproducer: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the result of the search as plain values, for JSON."""
         told = {"tried": self.tried, "exhausted": self.exhausted, "reproducer": self.reproducer}
         return {"case": str(self.case.make), "reason": self.result.reason, **told}
 

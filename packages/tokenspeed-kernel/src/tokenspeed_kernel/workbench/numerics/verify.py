@@ -107,7 +107,7 @@ class CaseResult:
         return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the result as plain values, for JSON."""
         return plain_fields(self)
 
 

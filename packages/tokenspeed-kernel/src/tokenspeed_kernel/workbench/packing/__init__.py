@@ -140,7 +140,8 @@ class Outcome:
 
 
 def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
-    """Makes a pack. Yields the outcome of each call as it completes; the pack is complete when the iterator is exhausted.
+    """Makes the pack with the programs that a source's calls need. Yields the outcome of each call as it completes; the pack is
+    complete when the iterator is exhausted.
 
     Raises:
         FileExistsError: the folder has files other than those of an interrupted build.

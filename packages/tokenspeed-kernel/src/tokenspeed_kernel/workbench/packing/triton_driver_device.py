@@ -22,10 +22,10 @@ class _Launcher:
     """The launcher that Triton makes for each compiled kernel, and calls for each launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        """Needs nothing."""
+        """Ignores the compiled kernel, because it is never launched."""
 
     def __call__(self, *launch: Any) -> None:
-        """Launches nothing."""
+        """Ignores a launch, because there is no device."""
 
 
 class _Utils:

@@ -58,7 +58,7 @@ class Receipt:
         return "; ".join((text, *([f"{without} without a kernel"] if without else []), *self.notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the receipt as plain values, for JSON."""
         return {"format": FORMAT, **json.loads(json.dumps(dataclasses.asdict(self), default=str))}
 
     def save(self, path: str | Path) -> None:

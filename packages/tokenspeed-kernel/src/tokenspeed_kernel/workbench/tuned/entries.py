@@ -110,7 +110,7 @@ class Entry:
         return replace(self, results=(*self.results, *(r for r in older.results if r.kernel not in mine)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the entry as plain values, for JSON."""
         return {**asdict(self), "results": [asdict(result) for result in self.results]}
 
     @classmethod

@@ -62,7 +62,7 @@ class Outcome:
         return before / self.results[0].us if before is not None and self.results else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the outcome as plain values, for JSON."""
         best = self.results[0] if self.results else None
         return {
             "operator": self.operator,

@@ -56,7 +56,7 @@ class Finding:
         return f"{self.kernel}: {self.check}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the finding as plain values, for JSON."""
         smallest = None if self.shrunk is None else self.shrunk.to_dict()
         told = plain_fields(replace(self, shrunk=None))
         del told["shrunk"]
