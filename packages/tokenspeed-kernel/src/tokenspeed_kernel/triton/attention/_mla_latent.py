@@ -181,7 +181,7 @@ def attend_latent(
         return out if lse is None else (out, lse)
 
     dtype = output_dtype(q)
-    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # Triton's interpreter computes wrong bfloat16 dots
     rows = min(max_seqlen_q, tokens) * heads
     # With cu_seqlens_q the bound varies between calls. The bound is rounded up, because the merge kernel is compiled for each
     # bound.

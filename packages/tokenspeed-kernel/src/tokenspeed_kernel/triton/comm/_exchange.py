@@ -31,8 +31,8 @@ class Config(NamedTuple):
         warps: warps per program.
         pack: 16-byte vectors that a thread polls at once. If 0, the whole program polls all its vectors until all have arrived,
             which works on any processor.
-        programs: the most programs per SM/CU. Programs start in order, and every rank launches the same number of programs. So a
-            program that is not resident yet never blocks a program that started earlier.
+        programs: the largest number of programs per SM/CU. Programs start in order, and every rank launches the same number of
+            programs. So a program that is not resident yet never blocks a program that started earlier.
         early: whether the kernel is launched with PDL. With PDL the kernel starts before the preceding kernel has ended, and waits
             on the device for its end.
     """

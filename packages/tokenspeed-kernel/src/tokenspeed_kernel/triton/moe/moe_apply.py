@@ -138,13 +138,12 @@ _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 # 2432 us with 16.
 _GROUP = 4
 
-# The blocks by the mean number of rows per expert: each applies up to the mean before the colon. Measured on an H200: the whole
-# layer in a CUDA graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and bounds the
-# time with few rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such experts'
-# weights would be read and multiplied twice for a few rows. "extra" avoids this. With many more rows per expert, "extra" is no
-# longer faster.
-# "tail" then makes an expert's last block cheaper than a full block. MMAs without swap-AB were 7% slower (128 rows, features 128
-# and 256).
+# The blocks by the mean number of rows per expert: a key is the largest mean for which its value is used. Measured on an H200:
+# the whole layer in a CUDA graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and
+# bounds the time with few rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such
+# experts' weights would be read and multiplied twice for a few rows. "extra" avoids this. With many more rows per expert, "extra"
+# is no longer faster. "tail" then makes an expert's last block cheaper than a full block. MMAs without swap-AB were 7% slower (128
+# rows, features 128 and 256).
 _LARGE_MEMORY = {
     # 1 token 67 us (78 with features 32, 75 with k 64), 16 tokens 545 us, 64 tokens 1268 us.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),

@@ -340,7 +340,7 @@ def weigh_kernel(
         for chunk in range(begin, tl.minimum(begin + together, chunks)):
             x = following.to(tl.float32)
             ids = chunk * CHUNK + lane
-            # Prefetch the next chunk while this chunk is weighed.
+            # Prefetch the next chunk while the weights of this chunk are computed.
             after = ids + CHUNK
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)

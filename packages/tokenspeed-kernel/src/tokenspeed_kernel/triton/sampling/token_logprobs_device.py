@@ -221,8 +221,8 @@ def token_logprobs_kernel(
         ties = listed + most_groups
         threshold = _threshold_of_groups(maxima, count, top_k, LANES, CHUNK)
         above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
-        # Each group whose maximum equals the threshold contains a token with exactly this logit. The first such tokens are in the
-        # first such groups.
+        # Each group whose maximum equals the threshold contains a token with exactly this logit. So of the tokens with this
+        # logit, those with the lowest ids are in the first of these groups.
         reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))
         tl.debug_barrier()  # the stores must be visible to the program's other threads
 

@@ -40,7 +40,7 @@ def cached_roofline(
         device: the GPU to measure.
         remeasure: measure again and update the cache.
         directory: the cache directory; the user's if not given.
-        measured: the function that measures.
+        measured: the function that measures the roofline if the cache has no result.
 
     Warns:
         StorageWarning: the file is damaged. The damaged file is set aside and replaced.
