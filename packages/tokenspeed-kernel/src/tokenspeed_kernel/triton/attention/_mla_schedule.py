@@ -20,7 +20,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 _CANDIDATES = 16
-_WAVES = 3  # the most waves of work items
+_WAVES = 3  # the largest number of waves of work items
 _LEAST = 2  # the fewest key blocks of a work item
 _LENGTHS_AT_ONCE = 256
 

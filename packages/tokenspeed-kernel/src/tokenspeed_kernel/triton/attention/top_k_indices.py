@@ -44,10 +44,10 @@ class Search(NamedTuple):
         lanes: scores or list entries that a program holds at once, at least 16.
         spans: the number of spans of a row, each listed by its own program. 1 if the row's own program makes the list, 0 without a
             list.
-        segment: the most entries that a span's list holds.
+        segment: the largest number of scores that a span's list holds.
         block: scores per step of the listing loop.
         run: adjacent scores of a block per thread.
-        sample: the most scores of a row that its sample has.
+        sample: the largest number of a row's scores in its sample.
         deviations: margin of the bound, in standard deviations of the threshold's rank in a sample.
         stages: pipeline stages of the listing loop.
         warps: warps of a program.

@@ -54,7 +54,7 @@ class Config(NamedTuple):
 _FEW = Config(8, 2, 1, True)
 _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)
-# The most rows for which _FEW and _SOME are fastest.
+# The largest numbers of rows for which _FEW and _SOME are fastest.
 _FEW_ROWS, _SOME_ROWS = 32, 512
 # The longest row, in 16-byte vectors, that a program with the warps of `config_for` can also quantise without spilling registers.
 _QUANTISED_BY_FEW = 512

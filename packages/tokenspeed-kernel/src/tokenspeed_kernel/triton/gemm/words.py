@@ -83,7 +83,7 @@ _TILES = {
     # Not measured.
     "any": (Tile(16, 64, 128, 4, 2, 4), Tile(32, 64, 128, 4, 2, 4)),
 }
-# The most rows of a for which these kernels are eligible. That many rows may need several tiles of the largest size.
+# The kernels of this module are eligible if ``a`` has at most this many rows, which may need several tiles of the largest size.
 _ROWS = {"sm_90": 512, "any": 32}
 
 

@@ -62,7 +62,8 @@ _VALUES_A_WARP, _WARPS, _COLUMNS = 2048, 4, 64
 # The fewest columns of a tile. With few requests, tiles are narrower, so that there are more programs. A row of 16 float32
 # columns is two 32-byte sectors. On an H200 one request of qwen3-next takes 3.8 us with 16 columns, and 4.6 us with 8.
 _FEWEST_COLUMNS = 16
-# The most key channels. With more channels, more than 8 warps would take part in each reduction over rows.
+# The largest number of key channels for which the kernel is eligible. With more channels, more than 8 warps would take part in
+# each reduction over rows.
 _LONGEST = 1024
 
 

@@ -97,9 +97,9 @@ _SOLVER = torch.float16
 _BLOCK_LEVELS = 4
 # Channels per loop step of a program of the block kernel, and of the chunk kernel (`_channels_device`).
 _BLOCK_CHANNELS, _CHANNELS = 32, 32
-# The most and the fewest state columns per program of the second step. A sequence has v_heads * v_dim / columns programs. Fewer
-# columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in registers for
-# float32, or on GPUs whose MMA reads both operands from registers.
+# The largest and the smallest number of state columns per program of the second step. A sequence has v_heads * v_dim / columns
+# programs. Fewer columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in
+# registers for float32, or on GPUs whose MMA reads both operands from registers.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256

@@ -20,7 +20,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 # The number of pairs that a program processes in one step.
 _CHUNK = 1024
-# The most programs among which the search for an expert's pairs is split.
+# The search for an expert's pairs is split among at most this many programs.
 _PARTS = 16
 
 

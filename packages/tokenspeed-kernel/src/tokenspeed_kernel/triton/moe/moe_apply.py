@@ -340,8 +340,8 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
     """Adapts a tile that was chosen for dense 16-bit weights to other weight formats.
 
-    ``features``: the most features whose accumulators fit into registers together with the dequantisation. ``k``: elements of a
-    weight row.
+    ``features``: the largest number of features whose accumulators fit into registers together with the dequantisation. ``k``:
+    elements of a weight row.
     """
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))

@@ -41,8 +41,8 @@ class Tile(NamedTuple):
         rows: pairs of weight rows in a tile.
         columns: (token, slot) pairs of one expert in a tile.
         warps, stages: a program's warps and pipeline stages.
-        unroll: the most chunks of k per loop iteration. An iteration has fewer chunks if ``unroll`` does not divide the number of
-            chunks.
+        unroll: the largest number of chunks of k per loop iteration. An iteration has fewer chunks if ``unroll`` does not divide
+            the number of chunks.
         split_k: among how many programs k is split; another kernel adds their partial sums.
         tail: blocks with at most ``tail`` pairs use a tile of ``tail`` columns; 0 for one tile size. If ``tail`` is at least 32,
             blocks with at most ``tail / 2`` pairs use ``tail / 2`` columns.

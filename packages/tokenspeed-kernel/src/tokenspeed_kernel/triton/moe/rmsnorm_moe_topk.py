@@ -24,8 +24,8 @@ from tokenspeed_kernel_base.workspace import keeper
 
 device_code = DeviceModule(__name__ + "_device")
 
-# The most tokens of an eligible call. Each token's programs read the router weights again, from L2. With more tokens, one GEMM of
-# all tokens is faster.
+# The largest number of tokens of an eligible call. Each token's programs read the router weights again, from L2. With more
+# tokens, one GEMM of all tokens is faster.
 MOST_TOKENS = 16
 
 
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 # 4 experts and 8 warps 4.5, 4.7, 5.2, 8.0; 1 expert and 1 warp 6.0, 6.2, 7.1, 11.3. Three separate kernels (rmsnorm, a cuBLAS GEMM,
 # moe_topk) take 10.5, 10.8, 10.8, 11.2.
 _FEW, _WARPS = 8, 4
-# The most router weights that a program holds in registers: 256 per thread.
+# The largest number of router weights that a program holds in registers: 256 per thread.
 _MOST_ELEMENTS = 32768
 
 

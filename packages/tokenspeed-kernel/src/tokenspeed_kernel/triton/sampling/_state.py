@@ -4,4 +4,4 @@ STATE = 8
 """The number of int64 fields of a row's state; `_state_device` names them."""
 
 FEW = 128
-"""The most sort keys that the cutoff search compares pairwise in its last step."""
+"""The largest number of sort keys that the cutoff search compares pairwise in its last step."""

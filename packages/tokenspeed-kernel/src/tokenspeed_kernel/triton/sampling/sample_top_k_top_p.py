@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
         weigh_warps, weigh_programs: warps of a program of `weigh_kernel`, and programs per SM/CU.
         finish_warps: warps of `finish_kernel`.
         cutoff_lanes: tokens per step of the cutoff search in `finish_kernel`.
-        short: the most keys that the cutoff search copies to a short list.
+        short: the largest number of sort keys that the cutoff search copies to a short list.
         some, slots: how many chunks, and how many copied tokens of each chunk, `finish_kernel` sums per step.
     """
 
@@ -96,7 +96,7 @@ _TILES = {
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# The most chunks per program of `weigh_kernel`.
+# The largest number of chunks per program of `weigh_kernel`.
 _MOST_TOGETHER = 20
 
 

@@ -82,8 +82,8 @@ def three_digits(value: float) -> str:
 def note(report: Report, how: str = "") -> str:
     """Describes in sentences how a report's times were taken.
 
-    ``how``: the description, if the kernel between calls is not the usual small one. Its placeholder ``{took}`` is replaced by that
-    kernel's time.
+    ``how``: describes the kernel between calls, if it is not the usual small one. The placeholder ``{took}`` in this text is
+    replaced by that kernel's time.
     """
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]

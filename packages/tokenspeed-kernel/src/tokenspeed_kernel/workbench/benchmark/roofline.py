@@ -60,7 +60,7 @@ def share_of(cost: Cost, time_us: float, operands: Iterable[torch.dtype], roofli
         cost: the call's cost.
         time_us: the call's time in microseconds.
         operands: dtypes of the operands. The widest dtype with a known peak decides, because narrower operands are converted to it.
-            Packed formats are ignored, so the other operand decides.
+            Packed formats have no known peak, so with one packed operand the other operand's dtype decides.
         roofline: the device's roofline.
     """
     memory = Share(cost.bytes / time_us / 1e3 / roofline.memory_gb_per_s, "memory")

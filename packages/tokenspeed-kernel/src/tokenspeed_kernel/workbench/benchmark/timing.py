@@ -23,7 +23,7 @@ _FLUSHED_BYTES = 512 << 20
 # With warm caches no buffer is overwritten. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# The most samples that a round keeps, evenly spaced. The median of these samples is the median of all samples.
+# A round keeps at most this many samples, evenly spaced. The median of these samples is the median of all samples.
 _KEPT = 64
 
 

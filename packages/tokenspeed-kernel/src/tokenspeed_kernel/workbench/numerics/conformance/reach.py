@@ -97,7 +97,7 @@ def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) ->
 
 
 def _run_cases(connection: Connection, kernel: str, names: Sequence[str], device: torch.device, seed: int) -> None:
-    """Runs a kernel on cases, in the other process. Sends each case's status and error."""
+    """Runs a kernel on cases, in the other process. Sends each case's status and error to the parent process."""
     discover_plugins(force=True)  # plugins that were installed after the server process started
     try:
         spec = KernelRegistry.get().get_by_name(kernel)
