@@ -1,13 +1,14 @@
-"""Times all-reduces between the GPUs of one machine, alone and with the layer's next steps (residual add, normalisation,
-quantisation). The baselines are NCCL, PyTorch, and, if FlashInfer is installed, its copies of the kernels of TensorRT-LLM and
-vLLM.
+"""Times all-reduces between the GPUs of one machine, alone and with the steps that follow in a transformer layer (residual add,
+normalisation, quantisation). The baselines are NCCL, PyTorch, and, if FlashInfer is installed, FlashInfer's copies of the kernels
+of TensorRT-LLM and vLLM.
 
 python packages/tokenspeed-kernel/benchmarks/all_reduce.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_all_reduce.json
 
-Each GPU has one process. Each result is first compared with the float32 sum in rank order, rounded once. Sums may differ by twice
-the dtype's epsilon a rank, relative to the largest sum; ``exact`` tells whether all ranks' sums match bit for bit. Then 20 calls
-are captured into a CUDA graph, which is replayed. The reported time is the slowest rank's median over replays. PyTorch's multimem
+Each GPU has one process. Each result is first compared with the float32 sum in rank order, rounded once. A sum may differ by twice
+the dtype's epsilon per rank, relative to the largest sum. ``exact`` tells whether the sums of all ranks match bit for bit. Then 20
+calls are captured into a CUDA graph, which is replayed. The reported time is that of one call: the median over replays, on the
+slowest rank. PyTorch's multimem
 operations are not measured: some machines and containers lack NVLink multicast.
 """
 
@@ -39,13 +40,13 @@ from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 ROWS = (1, 16, 64, 256, 1024, 8192)
 EPS = 1e-5
-# Replays of a graph; the second value applies if a call moves at least _LARGE bytes.
+# The number of replays of a graph; _LARGE_REPLAYS if the reduced tensor has at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
 QUANTIZATION = tk.Quantization.fp8()
 SUM, NORM, FP8 = "all_reduce", "all_reduce_rmsnorm", "all_reduce_rmsnorm_quantize"
 
-# Returns an operator's outputs; a single tensor is wrapped in a tuple.
+# Runs an operator and returns its outputs; a single tensor is wrapped in a tuple.
 Call = Callable[[], tuple[Tensor, ...]]
 
 
@@ -60,15 +61,15 @@ def run(
     measure: Callable[..., list[dict[str, Any]]],
     arguments: Sequence[str] | None,
 ) -> int:
-    """A benchmark between GPUs: starts the ranks, prints a table, and writes the report if a file is given.
+    """Runs a benchmark between GPUs: starts the ranks, prints a table, and writes the report if a file is given.
 
     Args:
         program: the file name of the benchmark.
-        description: its help text.
-        rows: the default numbers of rows.
-        measure: the function that each rank runs. It takes the rows, hidden size, dtype, calls and device, and the file to
-            which rank 0 saves the rows measured so far (or None). It returns the rows of the report.
-        arguments: the command line.
+        description: help text of the benchmark.
+        rows: numbers of rows of the input that are measured by default.
+        measure: the function that each rank runs. It takes the numbers of rows, the hidden size, dtype, number of calls in a
+            graph and device, and the file to which rank 0 saves the results so far (or None). It returns the rows of the report.
+        arguments: words of the command line; None for those of ``sys.argv``.
 
     Returns:
         The exit status: 1 if a GPU is missing, a call failed or a result was wrong.
@@ -102,11 +103,11 @@ def run(
 
 
 def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:
-    """The command-line options of a benchmark between GPUs.
+    """Returns the parser of the command-line options of a benchmark between GPUs.
 
     Args:
         description: the program's help text.
-        rows: the default numbers of rows.
+        rows: numbers of rows of the input that are measured by default.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
@@ -121,7 +122,7 @@ def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentPar
 
 
 def command(program: str, options: argparse.Namespace) -> str:
-    """The command line, without the output file."""
+    """Returns the command line for these options, without the output file."""
     said = {name: getattr(options, name) for name in ("ranks", "rows", "hidden", "dtype", "calls", "device")}
     said["rows"] = ",".join(map(str, options.rows))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
@@ -129,7 +130,7 @@ def command(program: str, options: argparse.Namespace) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Returns Markdown: a row per implementation, and a column per number of rows."""
+    """Returns a report as a Markdown table: a row per implementation, and a column per number of rows of the input."""
     rows = report["rows"]
     sizes = sorted({row["rows"] for row in rows})
     lines = [f"| us a call, {report['ranks']} ranks | " + " | ".join(map(str, sizes)) + " |", "|---|" + "--:|" * len(sizes)]
@@ -147,10 +148,12 @@ def table(report: dict[str, Any]) -> str:
 def measure(
     sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Rows for each operator, implementation and size; the same on every rank."""
+    """Measures each operator's implementations at each number of rows of the input. Returns the report's rows, equal on all
+    ranks.
+    """
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
-    # The two-shot protocol gives each rank whole rows, or whole chunks.
+    # In the two-shot protocol each rank reduces whole rows, or whole chunks, so each rank's part is rounded up to these.
     most = max(sizes) * row_bytes
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=most + dist.get_world_size() * max(row_bytes, CHUNK))
     found = []
@@ -165,7 +168,7 @@ def measure(
 
 
 class Inputs:
-    """The operands of a rank, and the expected outputs."""
+    """The operands of this rank, and the expected outputs of the operators."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
         generator = torch.Generator(device).manual_seed(rows)
@@ -176,8 +179,8 @@ class Inputs:
         self.total = functools.reduce(lambda total, x: total + x.float(), every[1:], every[0].float()).to(dtype)
         self.normed, self.summed = rmsnorm(self.total, self.weight, EPS, self.residual, solution="reference")
         self.out, self.residual_out = torch.empty_like(self.x), torch.empty_like(self.x)
-        self.most_rows = rows  # the largest number of rows that this process will use
-        # Twice epsilon a rank, relative to the largest sum.
+        self.most_rows = rows  # the largest number of rows that this process measures
+        # The largest allowed difference of a sum: twice the dtype's epsilon per rank, relative to the largest sum.
         self.slack = 2 * group.world_size * torch.finfo(dtype).eps * float(self.total.abs().max())
 
     def norm(self, total: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +190,7 @@ class Inputs:
         return *tk.quantize_fp8(normed), summed
 
     def compared(self, operator: str, made: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Triples of an output, the expected tensor, and the largest allowed absolute difference."""
+        """Yields, for each output of an operator, the output, the expected tensor, and the largest allowed absolute difference."""
         if operator == FP8:
             codes, scale, summed = made
             yield codes.float() * scale, self.normed, float(self.normed.abs().max()) * 2**-4 + 4 * self.slack
@@ -200,13 +203,14 @@ class Inputs:
 
 
 def keep(found: list[dict[str, Any]], file: Path | None) -> None:
-    """Rank 0 saves the rows measured so far, so that an interrupted run keeps them."""
+    """Saves the rows of the report so far, on rank 0, so that an interrupted run keeps them."""
     if file is not None and dist.get_rank() == 0:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def implementations(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
-    """Names, and functions that return the call, or the reason why it cannot run."""
+    """Yields the implementations of an operator: the name, and a function that returns a call of the implementation, or the
+    reason why it cannot run."""
     behind = {SUM: "", NORM: ", rmsnorm", FP8: ", rmsnorm, quantize_fp8"}[operator]
     libraries = ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot))
     for name, make in libraries[: 1 if operator == FP8 else None]:
@@ -232,7 +236,8 @@ def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: st
 
 
 def _library(inputs: Inputs) -> Callable[[], Tensor]:
-    """In place: the first call reduces x, each later one the previous result."""
+    """Returns a call of torch.distributed's all-reduce. It works in place: the first call reduces x, each later call the previous
+    result."""
     buffer = inputs.x.clone()
 
     def call() -> Tensor:
@@ -307,19 +312,20 @@ def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, call
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
-    """The slowest rank's median time, and the slowest rank's best time."""
+    """Returns the largest of the ranks' median times, and the largest of the ranks' shortest times, in microseconds."""
     return {"us": max(everywhere(statistics.median(times))), "best_us": max(everywhere(min(times)))}
 
 
 def everywhere(value: Any) -> list[Any]:
-    """The value of every rank, in rank order."""
+    """Returns the values that all ranks pass, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
-    """Microseconds of a call, one value a replay. ``x`` is the message, whose size sets the number of replays."""
+    """Returns the microseconds of one call, a value for each replay. ``x``: the tensor that is sent; its size sets the number of
+    replays."""
     if x.device.type != "cuda":
         found = []
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Third-party all-reduces for `all_reduce.py`: FlashInfer's copies of the kernels of TensorRT-LLM and vLLM.
+"""All-reduces of other projects, as baselines for `all_reduce.py`: FlashInfer's copies of the kernels of TensorRT-LLM and vLLM.
 
 FlashInfer compiles each kernel at its first call.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 # vLLM's buffer holds messages of up to this many bytes; for larger ones vLLM uses another library.
 _VLLM_MOST = 8 << 20
-_VLLM_CTAS = 36  # the largest grid that vLLM may choose
+_VLLM_CTAS = 36  # the largest number of CTAs that vLLM may launch
 
 
 def gap(device: torch.device) -> str:
-    """The reason why these kernels cannot run on the device; empty if they can."""
+    """Returns the reason why this module's kernels cannot run on a device; empty if they can."""
     if device.type != "cuda":
         return "its kernels are for GPUs"
     return "" if importlib.util.find_spec("flashinfer") is not None else "FlashInfer is not installed"
@@ -28,7 +28,7 @@ def gap(device: torch.device) -> str:
 
 @functools.cache
 def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
-    """TensorRT-LLM's workspace: the addresses, and the handles that keep its memory alive."""
+    """Returns the addresses of TensorRT-LLM's workspace, and the handles that keep the workspace's memory alive."""
     from flashinfer.comm.trtllm_ar import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
 
     handles, addresses, *_ = create(
@@ -38,11 +38,12 @@ def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
 
 
 def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None) -> Callable[[], tuple[Tensor, ...]]:
-    """TensorRT-LLM's fused all-reduce, launched with PDL like ours. It chooses between one-shot and two-shot.
+    """Returns a call of TensorRT-LLM's fused all-reduce, launched with PDL like this package's kernels. It chooses between
+    one-shot and two-shot itself.
 
     Args:
-        x: ``[rows, hidden]``.
-        most_rows: the largest number of rows that this process will use.
+        x: the tensor to reduce, ``[rows, hidden]``.
+        most_rows: the largest number of rows that this process measures.
         norm: the residual, the norm's weight and its epsilon, to fuse the residual add and the normalisation; or None.
     """
     from flashinfer.comm.trtllm_ar import AllReduceFusionPattern, trtllm_allreduce_fusion
@@ -85,7 +86,8 @@ def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None)
 
 @functools.cache
 def _vllm_state() -> tuple[int, int, Tensor]:
-    """vLLM's handle, the address of this rank's buffer, which the other ranks read, and a tensor to keep alive."""
+    """Returns the handle of vLLM's all-reduce, the address of this rank's buffer (the other ranks read it), and a tensor that the
+    handle needs to stay alive."""
     from flashinfer.comm import vllm_ar
     from flashinfer.comm.cuda_ipc import create_shared_buffer
 
@@ -98,7 +100,8 @@ def _vllm_state() -> tuple[int, int, Tensor]:
 
 
 class Vllm:
-    """vLLM's custom all-reduce. In a graph the other ranks read x in place, after `captured` has registered its address."""
+    """A call of vLLM's custom all-reduce. In a CUDA graph the other ranks read ``x`` directly; `captured` must have registered the
+    address of ``x``."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.out = x, torch.empty_like(x)
@@ -106,7 +109,7 @@ class Vllm:
 
     @staticmethod
     def gap(x: Tensor) -> str:
-        """The reason why vLLM rejects x; empty if it accepts it."""
+        """Returns the reason why vLLM cannot reduce a tensor; empty if it can."""
         nbytes = x.numel() * x.element_size()
         return gap(x.device) or ("" if nbytes <= _VLLM_MOST else f"vLLM sends at most {_VLLM_MOST} bytes")
 
@@ -119,7 +122,8 @@ class Vllm:
         return (self.out,)
 
     def captured(self) -> None:
-        """Registers the graph's buffers. Every rank calls it after capturing a graph and before replaying it."""
+        """Exchanges the addresses of the tensors in a captured graph between the ranks. Every rank must call this method after the
+        capture and before the first replay."""
         from flashinfer.comm import vllm_ar
 
         every: list[Any] = [None] * dist.get_world_size()

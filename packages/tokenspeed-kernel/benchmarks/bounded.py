@@ -22,10 +22,10 @@ class OutOfTimeError(Exception):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` inside its block after ``seconds``, as soon as Python code runs again.
+    """Raises `OutOfTimeError` inside its ``with`` block after ``seconds``, as soon as Python code runs again.
 
-    It works in the main thread only, and blocks cannot be nested. If the block converts the exception into another one, as a
-    compiler may, `OutOfTimeError` is raised with that one as its cause.
+    The function works in the main thread only, and its blocks cannot be nested. If the block converts the exception into another
+    one, as a compiler may, `OutOfTimeError` is raised with that one as its cause.
     """
     over = OutOfTimeError(f"it took more than {seconds:.0f} s")
     is_over = False
@@ -49,7 +49,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def _few_times(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
-    """Milliseconds of a call, in the form that Triton's autotuner expects: the median is used for all quantiles."""
+    """Returns the median time of a call in milliseconds, once per quantile. Triton's autotuner expects a time for each quantile."""
     device = torch.device("cuda", torch.cuda.current_device())
     times = sample(call, device, budget_s=0.0, cache="cold", fewest=7, most=7, expected_us=1.0)
     return [statistics.median(times) / 1e3] * len(quantiles)
@@ -58,11 +58,12 @@ def _few_times(call: Callable[[], Any], quantiles: Sequence[float]) -> list[floa
 def tune_quickly(keep: bool) -> None:
     """Makes Triton's autotuner compile its configurations in parallel, and time each one a few times only.
 
-    By default Triton compiles them one after another: vLLM's chunked scan alone then takes minutes at its first call. Its own
-    timing runs a short kernel a thousand times, and overwrites the whole cache before each run.
+    By default Triton compiles the configurations one after another, and the first call of vLLM's chunked scan takes minutes.
+    Triton's own timing runs a short kernel a thousand times, and overwrites the whole cache before each run.
 
     Args:
-        keep: whether results are kept on disk for later processes. Pass False if other processes use the device meanwhile.
+        keep: whether the autotuner's results are kept on disk for later processes. Pass False if other processes use the device
+            meanwhile.
     """
     os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention reads this variable itself
     try:
@@ -87,11 +88,12 @@ def tune_quickly(keep: bool) -> None:
             known.add(key)
             tuner.__dict__.setdefault("do_bench", _few_times)
             try:
-                # Runs in a context of its own, so that a timeout inside it also ends the compile mode.
+                # In a copied context, so that Triton's asynchronous compile mode ends even if a time limit interrupts the
+                # compilation.
                 contextvars.copy_context().run(compile_all, tuner, args, kwargs)
             except OutOfTimeError:
                 raise
-            except Exception as error:  # a configuration fails to compile; the autotuner handles that itself
+            except Exception as error:  # a configuration fails to compile: the autotuner, which runs next, skips it
                 print(f"compiled one after another: {tuner.base_fn.__name__}: {type(error).__name__}: {error}"[:160])
         return run(tuner, *args, **kwargs)
 

@@ -1,10 +1,11 @@
-"""The host overhead of a call through the public API over a direct kernel call, and the cost of importing the package.
+"""Measures how much host time a call through the public API takes beyond a direct call of the kernel, and how long importing the
+package takes.
 
     python packages/tokenspeed-kernel/benchmarks/dispatch.py --output packages/tokenspeed-kernel/benchmarks/dispatch.json
 
 Each operator gets a kernel that does nothing, so that only dispatch is measured. Three kinds of calls alternate in short runs
-in one process: the public function, the callable that ``bind`` returns (which still checks values in host memory), and the bare
-kernel. The figures are differences of the medians over runs.
+in one process: the public function, the callable that ``bind`` returns (which still checks values in host memory), and the kernel's
+own function. The figures are differences between the medians over runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CALLS, RUNS = 500, 401
 
 
 def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
-    """Registers a kernel that does nothing, with the highest priority, for all formats and traits."""
+    """Registers a kernel that does nothing and returns ``result``, with the highest priority, for all formats and traits."""
     names = ", ".join(operator.names)
     kernel = eval(f"lambda {names}: result", {"result": result})  # a lambda of exactly the operator's parameters
     spec = KernelSpec(
@@ -50,8 +51,8 @@ def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
 
 
 def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
-    """Nanoseconds of a call, one value a run, for each callable. The callables alternate, so that clock drift affects all
-    equally."""
+    """Returns, for each callable, the nanoseconds of a call in each run. The callables alternate, so that clock drift affects all
+    of them equally. Each callable makes ``CALLS`` calls."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(RUNS):
         for call, record in zip(calls, times, strict=True):
@@ -63,7 +64,7 @@ def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
 
 def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: tuple[Any, ...]) -> Callable[[], None]:
     loop: dict[str, Any] = {"function": function, "keywords": keywords, "positional": positional, "numbers": range(CALLS)}
-    # The call as model code writes it: required arguments by position, options by keyword.
+    # The call is written as in a model's code: required arguments by position, options by keyword.
     options = "".join(f", {name}={name}" for name in keywords)
     names = [f"a{i}" for i in range(len(positional))]
     source = f"def run({', '.join([*names, *keywords])}):\n    for _ in numbers:\n        function({', '.join(names)}{options})\n"
@@ -72,7 +73,8 @@ def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: 
 
 
 def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
-    """Median nanoseconds of a public call, of the callable that ``bind`` returns, and of the bare kernel; and the differences."""
+    """Returns the median nanoseconds of a call of the public function, of the callable that ``bind`` returns, and of the kernel's
+    own function; and the differences."""
     bound = function.bind(*positional, **keywords)
     bare = KernelRegistry.get().get_impl(f"noop_{function.operator.mode}")
     complete = function.operator.complete(dict(zip(function.operator.names, positional, strict=False)) | keywords)
@@ -90,8 +92,8 @@ def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any
 
 
 def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
-    """Median nanoseconds of a call whose description is new (for example, new shapes), and of a call that also repeats the
-    selection."""
+    """Returns the median nanoseconds of a call whose kind is not memoised (for example, of new shapes), and of a call that also
+    has to select the kernel again."""
     figures = {}
     for name, forget in (
         ("new_description_ns", function.caller.forget),
@@ -108,8 +110,8 @@ def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str,
 
 
 def composed() -> dict[str, float]:
-    """Median nanoseconds of a composed operator, and of its body, which calls the parts one by one. The parts' kernels do
-    nothing."""
+    """Returns the median nanoseconds of a call of a composed operator, and of the operator's body, which calls the operators that
+    it is composed of one by one. Their kernels do nothing."""
     hidden, experts, top_k = 64, 8, 2
     x, residual, weight = torch.zeros(4, hidden), torch.zeros(4, hidden), torch.ones(hidden)
     router, bias = torch.zeros(experts, hidden).t(), torch.zeros(experts)
@@ -144,12 +146,12 @@ def _calls() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def import_cost(repeats: int = 15) -> dict[str, Any]:
-    """Milliseconds that importing the package adds to importing torch. Each repeat is a fresh process."""
+    """Measures how many milliseconds importing the package takes after torch has been imported. Each repeat is a fresh process."""
     program = (
         "import torch, time, sys, json; start = time.perf_counter(); import tokenspeed_kernel; "
         "print(json.dumps([(time.perf_counter() - start) * 1e3, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
     )
-    # Bytecode is on disk, as in an installed package. The first run writes it and is not counted.
+    # As in an installed package, Python finds the bytecode on disk. The first run writes the bytecode and is not counted.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     rows = []
     with tempfile.TemporaryDirectory() as bytecode:

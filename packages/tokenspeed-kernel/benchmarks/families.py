@@ -15,12 +15,12 @@ from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 
 @dataclass(frozen=True)
 class Shape:
-    """One call.
+    """One call to measure.
 
     Attributes:
         family: the name that ``--family`` selects, and the heading in tables.
         operator: the mode of the operator that is called, such as ``"mm"``.
-        case: its arguments.
+        case: the case that makes the call's arguments.
     """
 
     family: str
@@ -36,8 +36,8 @@ _LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "
 _WEIGHTS_ALONE: dict[str, Any] = {"a": "dense", "b": "nvfp4", "layout": "128x4"}
 _BLOCKS: dict[str, Any] = {"a_scale": "block", "b_scale": "block"}
 
-# By family and operator: names of the operator's cases, and further cases. The most important ones come first, because time may
-# run out.
+# The cases to measure, by family and operator: names of cases that the operator declares, and further cases. The most important
+# cases come first, because the time limit may end the run.
 _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "linear attention": {
         "gated_delta_rule_prefill": ("qwen3-next 1 x 8192", "qwen3-next 8 x 1024", "kimi linear 1 x 8192", "kimi linear 8 x 1024"),
@@ -169,13 +169,13 @@ def _calls_of(family: str, operator: str) -> Iterator[Shape]:
 
 
 def interleaved(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """The first element of each list, then the second of each, and so on."""
+    """Yields the first element of each list, then the second element of each, and so on."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
 
 
 def shapes(families: Sequence[str] = FAMILIES) -> list[Shape]:
-    """All calls of these families. Families alternate, and operators alternate within a family: the first call of each, then
-    the second. So if time runs out, every operator has some results."""
+    """Returns all calls of these families: first the first call of each operator, then the second of each, and so on. So every
+    operator has some results if the time limit ends the run. Operators of different families alternate."""
     operators = interleaved([[(family, operator) for operator in _MEASURED[family]] for family in families])
     return list(interleaved([list(_calls_of(*each)) for each in operators]))

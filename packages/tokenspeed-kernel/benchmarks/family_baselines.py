@@ -1,8 +1,8 @@
-"""Third-party baselines for ``measure_families.py``: PyTorch, cuBLAS and cuDNN through it, and flash-linear-attention.
+"""Baselines of other projects for ``measure_families.py``: PyTorch; cuBLAS and cuDNN through PyTorch; and flash-linear-attention.
 
-Each is declared with `tokenspeed_kernel.workbench.benchmark.baseline`, and set up once for a call. `InForm` converts a result into
-the operator's form. An engine prepares some things once rather than at every call: contiguous operands, int64 offsets, plans.
-The baseline's setup prepares these, and is not timed.
+Each baseline is declared with `tokenspeed_kernel.workbench.benchmark.baseline`. The declared function is the baseline's setup for a
+call, and is not timed. It prepares what an inference engine prepares once rather than at every call: contiguous operands, int64
+offsets, plans. It returns the function to time, in an `InForm` if the result has another form than the operator's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class InForm:
-    """A timed call, and an untimed function that converts its result into the operator's form."""
+    """A call to time, and an untimed function that converts the call's result into the form that the operator returns."""
 
     call: Call
     form: Callable[[Any], Any]
@@ -35,7 +35,13 @@ class InForm:
 
 
 def refuse_unless(holds: bool, what: str) -> None:
-    """Raises `Unsupported`: a baseline that ignored an argument would be timed on less work."""
+    """Raises `Unsupported` unless the baseline supports the arguments. A baseline that ignored an argument would be timed on less
+    work.
+
+    Args:
+        holds: whether the baseline supports the arguments.
+        what: what the baseline is limited to, for the message.
+    """
     if not holds:
         raise Unsupported(what)
 
@@ -46,7 +52,7 @@ _FLA = "flash-linear-attention"
 
 
 def _delta_rule(g: Tensor, q: Tensor, of_head: str, of_channel: str) -> Callable[..., Any]:
-    """The function for gates per head, or the one for gates per channel."""
+    """Returns the function of flash-linear-attention for gates ``g`` per head or per channel. The names of both are given."""
     module, name = ("fla.ops.kda", of_channel) if g.dim() == q.dim() else ("fla.ops.gated_delta_rule", of_head)
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
@@ -103,10 +109,11 @@ def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activ
 
 
 def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor:
-    """The result of `top_k_indices` for positions that a baseline chose, in any order.
+    """Converts the positions that a baseline chose, in any order, into the result of `top_k_indices`.
 
-    A baseline may choose other positions of equal scores at the threshold. If its scores are the largest ones, the positions
-    become those that the operator would choose. Negative positions, and positions whose score is -inf, are dropped.
+    Where several positions have the smallest score that is chosen, a baseline may choose others of them than the operator. If the
+    scores at the baseline's positions are the largest ones, the result has the positions that the operator would choose. Negative
+    positions, and positions whose score is -inf, are dropped.
     """
     keys, top_k = scores.shape[1], chosen.shape[1]
     shown = scores.masked_fill(torch.arange(keys, device=scores.device) >= lengths.unsqueeze(1), -torch.inf)
@@ -124,7 +131,7 @@ def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor
 
 @baseline("attention.top_k_indices", name="torch.topk", setup=True)
 def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """It has no lengths argument, so the setup overwrites scores beyond the lengths with -inf."""
+    """torch.topk has no argument for lengths, so the setup overwrites the scores beyond each row's length with -inf."""
     ends = torch.full((len(scores),), scores.shape[1], device=scores.device) if lengths is None else lengths
     shown = scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= ends.unsqueeze(1), -torch.inf)
     return InForm(lambda: shown.topk(top_k, dim=1, sorted=False), lambda found: chosen_as_defined(scores, ends, found.indices))
@@ -134,7 +141,9 @@ def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
 def torch_sampling(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, out_dtype: torch.dtype
 ) -> Call:
-    """Several PyTorch functions, on the top-k tokens only, with the random numbers that the operator specifies."""
+    """Samples with several PyTorch functions, on each row's top-k tokens only, with the random numbers that the operator
+    specifies.
+    """
     most, limited = int(top_k.max()), int(top_k.min()) > 0
     refuse_unless(limited and most <= 1024 and bool((temperature > 0).all()), "measured where all rows have a top-k")
     at, warmth, limit = uniform(seed, offset).unsqueeze(1), temperature.unsqueeze(1), top_p.unsqueeze(1)
@@ -145,7 +154,7 @@ def torch_sampling(
         probs = (best.values.float() / warmth).masked_fill(outside, -torch.inf).softmax(1)
         before = probs.cumsum(1) - probs
         kept = torch.where(before < limit, probs, 0.0)
-        # The operator samples in token order.
+        # The operator accumulates probabilities in the order of token ids.
         tokens, order = best.indices.sort(dim=1)
         sums = kept.gather(1, order).cumsum(1)
         place = torch.searchsorted(sums, at * sums[:, -1:], right=True)
@@ -178,7 +187,8 @@ def torch_max(logits: Tensor, first_token: int) -> Call:
 
 @baseline("gemm.mm", name="cuBLAS, bfloat16", setup=True)
 def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
-    """The same values, dequantised to bfloat16 in the setup: it reads more bytes and dequantises nothing."""
+    """Multiplies the same matrices in bfloat16. The setup dequantises them, so the timed call reads more bytes and dequantises
+    nothing."""
     refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
     wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
     factor = 1.0 if alpha is None else float(alpha)
@@ -224,7 +234,7 @@ def torch_unswizzle(scale: Tensor, rows: int, columns: int) -> Call:
 
 @baseline("attention.mla_prefill", name="cuDNN", setup=True, package="nvidia-cudnn-cu13")
 def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None) -> Call:
-    """cuDNN's attention, through PyTorch; all sequences have one length."""
+    """Runs cuDNN's attention through PyTorch, as one batch: all sequences must have the same length."""
     lengths = cu_seqlens.diff().tolist()
     refuse_unless(len({*lengths}) == 1 and q.dtype == torch.bfloat16, "sequences of one length, in bfloat16")
     attention = importlib.import_module("torch.nn.attention")

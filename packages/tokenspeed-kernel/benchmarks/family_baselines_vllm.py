@@ -1,9 +1,10 @@
 """vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and the FlashMLA, DeepGEMM
 and FlashAttention-3 that it ships.
 
-They come from an installed vLLM 0.26, or from one in a folder that ``--site`` names. Importing vLLM itself takes many seconds
-and sets options of PyTorch, and none of these modules needs it, so `_installed` skips it. The Triton kernels import a little of
-vLLM. `stand_in` provides that, so that they may also be single files in a folder.
+The kernels come from an installed vLLM 0.26, or from one in a folder that ``--site`` names. Importing the package ``vllm`` takes
+many seconds and sets options of PyTorch. The modules with kernels do not need that import, so `_installed` skips it. The Triton
+kernels import a few other modules of vLLM. `stand_in` replaces these modules, so that the kernels' files may also be copies in a
+folder without vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MAMBA = "vllm.model_executor.layers.mamba.ops"
 
 
 class _Nothing:
-    """A stand-in for a platform, an environment or a logger: every method returns False."""
+    """A stand-in for vLLM's platform, environment or logger: every method returns False."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: False
@@ -42,8 +43,11 @@ class _Nothing:
 
 @contextmanager
 def stand_in(folder: Path) -> Iterator[None]:
-    """Replaces the modules of vLLM that its Triton kernels for Mamba import, so that these can be single files of a folder. On
-    exit all replacements are removed, so that an installed vLLM can still be imported."""
+    """Inside the ``with`` block, replaces the modules of vLLM that vLLM's Triton kernels for Mamba import.
+
+    So the kernels' files can be copies in ``folder``, without vLLM. On exit all replacements are removed, so that an installed
+    vLLM can still be imported.
+    """
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("vllm", "einops")}
     triton = importlib.import_module("triton")
     nothing = _Nothing()
@@ -85,13 +89,15 @@ def stand_in(folder: Path) -> Iterator[None]:
 
 
 def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """The two einops patterns that these modules use: merging the last two axes, and splitting the last one."""
+    """Replaces einops.rearrange for the two patterns that vLLM's Mamba kernels use: merging the last two axes, and splitting the
+    last axis."""
     return x.flatten(-2) if "(p n)" in pattern.partition("->")[2] else x.view(*x.shape[:-1], -1, sizes["n"])
 
 
 @functools.cache
 def _mamba() -> Mapping[str, ModuleType]:
-    """The modules by name. All are imported at once, because the stand-ins for vLLM are removed afterwards."""
+    """Returns the modules with vLLM's Triton kernels for Mamba, by name. All are imported at once, because the stand-ins for
+    modules of vLLM are removed afterwards."""
     names = ("causal_conv1d", "mamba_ssm", "ssd_combined")
     within = "/".join(_MAMBA.split("."))
     places = [place for folder in sys.path for place in (Path(folder), Path(folder) / within)]
@@ -125,7 +131,7 @@ def _installed(name: str) -> Any:
 
 
 def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any:
-    """The operators that a compiled module of vLLM registers with PyTorch."""
+    """Imports a compiled module of vLLM. Returns the namespace of the operators that it registers with PyTorch."""
     _installed(f"vllm.{module}")
     return getattr(torch.ops, namespace)
 
@@ -133,11 +139,18 @@ def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
 
 
-_CONV_ROWS = 8  # tokens of one program of its convolution
+_CONV_ROWS = 8  # tokens that one program of vLLM's convolution computes
 
 
 def _programs(lengths: Sequence[int], rows: int, device: torch.device) -> dict[str, Any]:
-    """The (sequence, chunk) pair of each program: metadata that vLLM makes once a step."""
+    """Returns the sequence and the chunk of each program of vLLM's convolution: metadata that vLLM makes once per decode step or
+    prefill.
+
+    Args:
+        lengths: number of tokens of each sequence.
+        rows: tokens of a chunk.
+        device: device of the metadata.
+    """
     parts = [(sequence, part) for sequence, length in enumerate(lengths) for part in range(-(-length // rows))]
     sequences, offsets = (torch.tensor(column, dtype=torch.int32) for column in zip(*parts, strict=True))
     on_device = {"batch_ptr": sequences.to(device), "token_chunk_offset_ptr": offsets.to(device)}
@@ -164,7 +177,7 @@ def conv_prefill(
 def conv_decode(
     x: Tensor, weight: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None, activation: str | None
 ) -> Call:
-    """It overwrites its input, so it gets a copy."""
+    """vLLM's convolution overwrites its input, so it gets a copy of ``x``."""
     refuse_unless(x.shape[1] == 1, "measured on one token a sequence")
     function, first = _mamba()["causal_conv1d"].causal_conv1d_update, x[:, 0].clone()
     call = functools.partial(function, first, states.transpose(1, 2), weight, bias, activation, state_slots, null_block_id=-1)
@@ -176,7 +189,7 @@ def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, state_slots: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
 ) -> Call:  # fmt: skip
-    """It has no limits for step sizes, so it gets the final step sizes."""
+    """vLLM's kernel cannot limit step sizes, so it gets the step sizes after bias, softplus and limits."""
     refuse_unless(x.shape[1] == 1 and D is not None, "measured on one token a sequence, with D")
     assert D is not None
     heads, dim, width = *x.shape[2:], B.shape[-1]
@@ -197,8 +210,8 @@ def ssd_prefill(
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
     has_initial_state: Tensor | None,
 ) -> Call:  # fmt: skip
-    """Chunks of 256 tokens, as Granite and Bamba use. vLLM has no state slots: initial states are an argument, final ones are
-    returned."""
+    """Runs vLLM's scan with chunks of 256 tokens, as Granite and Bamba do. The scan has no state slots: it takes the initial
+    states as an argument and returns the final ones."""
     chunk, starts = 256, cu_seqlens.tolist()
     parts = [
         (min(first + chunk, end), sequence)
@@ -226,7 +239,7 @@ def ssd_prefill(
 
 
 def _flash_mla() -> Any:
-    """FlashMLA's interface; importing it also loads its operators."""
+    """Imports FlashMLA's Python interface, which also loads FlashMLA's operators."""
     return _installed("vllm.third_party.flashmla.flash_mla_interface")
 
 
@@ -235,7 +248,8 @@ def flash_mla(
     q: Tensor, kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int, kv_lora_rank: int,
     softmax_scale: float, q_scale: Tensor | None, kv_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    """An engine makes its plan once a step; here a first, untimed call makes it. For fp8, vLLM has its own extension."""
+    """FlashMLA needs a plan, which an engine makes once per decode step. Here a first, untimed call makes the plan. For fp8, vLLM
+    has a separate compiled module."""
     refuse_unless(q.dtype == kv_cache.dtype and kv_cache.shape[1] == 64, "q and cache of one dtype, in pages of 64")
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
     queries, cache = q.unsqueeze(1), kv_cache.unsqueeze(2)
@@ -262,8 +276,8 @@ def flash_mla_sparse(
     q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None,
     kv_scale_cache: Tensor | None, rope_cache: Tensor | None,
 ) -> Call:  # fmt: skip
-    """The number of heads must be a multiple of 64, so heads are padded, as in vLLM. Caches of 656 bytes a token have their own
-    function; a first, untimed call makes its plan."""
+    """The number of heads must be a multiple of 64, so heads are padded, as in vLLM. Caches with 656 bytes per token have a
+    separate function, whose plan a first, untimed call makes."""
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
     module, heads = _flash_mla(), q.shape[1]
     padded = torch.nn.functional.pad(q, (0, 0, 0, -heads % 64))
@@ -285,12 +299,13 @@ def flash_mla_sparse(
 
 
 def _deep_gemm() -> Any:
-    """DeepGEMM, which compiles its kernels with the CUDA toolkit at their first call."""
+    """Imports DeepGEMM, which compiles each kernel with the CUDA toolkit at the kernel's first call."""
     return _installed("vllm.third_party.deep_gemm")
 
 
 def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """Converts scores into the operator's form: DeepGEMM leaves positions that a token does not see unwritten."""
+    """Returns a function that converts DeepGEMM's scores into the operator's result. DeepGEMM leaves scores at positions that a
+    token does not see unwritten; these become -inf. ``lengths``: the number of positions that each token sees."""
 
     def form(found: Any) -> tuple[Tensor, Tensor]:
         hidden = torch.arange(found.shape[1], device=found.device) >= lengths.unsqueeze(1)
@@ -303,7 +318,8 @@ def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
 def paged_scores(
     q: Tensor, k_cache: Tensor, weights: Tensor, page_table: Tensor, cache_seqlens: Tensor, k_scale_cache: Tensor | None
 ) -> Call:
-    """Each page of its caches holds keys followed by their scales, as in the operator's cases."""
+    """In DeepGEMM's cache, each page has its keys followed by their scales. The caches of the operator's cases are stored like
+    this, too."""
     refuse_unless(k_scale_cache is not None, "fp8 only")
     module = _deep_gemm()
     pages, page_size, dim = k_cache.shape
@@ -333,7 +349,7 @@ def row_scores(
 
 @baseline("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
 def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """vLLM's top-k kernel for prefill."""
+    """Runs vLLM's top-k kernel for prefill."""
     refuse_unless(scores.dtype == torch.float32, "float32 only")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
     out = torch.empty(len(scores), top_k, dtype=torch.int32, device=scores.device)
@@ -344,7 +360,7 @@ def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
 
 @baseline("attention.top_k_indices", name="vLLM, decode", setup=True, package="vllm")
 def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """vLLM's top-k kernels for decode on Hopper: with few rows, the CTAs of a cluster split a row."""
+    """Runs vLLM's top-k kernels for decode on Hopper. For at most 32 rows, the CTAs of a cluster share the work on a row."""
     refuse_unless(scores.dtype == torch.float32 and top_k in (512, 1024, 2048), "float32, and 512, 1024 or 2048 of them")
     refuse_unless(len(scores) <= 256, "the rows of a decode")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
@@ -362,7 +378,8 @@ def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> 
 def _flash_attention_3(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scales: Mapping[str, Tensor | None], **options: Any
 ) -> Call:
-    """Sequences that attend to themselves. The output for fp8 inputs is bfloat16, as ours."""
+    """Returns a call of FlashAttention-3 for prefill: each sequence attends to itself. For fp8 inputs the output is bfloat16, as
+    the operator's."""
     function = _installed("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
     shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
     given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
@@ -394,8 +411,8 @@ def flash_attention_expanded(
 
 @baseline("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
 def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
-    """Blocks of 128 with float32 scales. The scales of ``a`` are stored column-major, as DeepGEMM's own quantisation writes
-    them."""
+    """Runs DeepGEMM's fp8 GEMM for blocks of 128 with float32 scales. The setup stores the scales of ``a`` column-major, as
+    DeepGEMM's own quantisation writes them."""
     refuse_unless(a_scale is not None and b_scale is not None and a.dtype == b.dtype == torch.float8_e4m3fn, "fp8 with scales")
     assert a_scale is not None
     assert b_scale is not None
@@ -413,7 +430,13 @@ def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor |
 
 
 def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """Where fp8 elements of rows of this width and their scales go."""
+    """Returns uninitialised tensors for the fp8 elements of a quantised result, and for its scales.
+
+    Args:
+        x: the operator's input; the result has as many rows.
+        width: elements of a row of the result.
+        quantization: the format of the result.
+    """
     granularity, block_size = quantization.granularity, quantization.block_size
     refuse_unless(quantization.format == "fp8" and quantization.scale_dtype == torch.float32, "fp8 with float32 scales")
     refuse_unless(granularity == "token" or (granularity == "block" and block_size in (64, 128)), "a scale a token, or a block")
@@ -423,7 +446,7 @@ def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tenso
 
 @baseline("norm.rmsnorm_quantize", name="vLLM", setup=True, package="vllm")
 def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantization: Quantization) -> Call:
-    """It writes the sum over the residual, which is a copy here."""
+    """vLLM's kernel overwrites the residual with the sum, so it gets a copy of the residual."""
     out, scale = _quantised(x, x.shape[-1], quantization)
     total = None if residual is None else residual.clone()
     given, operators = (out, x, weight, scale, eps, None, total), _operators()

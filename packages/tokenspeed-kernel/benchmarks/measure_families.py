@@ -1,21 +1,24 @@
-"""Every family of operators at the sizes of real models, against the best available baseline, on one GPU, within a time limit.
+"""Measures every family of operators at the sizes of real models, and the best available baselines, on one GPU within a time limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py  # prints the report's tables
 
 Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
-``--site`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
-kernel's result if the reference takes too long: ``checked`` tells which. A result beyond its tolerance is not timed.
+``--site`` adds folders to Python's search path. Each result is first compared with that of the operator's reference, or with that
+of the first kernel if the reference takes too long; ``checked`` tells with which. A kernel or baseline whose result is beyond the
+tolerance is not timed.
 
-A time is that of one call in a CUDA graph of several calls. They rotate over copies of the arguments, together more than twice
-the L2 cache's size, so caches are cold. Nothing is written between calls, because calls would then have to write back dirty
-lines. The graphs of all implementations of a call alternate; the medians over all rounds are reported.
+The calls are timed in a CUDA graph of several calls, which use different copies of the arguments in turn. The copies together are
+more than twice as large as the L2 cache, so caches are cold for each call. Caches are not flushed by writes, because calls would
+then have to write back dirty lines. The graphs of all kernels and baselines alternate. The reported time is one call's median over
+all rounds.
 
-Operators alternate, so that each has results if ``--seconds`` ends the run. Baselines that tune themselves get
-``--baseline-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
-no tuning results, because other processes may use the device meanwhile. ``--checked`` reads such a report of the same code and
-skips its checks, so that families can be checked in parallel and measured one after another. The roofline is measured last.
+Operators alternate, so that each operator has results if ``--seconds`` ends the run. Baselines that tune themselves get
+``--baseline-seconds`` for their first call; their tuning results stay in Triton's cache. ``--check`` compiles and checks, but
+does not time, and keeps no tuning results, because other processes may use the device meanwhile. ``--checked`` reads a report that
+``--check`` wrote for the same commit, and skips the checks that passed there. So families can be checked in parallel and measured
+one after another. The roofline is measured last.
 """
 
 from __future__ import annotations
@@ -66,16 +69,17 @@ from tokenspeed_kernel_base.storage import replace_file
 Call = Callable[[], Any]
 Arguments = dict[str, Any]
 
-# Bytes that are read between two calls on the same copy (an H200 caches 50 MB), most copies, and bytes of all copies.
+# Calls read at least _TOUCHED bytes before they use a copy of the arguments again (an H200's L2 cache has 50 MB). There are at most
+# _COPIES copies of the arguments, with at most _COPIED_BYTES bytes together.
 _TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
-# The shortest duration of a graph, which makes its launch negligible.
+# Microseconds that one replay of a graph takes at least, so that the launch of the graph is negligible.
 _GRAPH_US = 1500.0
 # The time limit of a reference, in seconds.
 _CHECK_S = 5.0
-# Earlier results that passed: relative errors by operator, case and kernel.
+# The relative errors of results that passed the check in earlier runs, by operator, case and kernel.
 Known = Mapping[tuple[str, str, str], float]
 
-# With less time left, nothing more is started.
+# With less than this many seconds left, no further call is measured.
 _LEAST_S = 1.0
 
 
@@ -85,9 +89,9 @@ class Implementation:
 
     Attributes:
         who: the kernel's declaration, or the baseline.
-        status: see `Row`.
-        error: the largest relative error of an output, by norm.
-        checked: what its results were compared with: "reference", a kernel's name, or "before" if a ``--check`` run passed.
+        status: the outcome so far, see `Row`.
+        error: the largest relative error of an output, see `relative_error`; None if unknown or not finite.
+        checked: what the results were compared with: "reference", or a kernel's name; "before" if they passed in a ``--check`` run.
     """
 
     who: KernelSpec | Baseline
@@ -100,13 +104,13 @@ class Implementation:
     calls: int = 1
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step, unless an earlier one failed."""
+        """Runs a step of the measurement, unless an earlier step failed. An error is recorded as the status."""
         if self.status == "measured":
             failure = failure_of(step, {OutOfTimeError: "no time"})
             self.status, self.reason = failure or (self.status, self.reason)
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
-        """The call, bound to these arguments."""
+        """Returns a callable that runs the kernel or baseline on these arguments."""
         if isinstance(self.who, Baseline):
             refused = self.who.refusal(op, arguments)
             if refused is not None:
@@ -118,9 +122,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. ``rounds``: rounds of timing (0: check outputs only). ``budget_s``: seconds of a round of one
-    implementation. ``baseline_s``: seconds that a baseline may take for its first call. ``end``: when to stop, in `time.monotonic`
-    seconds."""
+    """How long to measure.
+
+    Attributes:
+        rounds: rounds of timing; 0 to check outputs only.
+        budget_s: seconds of timing one kernel or baseline in one round.
+        baseline_s: seconds that a baseline may take for its first call.
+        end: when to stop, in seconds of `time.monotonic`.
+    """
 
     rounds: int
     budget_s: float
@@ -133,7 +142,8 @@ class Effort:
 
 
 def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Implementation]:
-    """The eligible kernels of a call, without references, and the operator's baselines; none whose name matches ``without``."""
+    """Returns the kernels that are eligible for a call, without the reference, and the operator's baselines. Those whose name
+    matches the regular expression ``without`` are left out."""
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
     values = [value for module in (family_baselines, family_baselines_vllm) for value in vars(module).values()]
@@ -147,7 +157,9 @@ def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) 
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected outputs, and the expected contents of arguments that are written. ``by``: "reference", or a kernel's name."""
+    """The outputs that a call must have, and the expected contents of its mutated arguments after the call. ``by``: what computed
+    them, "reference" or a kernel's name.
+    """
 
     outputs: list[Tensor]
     written: Mapping[str, Tensor]
@@ -155,7 +167,8 @@ class Expected:
 
 
 def relative_error(got: Any, expected: Tensor) -> float:
-    """The norm of the difference over the norm of the expected values. Infinite if shape, dtype or non-finite values differ."""
+    """Returns the norm of the difference divided by the norm of the expected tensor. Infinite if shape, dtype or non-finite values
+    differ."""
     if not isinstance(got, Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return math.inf
     if same_bits(got, expected):
@@ -172,11 +185,12 @@ def relative_error(got: Any, expected: Tensor) -> float:
 
 
 def check(op: Operator[Any, Any], implementation: Implementation, arguments: Arguments, got: Any, expected: Expected) -> None:
-    """Compares a result with the expected one. A kernel's written arguments are compared too; a baseline may write elsewhere.
-    Without outputs, the written arguments are compared in either case.
+    """Compares the result ``got`` of a kernel or baseline with the expected one, and records error and status in
+    ``implementation``.
 
-    The error is that of all elements together: among millions, some may exceed the tolerance of a single element. `verify`
-    names those.
+    A kernel's mutated arguments are compared, too. A baseline's are not, because it may write elsewhere, unless the operator has no
+    outputs. Only the relative error of a whole tensor is checked, because among millions of elements some may exceed the
+    tolerance for single elements. `verify` checks single elements.
     """
     implementation.checked = expected.by
     if len(as_list(got)) != len(expected.outputs):
@@ -210,7 +224,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) -> Expected | None:
-    """The reference's result; None if it takes too long or does not fit into memory."""
+    """Runs the reference on copies of the arguments. None if it takes longer than ``seconds`` or does not fit into memory."""
     twin = copy.deepcopy(arguments)
     try:
         with within(seconds), torch.no_grad():
@@ -225,16 +239,17 @@ def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) ->
 
 
 def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> list[Arguments]:
-    """Copies of the arguments to rotate over: enough that calls touch `_TOUCHED` bytes before one is used again."""
+    """Returns the arguments and copies of them, for calls to use in turn. There are enough copies that calls touch `_TOUCHED` bytes
+    before they use a copy again, if memory allows. ``touched``: the bytes that one call touches."""
     held = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
     count = min(1 + math.ceil(_TOUCHED / max(touched, 1.0)), _COPIES, max(2, int(_COPIED_BYTES // max(held, 1))))
     return [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
 
 
 def prepare(op: Operator[Any, Any], implementation: Implementation, copies: Sequence[Arguments], device: torch.device) -> None:
-    """Captures the graph of an implementation. On a CPU there are no graphs, and its first call is used instead.
-
-    The results of one rotation are kept alive, so that each call of a rotation writes to its own memory.
+    """Captures a kernel's or baseline's calls on the copies of the arguments in a CUDA graph. On a CPU there are no graphs, and
+    only the call on the first copy is timed. The results of one call per copy are kept alive, so that these calls write to
+    different memory.
     """
     kept: list[Any] = [None] * len(copies)
 
@@ -264,7 +279,8 @@ def add_round(implementation: Implementation, device: torch.device, budget_s: fl
 def measure(
     shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
 ) -> tuple[list[Implementation], Any]:
-    """Measures all implementations at one call; returns them and the call's cost. Results in ``known`` are not checked again."""
+    """Measures all eligible kernels and all baselines on one call. Returns them and the call's cost. Kernels and baselines in
+    ``known`` are not checked again."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
@@ -301,7 +317,7 @@ def measure(
         for each in who[index % len(who) :] + who[: index % len(who)]:
             each.guarded(functools.partial(add_round, each, device, effort.budget_s))
     for each in who:
-        each.replay = None  # graphs hold memory that the next call needs
+        each.replay = None  # graphs hold memory that measuring the next call needs
     return who, cost
 
 
@@ -309,7 +325,8 @@ def measure(
 
 
 def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
-    """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a baseline."""
+    """Yields a report's row for each kernel and baseline that was measured on a call: the fields of a workbench `Row`, the call's
+    family, the relative error, and whether it is a baseline."""
     for each in who:
         baseline, version = isinstance(each.who, Baseline), ""
         if isinstance(each.who, Baseline) and each.who.package:  # a package in a folder may only have __version__
@@ -323,7 +340,7 @@ def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a call: the time of each implementation, or its failure."""
+    """Returns a line to print for a call: the time of each kernel and baseline, or why it has no time."""
     said = []
     for row in rows:
         name = row["solution"]
@@ -362,7 +379,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """The command without this machine's folders, for the report."""
+    """Returns the command line for the report, without options that name folders and files of this machine."""
     kept, skip = [], False
     for word in words:
         private = word in ("--site", "--peers", "--output", "--commit", "--checked") and not skip
@@ -373,7 +390,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def known_of(files: Iterable[Path], commit: str) -> Known:
-    """The results that passed in runs with ``--check``.
+    """Reads the results that passed the check from reports that ``--check`` wrote.
 
     Raises:
         ValueError: a report is of another commit.
@@ -389,7 +406,7 @@ def known_of(files: Iterable[Path], commit: str) -> Known:
 
 
 def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
-    """Measures, prints a line for each call, and writes the report after each. Returns the document."""
+    """Measures the wanted calls. Prints a line and writes the report after each call. Returns the report as JSON values."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
     effort = Effort(rounds, 0.006, given.baseline_seconds, begun + given.seconds)

@@ -1,10 +1,10 @@
-"""Whether ``bench --compare`` finds a kernel equal to itself, and slower after a planted 5% slowdown. Needs a GPU.
+"""Measures how often ``bench --compare`` finds a kernel as fast as itself, and slower with an artificial 5% slowdown. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/planted.py --output planted.json
 
-Two kernels: a memory-bound one, timed by events, and a compute-bound one, timed in a CUDA graph. Each is compared with itself,
-and with a copy followed by a device-side wait that makes a call 5% slower. The wait is calibrated first. Prints how often the
-verdict was right.
+There are two kernels: a memory-bound one, timed by events, and a compute-bound one, timed in a CUDA graph. Each kernel is compared
+with itself, and with itself followed by a wait on the device that makes a call 5% slower. The length of the wait is calibrated
+first. The program prints how often the verdict was right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUBJECTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 class Planted:
-    """A registered kernel, registered again with a wait of some clock cycles after it."""
+    """A registered kernel that is registered again under another name, with an optional wait on the device after each call."""
 
     def __init__(self, name: str, case: str, device: torch.device, options: dict[str, Any]) -> None:
         registry = KernelRegistry.get()
@@ -62,13 +62,13 @@ class Planted:
     def measured(self, cycles: int) -> Report:
         self.cycles = cycles
         measurement = Measurement(self.spec, self.case, self.device, self.method)
-        measurement.status = "measured"  # its results are verified once, above
+        measurement.status = "measured"  # the kernel's results are verified once, in __init__
         for _ in range(self.method.rounds):
             measurement.add_round(self.monitor)
         return Report(self.metadata, tuple(rows_of([measurement])), None, self.method)
 
     def calibrated(self) -> int:
-        """Clock cycles of the wait that makes a call SLOWDOWN slower, including the wait's own launch."""
+        """Returns the clock cycles of the wait that, together with the launch of the wait, makes a call SLOWDOWN slower."""
         base = self.measured(0)
         timing = base.rows[0].timing
         assert timing is not None

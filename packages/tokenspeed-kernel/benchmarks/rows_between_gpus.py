@@ -5,7 +5,8 @@ packages/tokenspeed-kernel/benchmarks/h200_rows_between_gpus.json
 
 Every rank has the given number of rows. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls, in
 which every rank sends that many rows to each rank. The operators' results are first compared with the references'. As in
-`all_reduce.py`, the reported time is the slowest rank's median replay of a CUDA graph of 20 calls.
+`all_reduce.py`, 20 calls are captured into a CUDA graph, and the reported time is one call's median over replays, on the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Rows for each operator, implementation and size; the same on every rank."""
+    """Measures the implementations at each number of rows. Returns the report's rows, equal on all ranks."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    # One `UNIT` more for a row's header, which is shorter.
+    # Each row of the tensor is sent with a header, which is shorter than one `UNIT`.
     most = max(sizes) * (-(-hidden * getattr(torch, dtype).itemsize // UNIT) + 1) * UNIT
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=0)
     found = []
@@ -51,7 +52,7 @@ def measure(
 
 
 class Inputs:
-    """Tokens, and their expert ids."""
+    """The operands of this rank: tokens with their experts and weights, and rows for all ranks."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
         generator = torch.Generator(device).manual_seed(rows * group.world_size + group.rank)
@@ -93,7 +94,7 @@ def _outcome(call: Callable[[], Any], reference: Callable[[], Tensor] | None, ca
     exact = None
     if reference is not None:
         wanted, got = reference(), call()
-        # A sum of the ranks' values, rounded once or once a rank.
+        # The allowed difference. The result may be a sum over the ranks, which is rounded once, or once per rank.
         slack = 2 * dist.get_world_size() * torch.finfo(x.dtype).eps * float(wanted.abs().max())
         if max(between.everywhere(float((got.float() - wanted.float()).abs().max()))) > slack:
             return {"us": None, "best_us": None, "exact": False, "skipped": False, "reason": "wrong"}

@@ -1,4 +1,4 @@
-"""Generates the tables of the documentation site from the reports beside this file.
+"""Generates the tables of the documentation site from the reports in this folder.
 
 python packages/tokenspeed-kernel/benchmarks/table.py    # prints them
 """
@@ -17,26 +17,29 @@ from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 
 HERE = Path(__file__).parent
 
-# Kernels that may be compute-bound; the others are memory-bound.
+# Beginnings of the names of kernels that may be compute-bound, for which tables show TFLOP/s. All other kernels are memory-bound.
 COMPUTING = ("triton_mha_prefill", "triton_mha_extend", "triton_mla", "triton_moe_apply", "triton_mm", "triton_bmm")
-# Cases for which another kernel is selected: prepared MXFP4 weights have their own kernel, and dense GEMMs are PyTorch's.
+# A kernel, and a pattern of cases that tables leave out, because another kernel is selected for them: weights prepared as MXFP4
+# have a separate kernel, and dense GEMMs run in PyTorch.
 ELSEWHERE = (
     ("triton_moe_apply", r"^gpt-oss-120b (decode|prefill)(?!.*bfloat16)"),
     ("triton_mm_dense", ""),
     ("triton_bmm_dense", ""),
 )
-# Small cases test correctness, not speed. Calls of one decode step are shown nevertheless.
+# Tables leave out cases that take less than SHORTEST_US, because they test correctness, not speed. Calls of a decode step, whose
+# names match DECODING, are shown nevertheless.
 SHORTEST_US, DECODING = 20.0, r"decode (1|4|64)\b|64 rows of 2880|full layer 1 x 1024|sliding layer 64 x"
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Returns Markdown: the device, the command, and a table per family with a row per large case."""
+    """Returns the Markdown of a report of ``bench``: the device, the command, and a table per family of operators with a row per
+    case that is large or of a decode step."""
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
     bf16_tflops = (
         roofline["bf16_tflops"] if "bf16_tflops" in roofline else roofline["tflops"]["bfloat16"]
-    )  # reports before format 2, and since
+    )  # the first form is that of reports before format 2
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
         f"{read:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s. Medians, cold caches, in a "
@@ -72,7 +75,8 @@ def _three_digits(value: float) -> str:
 
 
 def calls(report: dict[str, Any]) -> str:
-    """Markdown: the overhead of a public call over the kernel, and the cost of importing the package."""
+    """Returns the Markdown of a report of ``dispatch.py``: how much longer a public call takes than the kernel, and how long
+    importing the package takes."""
     metadata, rows = report["metadata"], report["overhead"]
     once = [row["new_description_ns"] / 1e3 for row in rows.values()]
     lines = [
@@ -91,8 +95,14 @@ def calls(report: dict[str, Any]) -> str:
 
 
 class Figures(NamedTuple):
-    """One call in a table of families: the operator and case, the row of our fastest kernel, and the times of all others by
-    name. ``ratio`` is the fastest baseline's time over ours, None without a baseline."""
+    """One call in a table of ``measure_families.py`` results.
+
+    Attributes:
+        family, operator, case: names of the call's family, operator and case.
+        ours: the report's row of this project's fastest kernel.
+        others: median times of the other kernels and of the baselines, by name.
+        ratio: the fastest baseline's time divided by that of ``ours``; None without a baseline.
+    """
 
     family: str
     operator: str
@@ -106,7 +116,7 @@ class Figures(NamedTuple):
         return float(self.ours["timing"]["median_us"])
 
     def rates(self) -> list[str]:
-        """TB/s, and TFLOP/s if it is at least 10."""
+        """Returns the text of two cells: TB/s, and TFLOP/s (empty if below 10)."""
         tflops = self.ours["tflops"]
         return [f"{self.ours['gb_per_s'] / 1e3:.2f}", f"{tflops:.0f}" if tflops >= 10 else ""]
 
@@ -115,7 +125,7 @@ class Figures(NamedTuple):
 
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose operator and case have the names that they have now."""
+    """Returns a row of an older report with the present names of its operator and case."""
     family, _, old = row["operator"].partition(".")
     if old not in ALIASES:
         return row
@@ -125,7 +135,7 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(report: dict[str, Any]) -> Iterator[Figures]:
-    """One for each measured call, in the order of families."""
+    """Yields the figures of each call that a kernel was timed on, by family in the order of the report."""
     order = list(dict.fromkeys(row["family"] for row in report["rows"]))
     rows = sorted(map(renamed, report["rows"]), key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
     for (family, operator, case), found in groupby(rows, lambda row: (row["family"], row["operator"], row["case"])):
@@ -156,7 +166,7 @@ def _measured_on(report: dict[str, Any]) -> str:
 
 
 def families(report: dict[str, Any]) -> str:
-    """Returns Markdown: a table per family, with a row per call."""
+    """Returns the Markdown of a report of ``measure_families.py``: a table per family, with a row per call."""
     lines = [_measured_on(report), "", f"`{report['metadata']['command']}`"]
     for family, found in groupby(_figures(report), lambda each: each.family):
         lines += ["", f"### {family[0].upper()}{family[1:]}", ""]
@@ -168,7 +178,8 @@ def families(report: dict[str, Any]) -> str:
 
 
 def operators(report: dict[str, Any]) -> str:
-    """Returns Markdown: a row per operator, with its longest call and the range of its calls' ratios to the best baseline."""
+    """Returns the Markdown of a report of ``measure_families.py``: a table with a row per operator. The row has the operator's
+    longest call, and the range of the ratios between the fastest baseline's time and the kernel's."""
     lines = [_measured_on(report), ""]
     lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best baseline / ours |", "|---|---|--:|--:|--:|--:|"]
     for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):
@@ -181,13 +192,13 @@ def operators(report: dict[str, Any]) -> str:
 
 
 class Section(NamedTuple):
-    """A report, and the function that makes its table."""
+    """A section of the documentation: the report's file, and the function that makes Markdown from the report."""
 
     report: Path
     make: Callable[[dict[str, Any]], str]
 
 
-# By the name in a page's comment ``<!-- tables: NAME -->``.
+# The sections, by the NAME in the comment ``<!-- tables: NAME -->`` of a page of the documentation.
 SECTIONS = {
     "kernels, measured on an H200": Section(HERE / "h200.json", kernels),
     "what a call costs": Section(HERE / "dispatch.json", calls),
@@ -199,13 +210,13 @@ SECTIONS = {
 
 
 def made(name: str) -> str:
-    """The tables of a section, made from its report."""
+    """Returns the Markdown of the section with this name."""
     section = SECTIONS[name]
     return section.make(json.loads(section.report.read_text()))
 
 
 def main() -> None:
-    """Prints the sections that the command line names; all by default."""
+    """Prints the sections that the command line names; all sections if it names none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", nargs="*", default=[*SECTIONS], help="all by default: " + "; ".join(SECTIONS))
     for name in parser.parse_args().section:

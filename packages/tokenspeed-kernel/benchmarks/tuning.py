@@ -1,10 +1,11 @@
-"""The gain of tuning over the kernels' own choices at twelve shapes of GPT-OSS 120B. Needs a GPU.
+"""Measures how much faster calls are with tuned kernels and configurations, at twelve shapes of GPT-OSS 120B. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/tuning.py --output tuning.json
 
-Every shape is tuned into an empty table. Then the tuned and the untuned choice are measured again, alternating, on the same
-inputs and in CUDA graphs as in tuning, because the winner of many measurements looks better than it is. If both choices are the
-same, their ratio shows the noise.
+Every shape is tuned, starting without tuned results. Then the kernel and configuration that tuning chose, and those that run
+without tuned results, are measured again, alternating, on the same inputs and in CUDA graphs as in tuning. The times from tuning
+are not used, because the fastest of many measurements is partly fastest by chance. If both are the same kernel and configuration,
+the ratio of their times shows the noise.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import kernel_override
 from tokenspeed_kernel_base.traits import format_traits
 
-# Operator, case, and seconds for its tuning, including compilation.
+# Operator, case, and the seconds that tuning on the case may take, including compilation.
 SHAPES = (
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer 64 x 8192", 14),
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer 256 x 1024", 6),
@@ -49,7 +50,7 @@ SHAPES = (
 
 
 def bound(operator: str, case: Case, kernel: str, config: Mapping[str, Any], device: torch.device) -> Callable[[], Any]:
-    """A call of a kernel with a configuration, on the inputs of a case."""
+    """Returns a callable that runs a kernel with a configuration on the inputs of a case."""
     op = get_operator(operator)
     prepared = op.prepared(op.complete(case.build(device)), KernelRegistry.get().get_by_name(kernel))
     values = tuple(prepared.values())
@@ -59,7 +60,10 @@ def bound(operator: str, case: Case, kernel: str, config: Mapping[str, Any], dev
 
 
 def measure(operator: str, name: str, budget_s: float, device: torch.device) -> dict[str, Any] | None:
-    """Tunes one shape; None if there is only one candidate."""
+    """Tunes one case, then measures the tuned and the untuned kernel. None if there was nothing to choose from.
+
+    ``name``: the case's name.
+    """
     begun = time.monotonic()
     case = next(case for case in get_operator(operator).all_cases() if case.name == name)
     outcomes = [found for found in tune_case(operator, case, device, budget_s=budget_s) if found.results and found.untuned]

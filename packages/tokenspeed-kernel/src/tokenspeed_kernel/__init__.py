@@ -66,7 +66,7 @@ from tokenspeed_kernel_base.spec import Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 from tokenspeed_kernel_base.watch import watch_calls
 
-if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+if TYPE_CHECKING:  # for editors and type checkers only; an operator that is not listed here works, too
     from tokenspeed_kernel.workbench.receipts import receipt
     from tokenspeed_kernel.workbench.self_check import self_check
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables

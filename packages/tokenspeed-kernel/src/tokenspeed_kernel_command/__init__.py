@@ -1,7 +1,8 @@
 """The command ``tokenspeed-kernel``: its arguments, its help, and the module that runs each command.
 
-Importing any part of the core imports PyTorch and every operator, which takes seconds. So this package lies beside the core, and
-shows help, versions and errors of wrong options without the core. `commands` imports a command's module when the command runs.
+Importing any part of the core imports PyTorch and every operator, which takes seconds. So this package is separate from the core,
+and shows help, versions and errors about options without importing the core. `commands` imports a command's module when the
+command runs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(*command: str) -> None:
     """Runs the command line and exits.
 
     Args:
-        command: words put in front of those of ``sys.argv``.
+        command: words of a command that are put before the words of ``sys.argv``.
     """
     words = [*command, *sys.argv[1:]]
     if words in ([], ["-h"], ["--help"]):

@@ -19,7 +19,7 @@ from tokenspeed_kernel_command.installed import version, without
 
 __all__ = ["DECLARED", "app", "implementation"]
 
-DECLARED: list[tuple[str, Callable[..., None]]] = []  # each command, and the module of ``workbench.cli`` that runs it
+DECLARED: list[tuple[str, Callable[..., None]]] = []  # each command's module in ``workbench.cli``, and its function here
 
 _PLAIN: dict[str, Any] = {
     "no_args_is_help": True,
@@ -53,7 +53,17 @@ def _root(version: Version = False) -> None:
 def _command(
     module: str, group: typer.Typer = app, name: str | None = None, **settings: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a command. To run the command, calls the function of the same name in a module of ``workbench.cli``."""
+    """Returns a decorator that declares a command.
+
+    The decorated function only gives the command's name, options and help. A function of the same name, in a module of
+    ``workbench.cli``, runs the command.
+
+    Args:
+        module: name of the module in ``workbench.cli``.
+        group: the command's group of commands.
+        name: name of the command; the function's if not given.
+        settings: further settings for typer.
+    """
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -123,7 +133,8 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong, or if all are skipped.
 
-    With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
+    With --plugin or --conformance, run all checks of the conformance kit: values at the limits of traits, out=, unchanged inputs,
+    waiting for the device, accesses out of bounds and more.
     """
 
 
@@ -184,8 +195,9 @@ def profile(program: o.Program, output: o.Found = None, sort: o.Sort = None, top
     """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
 
     Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller. "device"
-    is the time on a GPU, without launch overhead. "share" is the fraction of the time of all calls. Replays of CUDA graphs and
-    kernels called through bind are not recorded. With --json, the program's output goes to stderr.
+    is the time on a GPU, without launch overhead. "share" is the row's fraction of all calls' device time, or of their host time
+    if no call has a device time. Replays of CUDA graphs and kernels called through bind are not recorded. With --json, the
+    program's output goes to stderr.
     """
 
 

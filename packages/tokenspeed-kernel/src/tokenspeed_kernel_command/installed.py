@@ -1,4 +1,4 @@
-"""The version of the installed core, and a message for missing libraries of the command line."""
+"""Reads the version of the installed core, and reports libraries that the command line needs and that are not installed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def version() -> str:
 
 
 def without(error: ModuleNotFoundError) -> NoReturn:
-    """Prints which package to install for a missing library of the command line, and exits. An error about another module is raised
-    again."""
+    """Prints which package to install for a missing library that the command line needs, and exits the program. Raises ``error``
+    again if it is about another module."""
     if (error.name or "").partition(".")[0] not in _TOOLS:
         raise error
     from tokenspeed_kernel_base.installation import requirement

@@ -34,7 +34,7 @@ PluginName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 class Objectives(str, Enum):
-    """The values of the base's `SelectionObjective`, which this package must not import."""
+    """The values of `SelectionObjective`. That class is in the base package, which this package must not import."""
 
     DEFAULT = "default"
     PORTABILITY = "portability"
@@ -138,7 +138,7 @@ AllTrials = Annotated[bool, typer.Option("--trials", help="Show every candidate 
 
 
 class Order(str, Enum):
-    """The sort keys of rows."""
+    """The columns by which rows of a profile can be sorted."""
 
     DEVICE = "device"
     HOST = "host"

@@ -34,7 +34,7 @@ GROUP = "tokenspeed_kernel.plugins"
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A loaded plugin: its kernels are registered."""
+    """A plugin that was loaded, and the kernels that it registered."""
 
     name: str
     package: str
@@ -45,7 +45,9 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class PluginFailure:
-    """A plugin that failed to register: ``error`` is the reason in one line, ``traceback`` the full traceback."""
+    """A plugin that failed to load or to register its kernels: ``error`` is the reason in one line, ``traceback`` the full
+    traceback.
+    """
 
     name: str
     package: str
@@ -65,11 +67,11 @@ _disabled: set[str] = set()
 # The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels at import. So the plugin's
 # function cannot declare them a second time.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
-# The registry that has been filled; `KernelRegistry.reset` replaces the process-wide registry.
+# The registry in which `discover_plugins` has registered kernels. `KernelRegistry.reset` replaces the process-wide registry.
 _filled: KernelRegistry | None = None
 
 CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
-"""Packages of the core's own kernels."""
+"""The packages that register the core's own kernels."""
 
 
 def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
@@ -122,8 +124,8 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
         setting = config.settings().override_for(family, mode)
-        # No platform is passed, because detecting the platform would touch the GPU. A call on a platform that the kernel lacks
-        # raises an error.
+        # No platform is passed, because detecting the platform would touch the GPU. If the kernel does not run on the platform, the
+        # call raises an error.
         why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
         if setting is not None and why is not None:
             _warn(f"{setting[1]} = {setting[0]}: no call of {family}.{mode} can select it: {why}")
@@ -182,7 +184,9 @@ def _load(entry: metadata.EntryPoint) -> None:
 
 
 def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
-    """Publishes kernels that were registered before, possibly in another registry."""
+    """Registers and publishes a plugin's kernels from their declarations, which an earlier load, possibly into another registry,
+    made.
+    """
     registry = KernelRegistry.get()
     for spec, impl in declared:
         if not registry.has(spec):
@@ -191,13 +195,13 @@ def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | st
 
 
 def list_plugins() -> list[PluginInfo]:
-    """Returns the loaded plugins, by name."""
+    """Returns the loaded plugins, sorted by name."""
     with _lock:
         return [_loaded[name] for name in sorted(_loaded)]
 
 
 def plugin_failures() -> list[PluginFailure]:
-    """Returns the plugins that failed to load, by name."""
+    """Returns the plugins that failed to load, sorted by name."""
     with _lock:
         return [_failed[name] for name in sorted(_failed)]
 

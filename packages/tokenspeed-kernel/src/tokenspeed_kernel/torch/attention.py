@@ -1,4 +1,5 @@
-"""Attention on a CPU by PyTorch's fused kernel, one sequence at a time. Reading ``cu_seqlens`` on the host needs no device sync.
+"""Prefill attention on a CPU by PyTorch's fused kernel, one sequence at a time. Reading ``cu_seqlens`` on the host needs no device
+sync.
 
 The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64).
 """

@@ -39,7 +39,9 @@ _GPU, _CPU = (CapabilityRequirement(vendors=frozenset(vendors)) for vendors in (
 
 
 def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement, k: Constraint) -> None:
-    """Registers `mm` and `bmm` for one dtype, because the result and the bias must have the operands' dtype."""
+    """Registers `mm` and `bmm` for one operand dtype. Each dtype has a separate declaration, because the declaration requires the
+    same dtype of the result and the bias.
+    """
     formats, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
     register_kernel(
         "gemm",

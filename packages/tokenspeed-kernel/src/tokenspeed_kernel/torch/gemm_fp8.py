@@ -24,15 +24,18 @@ from tokenspeed_kernel_base.traits import at_least, multiple_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes
-# With block scales, m must be a multiple of this constant: 16 bytes of float32 scales. PyTorch 2.11 with CUDA 13.0 rejects any
-# other m.
+# With block scales, m must be a multiple of this constant, so that a column of float32 scales has a multiple of 16 bytes. PyTorch
+# 2.11 with CUDA 13.0 rejects any other m.
 ROWS_OF_SCALES = 4
 # Dtypes of (a, b). The library has no GEMM of e5m2 with e5m2.
 DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether the last axis is contiguous and rows begin at multiples of 16 bytes. Row lengths already are such multiples."""
+    """Whether x has a contiguous last axis and rows that begin at multiples of 16 bytes, as the library requires.
+
+    The rows' lengths already are multiples of 16 bytes.
+    """
     if x.data_ptr() % ALIGNMENT:
         return False
     if x.is_contiguous():
@@ -48,7 +51,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _vector(x: Tensor) -> Tensor:
-    """The vector, contiguous and aligned to 16 bytes, as the library reads scales and biases."""
+    """Returns a vector of scales or biases, contiguous and aligned to 16 bytes, as the library requires: x itself or a copy."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -66,7 +69,7 @@ def torch_scaled_mm(
     if _are_blocks(b, b_scale):
         rows += -m % ROWS_OF_SCALES
         if rows > m:
-            # Pad a with rows of zeros; their results are dropped.
+            # Pad a with rows of zeros. The output rows of this padding are dropped.
             a = pad(a.view(torch.uint8), (0, 0, 0, rows - m)).view(a.dtype)
             a_scale = pad(a_scale.mT, (0, rows - m)).mT
         a_scale, b_scale = _vector(a_scale.mT).mT, _vector(b_scale.mT).mT
@@ -85,7 +88,9 @@ def torch_scaled_mm(
 
 @functools.cache
 def _gap() -> str | None:
-    """Why the installed PyTorch lacks these GEMMs, or None. A build without CUDA never launches them."""
+    """Returns why the installed PyTorch lacks these GEMMs, or None if it has them. A PyTorch without CUDA never launches them, so
+    there is no reason to report.
+    """
     cuda = torch.version.cuda
     if cuda is None:
         return None
@@ -107,7 +112,9 @@ def _nvidia(first: tuple[int, int], last: tuple[int, int] | None = None) -> Capa
 
 
 class _Support(NamedTuple):
-    """A granularity of scales: its devices and formats, the fewest rows of a, and the divisors of k and n."""
+    """What the kernel supports for one granularity of scales: devices, operand formats, the fewest rows of a, and the divisors of
+    k and n.
+    """
 
     capability: CapabilityRequirement
     signatures: set[FormatSignature]
@@ -121,8 +128,8 @@ def _pairs(a: tuple[str, ...], b: tuple[str, ...]) -> set[FormatSignature]:
 
 
 _TENSORS = _pairs(("tensor",), ("tensor",))
-# ``fewest_rows``: from where this kernel was measured to be faster than the portable kernel. One H100, microseconds: this kernel,
-# then the portable kernel. "rows" means scales of rows and columns:
+# ``fewest_rows``: the number of rows of a from which on this kernel was measured to be faster than the portable kernel. One H100,
+# microseconds: this kernel, then the portable kernel. "rows" means that a has scales per row and b per column:
 #
 # | rows of a | k x n       | rows          | blocks        |    | rows of a | k x n       | tensors       |
 # |-----------|-------------|---------------|---------------|    |-----------|-------------|---------------|

@@ -22,7 +22,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of dense operands that the portable kernels accept."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
-"""Dtypes of 8-bit operands."""
+"""Dtypes of 8-bit float operands that the portable kernels accept."""
 
 common_device = DeviceModule(__name__ + "_device")
 tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
@@ -62,31 +62,31 @@ def launch_options(early: bool) -> dict[str, bool]:
 
 
 def sm_count_of(device: torch.device) -> int:
-    """SM/CU count of a device; a typical count where it is unknown (a pretended platform)."""
+    """The SM/CU count of a device; a typical count where it is unknown (an emulated platform)."""
     return platform_of(device).sm_count or _TYPICAL_SM_COUNT
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b`` rounded up, for positive b."""
+    """Returns ``a / b`` rounded up, for positive b."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least n; 1 for 0."""
+    """Returns the least power of two that is at least n; 1 for n = 0."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """The tensor itself if contiguous, else a contiguous copy. For vectors whose strides are not passed to the kernel."""
+    """Returns a contiguous tensor: x itself or a copy. For vectors whose strides are not passed to the kernel."""
     return None if x is None else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``[..., n]`` as ``[rows, n]`` with unit stride in the last axis: a view where the strides allow it, else a copy."""
+    """Returns ``[..., n]`` as ``[rows, n]`` with unit stride in the last axis: a view if the strides allow it, else a copy."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def has_rows(out: Tensor) -> bool:
-    """Whether `as_rows` of an output tensor is a view, through which a kernel can write."""
+    """Whether `as_rows` returns a view of an output tensor, through which a kernel can write, rather than a copy."""
     return out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)

@@ -84,7 +84,7 @@ def bits_of(masks):
 
 @triton.jit
 def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.constexpr):
-    """The sequence that owns work item ``slot``. A work item is ROWS rows; a token has GROUP rows.
+    """The sequence that owns work item ``slot``. A work item is ROWS query rows; a token has GROUP rows.
 
     The items of sequence b begin at ``cu_seqlens[b] * GROUP // ROWS + b``. A sequence gets at least one item, and at least as many
     as its rows need. The search compares AT_ONCE sequences at a time.

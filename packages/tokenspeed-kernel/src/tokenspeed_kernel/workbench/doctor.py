@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.selection import selection_policy
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting in effect, and its source."""
+    """A setting of tokenspeed-kernel that is in effect, and its source: an environment variable, a file or the default."""
 
     name: str
     value: str
@@ -37,11 +37,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem or a piece of advice.
+    """A problem of the installation, or a piece of advice.
 
     Attributes:
         problem: whether the finding is an error, which makes the diagnosis fail. Otherwise it is advice.
-        what: the finding.
+        what: a description of the problem, or of the reason for the advice.
         remedy: how to fix the problem.
     """
 
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The complete diagnosis. ``load_failures``: kernels whose code failed to import, with the traceback."""
+    """The complete diagnosis of an installation. ``load_failures``: kernels whose code failed to import, with the traceback."""
 
     platform: dict[str, Any]
     versions: dict[str, str]
@@ -69,7 +69,7 @@ class Diagnosis:
         return not any(finding.problem for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the diagnosis as plain values, for JSON."""
         return {"healthy": self.healthy, **dataclasses.asdict(self)}
 
 
@@ -99,7 +99,7 @@ def diagnose() -> Diagnosis:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this project, Python and the libraries that it uses."""
+    """Returns the versions of this project, of Python, and of the libraries that this project uses."""
     found = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
     for package in ("triton", "typer", "rich"):
         try:

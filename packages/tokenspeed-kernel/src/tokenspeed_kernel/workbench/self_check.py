@@ -29,10 +29,10 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong kernel.
+    """A kernel that gave a wrong result in the self-check.
 
     Attributes:
-        result: the case on which the kernel is wrong, with the faults.
+        result: the verification result of the case on which the kernel is wrong, with the faults.
         disabled: whether selection rejects the kernel from now on.
         successor: the kernel that is selected for this case instead; empty if no other kernel is eligible.
     """
@@ -47,8 +47,8 @@ class SelfCheck:
     """The result of a self-check.
 
     Attributes:
-        passed: names of the cases that each right kernel passed, by the kernel's name.
-        wrong: the wrong kernels.
+        passed: for each kernel with only right results, by the kernel's name, the names of its cases.
+        wrong: the kernels with a wrong result.
         not_reached: kernels that ran on no case, with the reason: the time was over, or the kernel is eligible for no small case.
         seconds: duration of the check in seconds.
     """
@@ -80,7 +80,9 @@ def self_check(
     disable: bool = False,
     device: torch.device | str | None = None,
 ) -> SelfCheck:
-    """Runs each kernel of a receipt on small cases of its operator. Cases that are most similar to the receipt's calls run first.
+    """Runs each kernel of a receipt on small cases of its operator, and compares the results with the reference's.
+
+    Cases that are most similar to the receipt's calls run first.
 
     Each kernel runs on one case before any kernel runs on a second one. No case starts after ``seconds``, but a case that compiles
     may end much later. Run the check before weights are prepared and CUDA graphs are captured, because prepared weights and graphs
@@ -89,11 +91,11 @@ def self_check(
     Args:
         subject: a receipt, or a model as the argument of `receipt`; None for the selections that this process has made so far.
         seconds: time in seconds after which no further case starts.
-        disable: make selection reject wrong kernels in this process. The replacing kernels are checked, too.
+        disable: make selection reject wrong kernels in this process. The kernels that are selected instead are checked, too.
         device: the device to run on; by default the device on which this process runs kernels.
 
     Raises:
-        ModelError: see `receipt`.
+        ModelError: the model is unknown or its configuration cannot be used.
     """
     started = time.monotonic()
     where = default_device() if device is None else torch.device(device)
@@ -107,7 +109,7 @@ def self_check(
 
 
 class _Checking:
-    """The kernels to check, each with the cases on which it has not run yet."""
+    """The kernels that remain to be checked, each with the cases on which it has not run yet, and the results so far."""
 
     def __init__(self, device: torch.device, platform: PlatformInfo, disable: bool) -> None:
         self._device, self._platform, self._disable = device, platform, disable
@@ -118,7 +120,8 @@ class _Checking:
         self.not_reached: dict[str, str] = {}
 
     def add(self, name: str, rows: list[Row]) -> None:
-        """Adds a kernel to the waiting ones, unless it was added before or is a reference."""
+        """Adds a kernel that is to be checked, unless it was added before or is a reference. ``rows``: the receipt's rows of the
+        kernel."""
         known = {*self._waiting, *self.passed, *self.not_reached, *(each.result.kernel for each in self.wrong)}
         try:
             spec = KernelRegistry.get().get_by_name(name)
@@ -129,7 +132,7 @@ class _Checking:
             self._waiting[name] = self._cases(spec, rows)
 
     def run(self, until: float) -> None:
-        """Runs the kernels in turn, one case each, until all cases have run or the time is over."""
+        """Runs the kernels in turn, one case each, until all cases have run or the time ``until`` is reached."""
         while self._waiting:
             for name in [*self._waiting]:
                 if time.monotonic() >= until:
@@ -168,7 +171,9 @@ class _Checking:
             self.add(then, [])
 
     def _cases(self, spec: KernelSpec, rows: list[Row]) -> Iterator[Case]:
-        """Yields the small single-process cases for which the kernel is eligible, the cases most similar to the rows first."""
+        """Yields the small single-process cases for which a kernel is eligible, the cases most similar to the receipt's rows
+        first.
+        """
         op = get_operator(spec.operator)
         fitting: list[tuple[int, Case]] = []
         for case in op.all_cases():
@@ -184,7 +189,7 @@ class _Checking:
 
 
 def _likeness(request: Request, row: Row) -> int:
-    """Counts the traits that a request shares with a row, plus one if the formats are equal."""
+    """Returns how similar a request is to a receipt's row: the number of equal traits, plus one if the formats are equal."""
     traits = request.traits.items()
     shared = [name for name, value in traits if type(row.traits.get(name)) is type(value) and row.traits[name] == value]
     return len(shared) + (str(request.signature) == row.formats)

@@ -1,4 +1,4 @@
-"""The source of measured results that the core installs in the base; see `tokenspeed_kernel_base.measured.Source`."""
+"""The functions through which the base package finds and measures tuned results, a `tokenspeed_kernel_base.measured.Source`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["autotune", "find", "has_results"]
 
 
 def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
-    """Measures for one call; see `tokenspeed_kernel.workbench.tuning.autotune`."""
+    """Measures the eligible kernels on one call's arguments, see `tokenspeed_kernel.workbench.tuning.autotune`."""
     from tokenspeed_kernel.workbench.tuning.autotune import autotune as measure  # large, and most programs never measure
 
     return measure(request, arguments, budget_s)

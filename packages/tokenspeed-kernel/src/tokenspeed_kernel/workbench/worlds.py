@@ -1,4 +1,4 @@
-"""Runs a function in several processes. Each process is a rank of one torch.distributed group: a *world*.
+"""Runs a function in a *world*: several processes, each a rank of one torch.distributed group.
 
 ::
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Seconds in which a process must exit before it is killed.
+# Processes that have not exited within this many seconds after the end of a world are killed.
 _GRACE_S = 5.0
 # Seconds to wait for other ranks' errors after one rank has failed. The other ranks may hang, or be about to report errors.
 _LINGER_S = 2.0
@@ -89,12 +89,12 @@ def run_world(
     On CPUs the group uses gloo. On GPUs it uses nccl, and rank r has GPU r as its current device.
 
     Args:
-        function: defined in a module that the processes can import. The function, its arguments and its results are pickled, and
-            must hold no tensors.
+        function: the function, defined in a module that the processes can import. The function, its arguments and its results are
+            pickled, and must hold no tensors.
         world_size: number of processes.
-        args: arguments, the same for all ranks.
-        device: its type selects CPUs or GPUs.
-        time_limit_s: seconds until all ranks must be done, process startup included.
+        args: arguments of the function, the same for all ranks.
+        device: a device whose type selects CPUs or GPUs.
+        time_limit_s: seconds within which all ranks must be done, process startup included.
 
     Returns:
         The results, by rank.
@@ -134,11 +134,11 @@ def start_process(function: Callable[..., None], *args: Any) -> tuple[Any, Conne
     system cannot fork, the process is spawned.
 
     Args:
-        function: defined in a module that the process can import.
-        args: the further arguments, which are pickled.
+        function: the function, defined in a module that the process can import.
+        args: the function's arguments after the connection, which are pickled.
 
     Returns:
-        The process, and this process's end of the connection. The end of the process closes the connection.
+        The new process, and the caller's end of the connection to it. When the new process exits, the connection closes.
     """
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
@@ -152,8 +152,11 @@ def start_process(function: Callable[..., None], *args: Any) -> tuple[Any, Conne
 
 
 def _run_call(connection: Connection, environment: Mapping[str, str], call: bytes) -> None:
-    """Runs a pickled call. A server's children have the environment in which the server was started. So the environment is set
-    before the call is unpickled, which imports modules that may read it."""
+    """Runs a pickled call in a process that the fork server started.
+
+    The process has inherited the environment variables of the time when the server was started. So the caller's are set first,
+    because unpickling the call imports modules that may read them.
+    """
     os.environ.clear()
     os.environ.update(environment)
     function, args = pickle.loads(call)
@@ -161,7 +164,8 @@ def _run_call(connection: Connection, environment: Mapping[str, str], call: byte
 
 
 def _gather(connections: Sequence[Connection], deadline: float, time_limit_s: float) -> list[Any]:
-    """Returns the results by rank, or raises with all errors that ranks report."""
+    """Waits for the results of all ranks, and returns them by rank. Raises WorldError with all errors that ranks report, or if the
+    deadline passes."""
     results: list[Any] = [None] * len(connections)
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     errors: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Gated activations of rows that hold gate and up. One program per tile of the result.
+"""Gated activations of rows that contain gate and up columns. One program computes one tile of the result.
 
 `silu_and_mul` is `swiglu` with slope 1, without clamp and bias, so one kernel computes both.
 """
@@ -22,16 +22,16 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """A program's tile of the result: rows and columns, both powers of two; and warps."""
+    """A program's tile of the result, in rows and columns (powers of two), and the program's number of warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# H200, bf16, results of 96 to 2880 columns with 2^26 elements: 97 to 102% of a copy's bandwidth, interleaved or not. Half the
-# elements with as many warps reach 82 to 95%. Half the warps reach 95% when interleaved, and take 2.4 us instead of 1.8 us for 64
-# rows of 2880.
+# Elements and warps per program. H200, bf16, results of 96 to 2880 columns with 2^26 elements: 97 to 102% of a copy's bandwidth,
+# interleaved or not. With half as many elements and the same number of warps: 82 to 95%. With half as many warps: 95% if
+# interleaved, but 64 rows of 2880 take 2.4 us instead of 1.8 us.
 _ELEMENTS, _WARPS = 1024, 4
 # At most this many interleaved rows are merged into one row. Merged rows reach 99%; tiles that end with each row reach 83 to 96%.
 _JOINED = 64
@@ -39,13 +39,13 @@ _JOINED = 64
 
 @functools.cache
 def tile_for(intermediate: int) -> Tile:
-    """Returns the tile for results of this many columns."""
+    """Returns the tile for results of ``intermediate`` columns."""
     columns = min(next_power_of_2(intermediate), _ELEMENTS)
     return Tile(_ELEMENTS // columns, columns, _WARPS)
 
 
 def is_silu(alpha: float, limit: float | None, beta: float, interleaved: bool) -> bool:
-    """Whether `swiglu` with these arguments equals `silu_and_mul`, which computes less."""
+    """Whether `swiglu` with these arguments equals `silu_and_mul`, which needs fewer operations."""
     return alpha == 1.0 and beta == 0.0 and limit is None and not interleaved
 
 

@@ -10,19 +10,22 @@ from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 @triton.jit
 def clamp_gated(gate, up, limit):
-    """Returns ``min(gate, limit)`` and ``min(max(up, -limit), limit)``; NaN stays NaN."""
+    """Clamps gate and up: returns ``min(gate, limit)`` and ``min(max(up, -limit), limit)``. NaN stays NaN."""
     return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
 @triton.jit
 def gated(gate, up, alpha, beta):
-    """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
+    """The gated activation in float32: returns ``(up + beta) * gate * sigmoid(alpha * gate)``."""
     return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
 @triton.jit
 def load_gate_up(x, row, first, rows, intermediate, x_stride, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a tile of gate and of up, float32 ``[ROWS, COLUMNS]``, 0 outside: rows ``[ROWS, 1]``, and columns from ``first`` on."""
+    """Loads the gate and up tiles as float32 ``[ROWS, COLUMNS]``; elements outside x are 0.
+
+    ``row`` holds the rows' indices ``[ROWS, 1]``; the columns begin at ``first``.
+    """
     column = first + tl.arange(0, COLUMNS)[None, :]
     row_inside = row < rows
     row = row.to(tl.int64)
@@ -53,7 +56,10 @@ def gate_tile(
     INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a tile of the result, float32 ``[ROWS, COLUMNS]``, 0 outside: rows ``[ROWS, 1]``, and columns from ``first`` on."""
+    """Computes a tile of the gated activation, float32 ``[ROWS, COLUMNS]``; elements outside the output are 0.
+
+    ``row`` holds the rows' indices ``[ROWS, 1]``; the columns begin at ``first``.
+    """
     gate, up = load_gate_up(x, row, first, rows, intermediate, x_stride, INTERLEAVED, COLUMNS)
     if PLAIN:
         result = gate / (1.0 + tl.exp(-gate)) * up
@@ -66,7 +72,10 @@ def gate_tile(
 
 @triton.jit
 def store_tile(out, result, row, first, rows, intermediate, out_stride, INTERPRETED: tl.constexpr):
-    """Rounds a tile of the result to out's dtype, and stores the elements inside: rows ``[ROWS, 1]``, columns from ``first`` on."""
+    """Rounds a tile to the dtype of ``out`` and stores the elements that lie inside ``out``.
+
+    ``row`` holds the rows' indices ``[ROWS, 1]``; the columns begin at ``first``.
+    """
     column = first + tl.arange(0, result.shape[1])[None, :]
     at = out + row.to(tl.int64) * out_stride + column
     tl.store(at, round_to(result, out.dtype.element_ty, INTERPRETED), mask=(row < rows) & (column < intermediate))

@@ -1,7 +1,7 @@
-"""Gated activations fused with quantisation: one program per tile of the result.
+"""Gated activations fused with quantisation. One program computes one tile of the result.
 
-The result is rounded to x's dtype, and quantised in registers. With one scale per row, each program computes whole rows. Rows that
-do not fit in registers are computed twice, the second time from the cache.
+The activation's result is rounded to x's dtype, and quantised in registers. With one scale per row, each program computes whole
+rows. Rows that do not fit in registers are computed twice, the second time from the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """A program's tile of the result: rows and columns, both powers of two; and warps."""
+    """A program's tile of the result, in rows and columns (powers of two), and the program's number of warps."""
 
     rows: int
     columns: int
@@ -44,14 +44,16 @@ class Tile(NamedTuple):
 # Longer rows are read twice, in steps of _STEP columns, 16 per thread.
 _ELEMENTS_A_WARP, _WARPS, _LONGEST_ROW = 512, 16, 16384
 _STEP, _STEP_WARPS = 4096, 8
-# With at most one row per SM/CU, programs hold rows of up to twice that length, with the most threads that a program can have. No
-# other program would hide the latency of a second read. AMD's programs cannot have more than 16 waves of 64 threads.
+# With at most one row per SM/CU, programs hold rows of up to twice _LONGEST_ROW in registers, with the most threads that a program
+# can have. No other program would hide the latency of a second read. AMD's programs cannot have more than 16 waves of 64 threads.
 _MOST_WARPS = {"nvidia": 32, "any": 16}
 
 
 @functools.cache
 def tile_of(intermediate: int, least: int, most_warps: int = _WARPS) -> Tile:
-    """Returns the tile for results of this many columns. ``least``: `least_columns` of the form."""
+    """Returns the tile for results of ``intermediate`` columns. ``least``: the result of `least_columns` for the quantised
+    format.
+    """
     if least != ROW:
         tile = tile_for(intermediate)
         columns = max(tile.columns, least)

@@ -33,7 +33,7 @@ def _rounded_tile(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Returns `gate_tile`, rounded to x's dtype."""
+    """Returns the result of `gate_tile`, rounded to the dtype of x, as float32."""
     made = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
     return round_to(made, x.dtype.element_ty, INTERPRETED).to(tl.float32)
 
@@ -60,8 +60,10 @@ def gated_quantize_kernel(
     TWICE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Computes and quantises a tile. With ``TWICE`` a program computes all tiles of one row twice: first for the amax, then to
-    quantise."""
+    """Computes the gated activation of a tile and quantises it.
+
+    With ``TWICE``, a program computes all tiles of one row twice: first to find the row's amax, then to quantise.
+    """
     INTERPRETED: tl.constexpr = FORM.interpreted
     first_row, before = rows_of_program(tl.program_id(0) // column_tiles, programs, rows, ROWS, FORM)
     if FORM.scales == "tiles":

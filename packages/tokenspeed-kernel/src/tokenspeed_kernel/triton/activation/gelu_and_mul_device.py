@@ -13,7 +13,7 @@ _MINUS_TWICE_ROOT_2_OVER_PI = tl.constexpr(-1.5957691216057308)
 
 @triton.jit
 def _gelu(gate, TANH: tl.constexpr):
-    """Returns GELU of float32. ``(1 + tanh(z)) / 2`` is ``sigmoid(2 * z)``."""
+    """Returns the GELU of ``gate``, float32. The tanh form uses ``(1 + tanh(z)) / 2 == sigmoid(2 * z)``."""
     if TANH:
         return gate / (1.0 + tl.exp((gate + 0.044715 * gate * gate * gate) * _MINUS_TWICE_ROOT_2_OVER_PI))
     return 0.5 * gate * (1.0 + tl.erf(gate * _ROOT_HALF))

@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.traits import at_most
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Dtypes of (queries, cache). The cache may be narrower.
+# Dtypes of (queries, cache). The cache's dtype may be narrower than the queries'.
 _PAIRS = (
     *((dtype, dtype) for dtype in FLOATS),
     *((dtype, cache) for dtype in (*FLOATS, *_FP8) for cache in _FP8),
@@ -19,10 +19,10 @@ CACHED = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q, cache in _PAIRS
 )
-"""Formats of multi-head attention over a cache."""
+"""Formats of queries and caches in multi-head attention over a paged cache."""
 
 LATENT = frozenset(format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache)) for q, cache in _PAIRS)
-"""Formats of MLA over a cache."""
+"""Formats of queries and caches in MLA over a paged cache of latents."""
 
 LATENT_GROUPS = frozenset(
     format_signature(
@@ -30,7 +30,7 @@ LATENT_GROUPS = frozenset(
     )
     for dtype in (torch.float16, torch.bfloat16)
 )
-"""Formats of MLA over a cache with a separate tensor of rotary parts."""
+"""Formats of queries and caches in MLA over a paged cache with group scales and a separate tensor of rotary parts."""
 
 MHA = {
     "head_dim": at_most(256),
@@ -40,7 +40,7 @@ MHA = {
     "sliding_window": any,
     "sinks": any,
 }
-"""Traits of multi-head attention."""
+"""Traits that every multi-head attention kernel of this folder declares."""
 
 MLA = {
     "head_dim": at_most(576),
@@ -50,4 +50,4 @@ MLA = {
     "scaled": any,
     "sliding_window": any,
 }
-"""Traits of MLA over a cache."""
+"""Traits that every kernel for MLA over a cache of this folder declares."""

@@ -1,4 +1,4 @@
-"""Conversion of fp8 operands for dots in a wider dtype, on hardware with and without support for fp8."""
+"""Conversion of fp8 operands for MMAs in a wider dtype, on hardware with and without support for fp8."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import for_architecture
 
-# Whether the compiler converts e4m3. The interpreter does not, nor do architectures before sm_89. gfx942 has another e4m3
-# (e4m3fnuz), and emulates e4m3fn at some cost.
+# Whether Triton's compiler converts e4m3 to wider dtypes. The interpreter does not, nor do architectures before sm_89. gfx942 has
+# another e4m3 (e4m3fnuz), and emulates e4m3fn at some cost.
 _CONVERTS_E4M3 = {"cpu": False, "sm_80": False, "sm_86": False, "gfx942": False, "any": True}
 
 
 def fp8_operand(x: Tensor) -> tuple[Tensor, str | None]:
-    """The tensor to pass to a kernel for ``x``, and the ``FP8`` argument of `widened`: None where x is not fp8."""
+    """Returns the tensor to pass to a kernel for ``x``, and the ``FP8`` argument of `widened` (None if x is not fp8)."""
     if x.dtype == torch.float8_e5m2:
         return x.view(torch.uint8), "e5m2 in bits"
     if x.dtype == torch.float8_e4m3fn:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def widened(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Converts elements to the dtype of the dots (float16, bfloat16 or float32), which represents every fp8 value exactly."""
+    """Converts elements to the MMA operands' dtype (float16, bfloat16 or float32), which represents every fp8 value exactly."""
     if FP8 == "e4m3 in bits":  # shifted exponent and mantissa bits make a float16 that is 2^-8 times the value
         bits = x.to(tl.uint16)
         moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)

@@ -1,8 +1,8 @@
-"""fp8 caches read as int16 elements, each with two neighbouring columns of a row.
+"""fp8 caches that are read as int16 elements, each of which packs two neighbouring columns of a row.
 
 A register of an MMA operand holds neighbours along k, the reduced axis. For values, k is not the contiguous axis in memory. Then
-8-bit elements must be gathered one by one, because the hardware transposes only elements of at least 16 bits. A row's even and odd
-columns therefore become two operands. The two operands' dots are added (keys) or interleaved (values).
+8-bit elements must be gathered one by one, because the hardware transposes only elements of at least 16 bits. A row's even
+and odd columns therefore become two MMA operands. The results of the two MMAs are added (keys) or interleaved (values).
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from tokenspeed_kernel_base.checks import FP8
 # Architectures with PTX that converts two e4m3 values at once and permutes bytes. Other architectures unpack values by integer
 # operations.
 _PTX = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
-_LEAST_WIDTH = 32  # half of it is the least k of a dot
+_LEAST_WIDTH = 32  # columns of a row; half of them is the least k of a `tl.dot`
 
 
 def pairable(cache: Tensor) -> bool:
-    """Whether a cache's rows can be read in pairs."""
+    """Whether a cache's rows can be read as int16 pairs of fp8 values: an fp8 dtype, contiguous rows, and even widths and
+    offsets.
+    """
     *apart, last = cache.stride()
     return (
         cache.dtype in FP8
@@ -33,6 +35,6 @@ def pairable(cache: Tensor) -> bool:
 
 
 def paired(cache: Tensor) -> tuple[Tensor, str]:
-    """The cache viewed as int16 ``[..., width / 2]``, and the ``FP8`` argument of `even_and_odd`."""
+    """Returns the cache viewed as int16 ``[..., width / 2]``, and the ``FP8`` argument of `even_and_odd`."""
     name = "e4m3" if cache.dtype == torch.float8_e4m3fn else "e5m2"
     return cache.view(torch.int16), name if for_architecture(_PTX, cache.device) else f"{name} in bits"

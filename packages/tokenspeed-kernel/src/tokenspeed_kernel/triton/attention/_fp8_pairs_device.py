@@ -20,7 +20,10 @@ def _from_bits(bits, E4M3: tl.constexpr):
 
 @triton.jit
 def even_and_odd(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Converts int16 [M, N], two fp8 values each, to the even and the odd columns of [M, 2 N], in the dtype of the dots."""
+    """Converts int16 [M, N], which packs two fp8 values per element, to the MMA operands' dtype.
+
+    Returns the even and the odd columns of the unpacked matrix [M, 2 N], each [M, N].
+    """
     if FP8 == "e4m3":
         even, odd = tl.inline_asm_elementwise(
             """{

@@ -1,5 +1,6 @@
-"""The scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores sums over
-heads."""
+"""The scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores the scores
+summed over the heads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes: heads, columns of a query, and tokens in a page, 0 where keys are contiguous and not paged."""
+    """Sizes that a model fixes: indexer heads, columns of a query, and tokens in a page (0 if keys are contiguous and not
+    paged).
+    """
 
     heads: int
     head_dim: int
@@ -27,14 +30,14 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program.
+    """The tokens, heads and keys whose scores one program computes.
 
     Attributes:
         tokens: the tokens whose queries one program holds.
-        heads, columns: heads and columns of a query, padded to powers of two.
+        heads, columns: indexer heads and columns of a query, padded to powers of two.
         block_n: keys per block.
         blocks: blocks of keys that the program loops over.
-        at_once: sequences compared at a time, when the program searches for its sequence.
+        at_once: how many sequences the program compares at a time when it searches for its sequence.
         stages: pipeline stages of the loop.
     """
 
@@ -47,23 +50,24 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Keys are the rows (M) of the dot, so that the sum over heads stays within neighbouring lanes. 64 keys (a page of DeepSeek) by 128
-# query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM: while one reduces, the others run MMAs.
+# Keys are the M dimension of the MMA, so that the sum over heads stays within neighbouring lanes. 64 keys (a page of DeepSeek) by
+# 128 query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM: while one reduces, the others run
+# MMAs.
 _BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
-# Queries are loaded once per _BLOCKS blocks of keys. Programs get fewer blocks where the grid would have fewer than _PROGRAMS
-# programs per SM/CU.
+# A program loads its queries once for _BLOCKS blocks of keys. It gets fewer blocks if the grid would otherwise have fewer than
+# _PROGRAMS programs per SM/CU.
 _BLOCKS, _PROGRAMS = 16, 4
 _SEQUENCES_AT_ONCE = 256
-_COLUMNS = {False: 16, True: 32}  # least k of a dot; True: of fp8
+_COLUMNS = {False: 16, True: 32}  # the least k of a `tl.dot`; True: of fp8 operands
 _MULTIPLIES_E4M3 = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "gfx950": True, "any": False}
 
 
 INDEXER = {"heads": at_most(128), "head_dim": at_most(256), "scaled": any}
-"""Traits of every Triton kernel that computes an indexer's scores."""
+"""Traits that every Triton kernel for an indexer's scores declares."""
 
 
 def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The caller's outputs for scores and lengths, or new tensors."""
+    """Returns the outputs for scores and lengths: the caller's tensors, or new ones where the caller passes none."""
     if out is None:
         out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
     if lengths_out is None:
@@ -72,10 +76,12 @@ def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor 
 
 
 def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, least: int, device: torch.device) -> Tile:
-    """The tile for tokens in sequences of at most ``keys`` keys. ``least``: the least padded number of columns."""
+    """Returns the tile for ``tokens`` tokens in sequences of at most ``keys`` keys. ``least``: lower bound of the
+    padded number of columns.
+    """
     rows = next_power_of_2(heads)
     together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))
-    together = max(together, cdiv(16, rows))  # a dot has at least 16 columns
+    together = max(together, cdiv(16, rows))  # N of a `tl.dot` is at least 16
     slots = tokens // together + batch
     wanted = sm_count_of(device) * _PROGRAMS
     blocks = _BLOCKS
@@ -96,11 +102,10 @@ def write_scores(
     scores: Tensor,
     lengths: Tensor,
 ) -> None:
-    """Writes all scores and, for each token, the number of positions that it sees. Scores are -inf where a token does not see a
-    position.
+    """Writes the scores of all tokens and keys and, for each token, the number of keys that it sees. Scores of other keys are -inf.
 
     Args:
-        k, k_scale: paged, or contiguous if there is no page_table.
+        k, k_scale: index keys and their scales: paged, or contiguous if there is no page_table.
         seqlens_k: paged: int32 ``[batch]``, the keys of each sequence. Contiguous: int32 ``[batch + 1]``, cumulative lengths.
     """
     (tokens, heads, head_dim), keys = q.shape, scores.shape[1]
@@ -141,6 +146,8 @@ def write_scores(
 
 
 def _in_pages(keys: Tensor, axes: int) -> tuple[int, ...]:
-    """The strides of keys or scales as if paged. A contiguous key counts as a page, so that a sequence can begin at any key."""
+    """Returns the strides of keys or scales by page, slot and so on. Each contiguous key counts as a page of its own, so that a
+    sequence can begin at any key.
+    """
     strides = keys.stride()
     return strides if keys.dim() == axes else (strides[0], *strides)

@@ -12,7 +12,11 @@ from tokenspeed_kernel.triton.views_device import Rows, row_of
 
 @triton.jit
 def _tokens_of(slot, cu_seqlens_q, batch, q_len, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """``(sequence, its first token, its new tokens' number, the work item's first new token)`` of a work item of TOKENS tokens."""
+    """Finds the tokens of work item ``slot``, which has TOKENS tokens of one sequence.
+
+    Returns ``(sequence, first_token, q_len, start)``: the sequence, the row of its first new token in q, the number of its new
+    tokens, and the work item's first token, relative to the sequence's first new token.
+    """
     if cu_seqlens_q is None:
         tiles = (q_len + TOKENS - 1) // TOKENS
         sequence = slot // tiles
@@ -29,7 +33,7 @@ def _tokens_of(slot, cu_seqlens_q, batch, q_len, TOKENS: tl.constexpr, AT_ONCE: 
 
 @triton.jit
 def _load_queries(q_rows, token, head, real, c, SHAPE: tl.constexpr, FORMATS: tl.constexpr):
-    """Loads the queries of some tokens and heads, transposed, in the dtype of the dots."""
+    """Loads the queries of the given tokens and heads, transposed, in the MMA operands' dtype."""
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     at = row_of(q_rows, token, head)[:, None] + c[None, :] * q_rows.dim_stride
@@ -39,7 +43,10 @@ def _load_queries(q_rows, token, head, real, c, SHAPE: tl.constexpr, FORMATS: tl
 
 @triton.jit
 def _keys_of(seqlens_k, sequence, most, PAGE_SIZE: tl.constexpr):
-    """``(first_key, length)`` of a sequence: its first contiguous key (not read with pages), and its number of keys."""
+    """Returns ``(first_key, length)`` of a sequence: the row of its first key, and its number of keys.
+
+    With a paged cache, ``first_key`` has no meaning and is not read.
+    """
     length = tl.load(seqlens_k + sequence)
     first_key = length.to(tl.int64)
     if PAGE_SIZE == 0:
@@ -49,7 +56,10 @@ def _keys_of(seqlens_k, sequence, most, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _place_of(block, key, stored, first_key, pages, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``(page, offset)`` of a block of keys. Contiguous keys are offsets from ``first_key``."""
+    """Returns ``(page, offset)``: the page of each key of a block, and the key's slot in that page.
+
+    For contiguous keys, ``page`` is ``first_key``, and ``offset`` is relative to it.
+    """
     if PAGE_SIZE == 0:
         page = first_key
         offset = key.to(tl.int64)
@@ -64,7 +74,7 @@ def _place_of(block, key, stored, first_key, pages, page_stride, PAGE_SIZE: tl.c
 
 @triton.jit
 def _scores_of(keys, queries, weights, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The scores of a block of keys ``[BLOCK_N, TOKENS]``: the weighted sum over heads of the positive dot products."""
+    """The indexer's scores of a block of keys, ``[BLOCK_N, TOKENS]``: ``relu(q·k)``, weighted and summed over the heads."""
     dots = tl.dot(keys, queries, input_precision="ieee")
     weighted = tl.maximum(dots, 0.0) * weights[None, :]
     return tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
@@ -72,7 +82,9 @@ def _scores_of(keys, queries, weights, BLOCK_N: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit
 def _hide(to_token, key_stride, real, begin, end, keys, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Stores -inf as the scores of blocks ``begin`` to ``end``, which none of the tokens sees."""
+    """Stores -inf as the scores of the blocks of keys from ``begin`` to ``end`` (exclusive), which no token of this program
+    sees.
+    """
     for block in range(begin, end):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         to = to_token[:, None] + key.to(tl.int64)[None, :] * key_stride
@@ -101,7 +113,7 @@ def indexer_scores_kernel(
     batch, q_len, keys,
     SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Scores a few tokens of a sequence against a range of blocks of its keys."""
+    """Scores TILE.tokens tokens of a sequence against TILE.blocks blocks of the sequence's keys."""
     TOKENS: tl.constexpr = TILE.tokens
     HEADS: tl.constexpr = TILE.heads
     BLOCK_N: tl.constexpr = TILE.block_n

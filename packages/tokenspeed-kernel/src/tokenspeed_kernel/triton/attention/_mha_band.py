@@ -1,5 +1,5 @@
-"""Causal attention in a narrow window. A program loads all keys that a tile of packed rows sees, and computes the softmax in one
-step.
+"""Causal attention in a narrow window. A program loads all keys that a tile of packed query rows sees, and computes the softmax of
+all of them at once.
 
 A tile of few positions sees two ranges of keys: MAIN keys up to its first position, and at most TAIL keys at later positions. The
 window's start masks only MAIN keys, and the causal diagonal only TAIL keys. A program computes one tile without a loop, so that all
@@ -18,10 +18,10 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Band(NamedTuple):
-    """The tile of a program.
+    """The tunable part of a program's configuration.
 
     Attributes:
-        block_m: rows of a tile.
+        block_m: query rows of a tile.
         num_warps: warps of a program.
     """
 
@@ -30,7 +30,7 @@ class Band(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The constants of a program: rows, numbers of MAIN and TAIL keys, and padded columns of keys and of values.
+    """The kernel's compile-time constants: query rows, numbers of MAIN and TAIL keys, and padded columns of keys and of values.
 
     ``at_once``: see `Call.at_once`.
     """
@@ -44,16 +44,17 @@ class Tile(NamedTuple):
 
 
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
-    """``(MAIN, TAIL)`` of `band_kernel`, which requires ``TAIL <= window_left + 1``.
+    """Returns ``(MAIN, TAIL)``, the numbers of keys of `band_kernel`'s two blocks. The kernel requires ``TAIL <= window_left + 1``.
 
-    The window's start does not mask keys after the first position. So no row's window may start after the first of these keys.
+    The TAIL keys are those after a tile's first position. The kernel does not mask TAIL keys that are before a row's window. So no
+    row's window may start after the first TAIL key.
     """
-    later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first
+    later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first position
     return max(16, next_power_of_2(window_left + 1)), max(16, next_power_of_2(later))
 
 
 def attend(band: Band, call: Call) -> None:
-    """Launches `band_kernel`."""
+    """Launches `band_kernel` for a call."""
     slots = call.slots(band.block_m)
     if slots == 0:
         return

@@ -13,14 +13,15 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 
 class Tile(NamedTuple):
-    """A tile of query rows of a head: row ``r`` is query head ``r % group`` of the sequence's query ``r // group``.
+    """A tile of query rows of a KV head. Row ``r`` of a sequence is query head ``r % group`` of the sequence's query ``r //
+    group``.
 
     Fields:
-        row, rows: the tile's rows, and the number of the sequence's rows.
-        start, head: the sequence's first token, and the KV head.
-        first: the query of the first row.
-        oldest: the position of the first row.
-        later_by: each row's position after the oldest.
+        row, rows: the indices of the tile's rows in the sequence, and the number of the sequence's rows.
+        start, head: the index of the sequence's first token in q, and the KV head.
+        first: the query that the tile's first row belongs to, relative to the sequence's first query.
+        oldest: the position of the tile's first row in the sequence.
+        later_by: each row's position, relative to ``oldest``.
     """
 
     row: Any
@@ -33,12 +34,12 @@ class Tile(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The keys that a tile sees, in two blocks: those up to the position of its oldest row (main), and those after it (tail).
+    """The keys that a tile sees, in two blocks: keys up to the position of the tile's oldest row (main), and later keys (tail).
 
     Fields:
-        main, tail: positions relative to the oldest row.
-        main_held, tail_held: the keys to read instead. A key that no row sees may be NaN. The program reads the nearest visible key
-            instead.
+        main, tail: the keys' positions, relative to the position of the oldest row.
+        main_held, tail_held: the keys that are read in place of ``main`` and ``tail``. A key that no row sees may be NaN, so the
+            nearest visible key is read in its place.
     """
 
     main: Any
@@ -49,7 +50,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def _tile_of(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile that begins at ``first_row``."""
+    """The `Tile` that begins at row ``first_row`` of a sequence."""
     first = first_row // GROUP
     row = first_row + tl.arange(0, BLOCK_M)
     return Tile(row, q_len * GROUP, start, head, first, kv_len - q_len + first, row // GROUP - first)
@@ -57,7 +58,7 @@ def _tile_of(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _band_of(tile, kv_len, window_left, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """The `Band` of a tile."""
+    """The `Band` of keys that ``tile`` sees."""
     main = tl.arange(0, MAIN) - (MAIN - 1)
     tail = tl.arange(0, TAIL) + 1
     return Band(main, tail, tl.maximum(main, -tl.minimum(tile.oldest, window_left)), tl.minimum(tail, kv_len - 1 - tile.oldest))
@@ -65,7 +66,7 @@ def _band_of(tile, kv_len, window_left, MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _query_rows(q_rows, tile, GROUP: tl.constexpr):
-    """Pointers to the queries of a tile. Offsets from the tile's first position fit into 32 bits."""
+    """Pointers to the queries of a tile's rows. Offsets from the tile's first query fit into 32 bits."""
     held = tl.minimum(tile.row, tile.rows - 1)
     first = q_rows.first + (tile.start + tile.first).to(tl.int64) * q_rows.token_stride + tile.head * GROUP * q_rows.head_stride
     return first + (held // GROUP - tile.first) * q_rows.token_stride + held % GROUP * q_rows.head_stride
@@ -73,7 +74,7 @@ def _query_rows(q_rows, tile, GROUP: tl.constexpr):
 
 @triton.jit
 def _cache_rows(cache, tile, band, table, sequence, PAGE_SIZE: tl.constexpr):
-    """``(main, tail)``: pointers to the rows of a tile's keys or values in both blocks."""
+    """Returns ``(main, tail)``: pointers to the keys (or values) of the tile's main and tail blocks."""
     first = head_of(cache, tile.head)
     if PAGE_SIZE:
         pages = pages_of(table, sequence)
@@ -90,7 +91,10 @@ def _cache_rows(cache, tile, band, table, sequence, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _weights(main_dots, tail_dots, tile, band, scaling, sinks, window_left, GROUP: tl.constexpr, HAS_CAP: tl.constexpr):
-    """The softmax in one step: ``(main_weights, tail_weights, state)``."""
+    """The softmax over both blocks at once: ``(main_weights, tail_weights, state)``.
+
+    The weights are the unnormalised probabilities of the keys; ``state`` is the `Softmax` state of the rows.
+    """
     main_scores, factor = scale_scores(main_dots, scaling, HAS_CAP)
     tail_scores, _ = scale_scores(tail_dots, scaling, HAS_CAP)
     earliest = tl.maximum(tile.later_by - window_left, -tile.oldest)
@@ -110,7 +114,7 @@ def _weights(main_dots, tail_dots, tile, band, scaling, sinks, window_left, GROU
 
 @triton.jit
 def _store(out_rows, lse, v_scale, state, acc, tile, SHAPE: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Stores the result of a tile, and its LSE if there is an ``lse``."""
+    """Stores the attention output of a tile, and the rows' LSE unless ``lse`` is None."""
     GROUP: tl.constexpr = SHAPE.group
     factor = 1.0 / state.row_sum
     if v_scale is not None:
@@ -158,7 +162,7 @@ def band_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one KV head."""
+    """Computes the attention of one tile of query rows of one KV head."""
     GROUP: tl.constexpr = SHAPE.group
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     DTYPE: tl.constexpr = FORMATS.dtype
@@ -183,7 +187,7 @@ def band_kernel(
     tile = _tile_of(first_row, start, q_len, kv_len, head, GROUP, TILE.block_m)
     band = _band_of(tile, kv_len, window_left, TILE.main, TILE.tail)
 
-    # All loads are independent.
+    # All loads of keys, values and queries are independent, so all are in flight at once.
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, TILE.block_w)
     k_main, k_tail = _cache_rows(keys, tile, band, table, sequence, PAGE_SIZE)

@@ -1,10 +1,10 @@
-"""A call of multi-head attention of many queries, and the arguments of its kernels.
+"""A call of multi-head attention for many queries per sequence, and the arguments of its kernels.
 
-Rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and query head ``r % GROUP`` of the KV head's group. A key
-is therefore read once for all query heads of its group, and a tile of rows spans few positions.
+Query rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and query head ``r % GROUP`` of the KV head's
+group. A key is therefore read once for all query heads of its group, and a tile of rows spans few positions.
 
-Only the device knows the lengths. The grid consists of *slots*, work items of ``rows`` rows each. The slots of sequence b begin at
-``cu_seqlens[b] * GROUP // rows + b``. A sequence gets as many slots as its rows need, or one more.
+Only the device knows the sequence lengths. The grid consists of *slots*, work items of ``rows`` query rows each. The slots of
+sequence b begin at ``cu_seqlens[b] * GROUP // rows + b``. A sequence gets as many slots as its rows need, or one more.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SEQUENCES_AT_ONCE = 256
 
 
 class Formats(NamedTuple):
-    """Dtypes of the dots' operands.
+    """Dtypes of the MMA operands, and the conversions to them.
 
     Attributes:
-        dtype: Triton's dtype of the dots' operands.
+        dtype: Triton's dtype of the MMA operands.
         q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8`; None for other dtypes.
     """
 
@@ -41,9 +41,9 @@ class Call(NamedTuple):
 
     Attributes:
         k, v: ``[tokens, kv_heads, dim]``, or ``[pages, page_size, kv_heads, dim]`` with a page_table.
-        lse: contiguous, or None.
+        lse: the output for the LSE, contiguous, or None.
         cu_seqlens: cumulative lengths of the queries.
-        longest: an upper bound of the keys of a sequence.
+        longest: an upper bound of the number of keys of a sequence.
         shortest: sequences with fewer queries are skipped.
         cu_seqlens_kv: cumulative lengths of the keys; given if there is no page_table and the keys are not the queries' own tokens.
     """
@@ -85,11 +85,11 @@ class Call(NamedTuple):
         return 0 if self.page_table is None else self.k.shape[1]
 
     def slots(self, rows: int) -> int:
-        """The number of slots of ``rows`` rows. Zero without sequences: rows that belong to no sequence have no slots."""
+        """The number of slots of ``rows`` query rows. It is 0 without sequences: rows that belong to no sequence have no slots."""
         return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] and self.batch else 0
 
     def operands(self) -> list[Any]:
-        """The first arguments of a kernel."""
+        """The arguments from ``q`` to ``cap_log2``, which `tiles_kernel` and `band_kernel` share."""
         pages = (0,) if self.page_table is None else ()
         kv_seqlens = self.cu_seqlens_kv if self.page_table is None else self.cache_seqlens
         (q, _), (k, _), (v, _) = fp8_operand(self.q), fp8_operand(self.k), fp8_operand(self.v)
@@ -105,7 +105,7 @@ class Call(NamedTuple):
         ]
 
     def constants(self) -> dict[str, Any]:
-        """The compile-time arguments of a kernel, except its tiles."""
+        """The compile-time arguments SHAPE and FORMATS, which `tiles_kernel` and `band_kernel` share."""
         # bfloat16 represents every fp8 value exactly.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
         dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted bfloat16 dots are wrong
@@ -131,5 +131,5 @@ class Call(NamedTuple):
 
 
 def _dense_distance(scale: Tensor | None) -> int:
-    """`scales_apart` of the contiguous copy that kernels get."""
+    """The result of `scales_apart` for the contiguous copy of ``scale`` that kernels get: 1 for one scale per head, else 0."""
     return int(scale is not None and scale.numel() > 1)

@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.common_device import sequence_of
 
 @triton.jit
 def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Loads columns of the rows that begin at pointers ``rows``, in the dtype of the dots. Columns from WIDTH on are 0."""
+    """Loads columns of the rows that begin at pointers ``rows``, in the MMA operands' dtype. Columns from WIDTH on are 0."""
     if WIDTH is None:
         x = tl.load(rows[:, None] + columns[None, :] * stride)
     else:
@@ -22,9 +22,12 @@ def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, 
 
 @triton.jit
 def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """``(sequence, its first token, its queries, the tile's first row)`` of a work item, see `sequence_of`.
+    """Finds the tile of query rows of a work item, see `sequence_of`.
 
-    A sequence may have one work item more than it has tiles. The first row of the extra work item is beyond the sequence's rows.
+    Returns ``(sequence, start, q_len, first_row)``: the sequence, the index of its first token, the number of its queries, and the
+    tile's first row in the sequence.
+
+    A sequence may have one work item more than it has tiles. The ``first_row`` of this work item is beyond the sequence's last row.
     """
     sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
     start = tl.load(cu_seqlens + sequence)
@@ -34,7 +37,7 @@ def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def scaling_of(multiplier, cap_log2, scales, head, SHAPE: tl.constexpr):
-    """The `Scaling` of a KV head's scores, with the scales of q and k."""
+    """The `Scaling` of a KV head's scores, which includes the head's scales of q and k."""
     if scales.q is not None:
         multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
     if scales.k is not None:

@@ -1,4 +1,4 @@
-"""The choice of tiles for multi-head attention of many queries, by architecture.
+"""The choice of tiles for multi-head attention with many queries per sequence, by architecture.
 
 Figures are TFLOP/s on an H200, causal, 8192 tokens per sequence unless stated otherwise, with Triton 3.6.
 """
@@ -18,7 +18,11 @@ from tokenspeed_kernel_base.checks import FP8
 
 
 class Choices(NamedTuple):
-    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. fp8 keys may have other tiles for 128."""
+    """Tiles by the columns of a head's key or value, whichever is wider: up to 64 (``narrow``), 128 (``wide``) and 256
+    (``widest``).
+
+    ``wide_fp8``: the tiles for fp8 keys of up to 128 columns, if they differ.
+    """
 
     narrow: Tiles
     wide: Tiles
@@ -49,14 +53,14 @@ _CHOICES = {
     "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
     "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
 }
-# A window of 128 over 16 x 8192 tokens: 1.37 ms, or 1.8 ms with a loop over blocks of 32 keys.
+# The tile of `_mha_band`. A window of 128 over 16 x 8192 tokens: 1.37 ms, or 1.8 ms with a loop over blocks of 32 keys.
 _BAND = Band(64, 4)
 _BAND_KEYS = (64, 128)
 _FEW_LATER = 16
 
 
 def choose(call: Call, longest_q: int) -> Tiles | Band:
-    """The tiles for a call with at most ``longest_q`` queries per sequence."""
+    """Returns the tiles for a call with at most ``longest_q`` queries per sequence, which also choose the kernel."""
     widest = max(call.q.shape[2], call.v.shape[-1])
     rows = longest_q * call.group
     if call.q.dtype == torch.float32:
@@ -76,7 +80,9 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
 
 
 def _in_a_band(call: Call, rows: int, widest: int) -> bool:
-    """Whether one block, not much larger than the window, holds all keys of a tile."""
+    """Whether `_mha_band` handles the call: one MAIN and one TAIL block, not much larger than the window, hold all keys of a
+    tile.
+    """
     if call.cu_seqlens_kv is not None or not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
         return False
     main, tail = _mha_band.band_widths(_BAND.block_m, call.group, call.window_left)

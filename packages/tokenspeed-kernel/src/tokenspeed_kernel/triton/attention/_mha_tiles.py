@@ -1,5 +1,5 @@
-"""Multi-head attention of many queries. Each program handles a tile of packed rows, and loops over the blocks of keys that the tile
-can see.
+"""Multi-head attention with many queries per sequence. A program computes a tile of packed query rows, and loops over the blocks of
+keys that the tile sees.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# If the keys and values of all heads of a sequence exceed this size, heads are processed one after another. Each head's keys and
-# values then hit L2.
+# If the keys and values of all heads of a sequence exceed this size, the grid processes one head after another, so that each head's
+# keys and values hit L2.
 _HEADS_TOGETHER_BYTES = 16 << 20
 
 
 class Tiles(NamedTuple):
-    """How a program loops over its keys.
+    """The tile sizes, and how a program loops over its blocks of keys.
 
     Attributes:
-        block_m: rows of a tile.
+        block_m: query rows of a tile.
         block_n: keys per block.
         num_warps, num_stages: warps of a program, and pipeline stages of the loop over keys.
-        edges: "branch": one loop, in which a branch masks edge blocks; "apart": a separate loop for blocks that need no mask.
+        edges: the treatment of edge blocks, which need a mask. "branch": one loop over all blocks, in which a branch masks edge
+            blocks; "apart": separate loops for blocks that need no mask and for edge blocks.
         descriptors: load keys and values through tensor descriptors (TMA) where their layout allows it; requires edges "apart".
         edge_stages: pipeline stages of the loops over edge blocks.
         registers: register limit per thread, which allows more CTAs per SM; None for no limit.
-        edges_first: process the last edge first. The softmax allows any order, but the compiled code differs.
+        edges_first: process the edge blocks at the end of the range before the unmasked blocks. The softmax allows any order, but
+            the compiled code differs.
     """
 
     block_m: int
@@ -46,14 +48,14 @@ class Tiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys are hidden from a query: later keys (``causal``), and keys before the query's window (``windowed``)."""
+    """Which keys a query does not see: later keys (``causal``), and keys before the query's window (``windowed``)."""
 
     causal: bool
     windowed: bool
 
 
 class Tile(NamedTuple):
-    """The constants of a program. For attributes not listed here, see `Tiles`.
+    """Compile-time constants of `tiles_kernel`. For attributes not listed here, see `Tiles`.
 
     Attributes:
         d_low, d_high: padded columns of a head, as two powers of two; the second may be 0. See `split_width`.
@@ -61,7 +63,7 @@ class Tile(NamedTuple):
         heads_first: whether the grid iterates over all heads of a tile first, rather than over all tiles of a head.
         stages, edge_stages: pipeline stages of the loops over blocks without and with a mask.
         shortest: sequences with fewer queries are skipped.
-        at_once: see `Call.at_once`.
+        at_once: how many sequences a program compares at a time when it searches for its sequence.
     """
 
     block_m: int
@@ -79,7 +81,7 @@ class Tile(NamedTuple):
 
 
 def split_width(width: int, v_width: int) -> tuple[int, int]:
-    """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
+    """Splits a key's columns into one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
 
     The second power is at least 32, and differs from the padded width ``v_width`` of the values. With equal widths, keys and values
     shared one shared-memory buffer. Triton 3.6 then compiled code for sm_90 that was wrong or read out of bounds.
@@ -91,7 +93,8 @@ def split_width(width: int, v_width: int) -> tuple[int, int]:
 
 
 def _block_w(width: int, v_width: int) -> int:
-    """A value's columns padded to a power of two; to the key's if the value has fewer than 64 and the key has more columns.
+    """Returns a value's columns, padded to a power of two. If the value has fewer than 64 columns and the key more, to the key's
+    width.
 
     Code that Triton 3.6 compiled for sm_90 was wrong for values of 32 columns with keys of 64 or 128, and right for equal widths.
     """
@@ -101,7 +104,7 @@ def _block_w(width: int, v_width: int) -> int:
 
 
 def attend(tiles: Tiles, call: Call) -> None:
-    """Launches `tiles_kernel`."""
+    """Launches `tiles_kernel` for a call."""
     slots = call.slots(tiles.block_m)
     if slots == 0:
         return
@@ -146,8 +149,9 @@ def _whole_rows(x: Tensor, width: int) -> bool:
 
 
 def _rows(x: Tensor, rows: int, columns: int) -> Any:
-    """A tensor descriptor that views ``[..., heads, dim]`` as rows of all heads, with blocks ``[rows, columns]``; None if columns
-    is 0.
+    """Returns a tensor descriptor that views ``[..., heads, dim]`` as rows of all heads, and loads blocks ``[rows, columns]``.
+
+    Returns None if columns is 0.
     """
     heads, dim = x.shape[-2:]
     shape = [x.numel() // (heads * dim), heads * dim]

@@ -21,8 +21,9 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 
 class Queries(NamedTuple):
-    """A tile's queries and positions. Query columns are in one part or two; ``high``, the second part, is not read if there is only
-    one.
+    """A tile's queries, and each row's position in the sequence.
+
+    The head dimension is in one part (``low``) or two; with one, ``high`` is not read.
     """
 
     low: Any
@@ -31,11 +32,11 @@ class Queries(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query rows of a tile: row ``r`` is query head ``r % group`` of the sequence's query ``r // group``.
+    """The query rows of a tile. Row ``r`` of a sequence is query head ``r % group`` of the sequence's query ``r // group``.
 
     Fields:
-        real: which rows exist.
-        token, q_head: each row's token and query head.
+        real: which of the tile's rows exist in the sequence.
+        token, q_head: the index of each row's token in q, and its query head.
         position: each row's position in the sequence.
     """
 
@@ -46,12 +47,12 @@ class QueryRows(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Location of a tile's keys and values.
+    """The location of the keys and values that a tile reads.
 
     Fields:
-        k, v: the keys and values, `Cache`; ``first`` points to the head's first row of the sequence, or of all pages.
+        k, v: the keys and values as a `Cache`. ``first`` points to the head's first key: of page 0 if paged, else of the sequence.
         table, pages: `Pages`, and a pointer to the sequence's first page number.
-        start, head: the sequence's first key, and the head; for descriptors.
+        start, head: the index of the sequence's first key, and the KV head; used only with tensor descriptors.
     """
 
     k: Any
@@ -63,12 +64,12 @@ class Source(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The range of keys that a tile sees.
+    """The range of keys that at least one row of a tile sees.
 
     Fields:
         low_block: the first key of block 0.
-        low, kv_len: the first key that some row sees, and the length of the sequence.
-        full_begin, full_end: the range of blocks that need no mask.
+        low, kv_len: the first key that some row sees, and the sequence's number of keys.
+        full_begin, full_end: the range of blocks that every row sees whole, so that they need no mask; end exclusive.
         window_left: how many keys before its own position a row sees, if there is a window.
     """
 
@@ -82,7 +83,7 @@ class Reach(NamedTuple):
 
 @triton.jit
 def _query_rows(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows of the tile that begins at ``first_row``."""
+    """The `QueryRows` of the tile that begins at row ``first_row`` of a sequence."""
     row = first_row + tl.arange(0, BLOCK_M)
     token = (start + row // GROUP).to(tl.int64)
     return QueryRows(row < q_len * GROUP, token, head * GROUP + row % GROUP, kv_len - q_len + row // GROUP)
@@ -90,7 +91,7 @@ def _query_rows(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOC
 
 @triton.jit
 def _load_queries(q_rows, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """Loads the queries of a tile in the dtype of the dots."""
+    """Loads the queries of a tile in the MMA operands' dtype."""
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -109,13 +110,13 @@ def _load_queries(q_rows, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE
 
 @triton.jit
 def _reach_of(first_row, q_len, kv_len, window_left, SHAPE: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
-    """``(reach, blocks)`` of the tile that begins at ``first_row``: its `Reach`, and its number of blocks of keys."""
+    """Returns ``(reach, blocks)``: the `Reach` of the tile that begins at ``first_row``, and how many blocks of keys it reads."""
     GROUP: tl.constexpr = SHAPE.group
     BLOCK_N: tl.constexpr = TILE.block_n
     ahead = kv_len - q_len  # the position of the first query
     oldest = ahead + first_row // GROUP
     newest = ahead + tl.minimum((first_row + TILE.block_m - 1) // GROUP, q_len - 1)
-    # Some row sees keys low to high; every row sees keys full_low to full_high.
+    # Each key from low to high is seen by some row of the tile; each key from full_low to full_high by every row. Ends exclusive.
     low = 0
     full_low = 0
     high = kv_len
@@ -137,7 +138,7 @@ def _reach_of(first_row, q_len, kv_len, window_left, SHAPE: tl.constexpr, MASK: 
 
 @triton.jit
 def _first_rows(keys, values, kv_start, head, PAGE_SIZE: tl.constexpr):
-    """Pointers to the first key and the first value of a head: of the sequence, or of all pages."""
+    """Pointers to the first key and the first value of a KV head: of page 0 if paged, else of the sequence."""
     k_head = head_of(keys, head)
     v_head = head_of(values, head)
     if PAGE_SIZE == 0:
@@ -148,11 +149,11 @@ def _first_rows(keys, values, kv_start, head, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _key_rows(first, held, source, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``(k_at, v_at, row)``: pointers to the rows of a block of keys and values, and the block's row of the descriptors.
+    """Returns ``(k_at, v_at, row)``: pointers to the keys and values of a block, and the block's first row in the descriptors.
 
     Args:
-        first: the block's first key.
-        held: offsets of the keys to read from ``first``.
+        first: the position of the block's first key.
+        held: the keys to read, as offsets from ``first``.
     """
     keys, values, table, pages, start, _ = source
     row = first  # not read if a block may span several pages, because no descriptors are used then
@@ -175,7 +176,7 @@ def _key_rows(first, held, source, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _qk_mma(queries, k_at, row, source, k_rows, k_rows_high, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """Loads a block of keys, through descriptors if there are any, and returns its dot products with the queries [M, N]."""
+    """Loads a block of keys, with tensor descriptors if there are any. Returns the dot products of queries and keys [M, N]."""
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -202,7 +203,10 @@ def _qk_mma(queries, k_at, row, source, k_rows, k_rows_high, SHAPE: tl.constexpr
 def _load_values(
     v_at, row, source, v_rows, key, reach, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Loads a block of values. Through a descriptor, values are 0 for keys that no row sees, because those values may be NaN."""
+    """Loads a block of values.
+
+    With a descriptor, the values of keys that no row sees are set to 0, because they may be NaN.
+    """
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     if v_rows is not None:
@@ -217,7 +221,7 @@ def _load_values(
 
 @triton.jit
 def _masked(scores, first, n, position, reach, MASK: tl.constexpr):
-    """The scores of a block that begins with key ``first``, -inf where a row does not see a key."""
+    """Masks the scores of a block of keys that begins at key ``first``: -inf where a row does not see a key."""
     visible = (first + n < reach.kv_len)[None, :]
     if MASK.causal:
         visible &= first + n[None, :] <= position[:, None]
@@ -235,7 +239,7 @@ def _walk(
     queries,
     source,
     k_rows,  # descriptor of keys [tokens or slots, heads * columns], for the first D_LOW columns of a head; or None
-    k_rows_high,  # for the next D_HIGH columns
+    k_rows_high,  # descriptor of the next D_HIGH columns of a head
     v_rows,  # descriptor of values
     reach,
     scaling,
@@ -246,13 +250,16 @@ def _walk(
     MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
     STAGES: tl.constexpr,
 ):
-    """Attention over blocks ``begin`` to ``end``. Block i begins with key ``low_block + i * block_n``."""
+    """Attention of a tile over blocks ``begin`` to ``end`` (exclusive) of keys. Returns the updated ``(state, acc)``.
+
+    Block i begins at key ``low_block + i * block_n``.
+    """
     DTYPE: tl.constexpr = FORMATS.dtype
     BLOCK_N: tl.constexpr = TILE.block_n
     n = tl.arange(0, BLOCK_N)
     for block in tl.range(begin, end, num_stages=STAGES):
         first = reach.low_block + block * BLOCK_N
-        # A key that no row sees may be NaN. The program reads the nearest visible key instead.
+        # A key that no row sees may be NaN, so the nearest visible key is read in its place.
         if MASKED == "never":
             held = n
         else:
@@ -271,7 +278,9 @@ def _walk(
 
 @triton.jit
 def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
-    """Attention over all blocks of a tile, masked at the edges. Returns the state of the softmax and the accumulator.
+    """Attention over all blocks of keys that a tile sees. Only blocks that some row sees in part are masked (the edges).
+
+    Returns the state of the softmax and the accumulator.
 
     ``what``: the arguments of `_walk` from ``queries`` to ``scaling``.
     """
@@ -280,7 +289,7 @@ def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MAS
     state = no_keys_yet(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     full_begin, full_end = reach.full_begin, reach.full_end
-    if TILE.edges == "apart":  # the softmax allows any order
+    if TILE.edges == "apart":  # edge blocks in loops of their own; the online softmax allows any order of blocks
         if MASK.windowed:
             state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
         if TILE.edges_first:
@@ -295,7 +304,7 @@ def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MAS
 
 @triton.jit
 def _store(out_rows, lse, sinks, v_scale, state, acc, rows, head, SHAPE: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Stores the result of a tile, and its LSE if there is an ``lse``."""
+    """Stores the attention output of a tile, and the rows' LSE unless ``lse`` is None."""
     if sinks is not None:
         decay, state = join_sink(state, tl.load(sinks + rows.q_head, mask=rows.real, other=0.0))
         factor = decay * reciprocal_of(state.row_sum)
@@ -338,15 +347,15 @@ def tiles_kernel(
     multiplier,
     cap_log2,
     k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], of the first D_LOW columns of a head; or None
-    k_rows_high,  # for the next D_HIGH columns
-    v_rows,
-    slots,
+    k_rows_high, # descriptor of the next D_HIGH columns of a head
+    v_rows, # descriptor of v, or None
+    slots, # number of tiles of query rows, over all sequences
     SHAPE: tl.constexpr,
     FORMATS: tl.constexpr,
     MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one KV head."""
+    """Computes the attention of one tile of query rows of one KV head."""
     KV_HEADS: tl.constexpr = SHAPE.heads
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)

@@ -1,7 +1,8 @@
 """MLA over a paged cache of latents, for decode and extend.
 
-All heads read the same keys, and values are the first columns of the keys. So one load of a block of latents feeds both dots. Row r
-of a sequence is token ``r // heads`` and head ``r % heads``. With 128 heads, one token fills two tiles of 64 rows.
+All heads read the same keys, and values are the first columns of the keys. So one load of a block of latents feeds both the QK
+and the PV MMA. Query row r of a sequence is token ``r // heads`` and head ``r % heads``. With 128 heads, one token fills two tiles
+of 64 rows.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Shape(NamedTuple):
     """Sizes that a model fixes, and options that change the result.
 
     Attributes:
-        heads: query heads.
+        heads: number of query heads.
         rank, rope: columns of a latent and of its rotary part.
         page_size: tokens in a page.
         causal, windowed: whether later keys, and keys before a window, are hidden.
         has_cap: whether scores have a logit cap.
-        sparse: whether page table entries are single slots; a negative entry is no slot.
+        sparse: whether each page table entry is the slot of a single key; a negative entry means no key.
     """
 
     heads: int
@@ -57,16 +58,16 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a program loops over its keys.
+    """The tile sizes, and how a program loops over its blocks of keys.
 
     Attributes:
-        block_m, block_n: rows of a tile, and keys per block.
+        block_m, block_n: query rows of a tile, and keys per block.
         num_warps, num_stages: warps of a program, and pipeline stages of the loop.
-        transposed: swap-AB: keys are the rows (M) of the scores, and latent columns the rows of the accumulator. MMAs whose M is at
-            least 64 are then full even with few queries.
-        apart: each of the two dots has its own warp layout, see `attend_latent_kernel`.
-        parts: the number of ranges of a block's keys with separate row sums. Each range belongs to a group of warps. The row sums
-            are added after the loop.
+        transposed: swap-AB: keys are the M dimension of the scores, and latent columns the M dimension of the accumulator. MMAs
+            whose M is at least 64 are then full even with few queries.
+        apart: whether the QK and the PV MMA have their own warp layouts, see `_qk_mma` of the device code.
+        parts: the number of ranges of a block's keys for which a row has separate row sums. Each range belongs to a group of warps.
+            The partial row sums are added after the loop.
     """
 
     block_m: int
@@ -79,7 +80,8 @@ class Tile(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The kernel's constants: fields of `Tile`, padded columns of latents (``block_c``) and rotary parts (``block_r``).
+    """The kernel's compile-time constants: fields of `Tile`, padded columns of latents (``block_c``) and rotary parts
+    (``block_r``).
 
     ``early``: whether the kernel is launched with PDL, before the schedule is complete.
     """
@@ -95,7 +97,7 @@ class Program(NamedTuple):
     early: bool
 
 
-# Tiles by the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
+# Tiles by the maximum number of query rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
 # 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Not apart 541 us, transposed 418 us, blocks of 32 keys at least 592 us, 32
 # rows 635 us. Loads through tensor descriptors were no faster.
 # 16 heads: 150 us, 4.0 TB/s. 8 warps and apart 155 us; not transposed at least 228 us with 16 rows, and 195 us with 64 rows.
@@ -112,7 +114,7 @@ _TILES = {
     # Triton's interpreter takes about as long for an operation on a large tile as on a small one.
     "cpu": {16: Tile(16, 64, 1, 1), 128: Tile(128, 64, 1, 1)},
 }
-# Latents with scales are float32 in registers for a while, and need smaller tiles.
+# Tiles for latents with group scales. Such latents are float32 in registers before they are scaled, and need smaller tiles.
 _GROUPED = {arch: {16: Tile(16, 16, 4, 1)} for arch in ("gfx942", "gfx950")}
 _FLOAT32 = Tile(16, 16, 4, 2)
 _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
@@ -121,19 +123,21 @@ _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
 def tile_for(
     rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device, grouped: bool = False
 ) -> Tile:
-    """The tile for sequences of at most ``rows`` rows, and a cache with these padded numbers of columns.
+    """Returns the tile for sequences of at most ``rows`` query rows.
 
-    ``grouped``: latents have a scale per 128 elements.
+    ``block_c``, ``block_r``: the padded columns of latents and of rotary parts.
+
+    ``grouped``: whether latents have a scale per 128 elements.
     """
     if block_c + block_r > 576:
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    # Below 64 columns, the two swap-AB dots compile to different instructions, and results are wrong (Triton 3.6, sm_90).
+    # Below 64 columns, the two swap-AB MMAs compile to different instructions, and results are wrong (Triton 3.6, sm_90).
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     if grouped:
         tiles = for_architecture({"any": tiles, **_GROUPED}, device)
-    # fp8 caches do not use swap-AB: the converted keys would be a first operand in registers.
+    # fp8 caches do not use swap-AB, because the converted keys would be the MMA's first operand, in registers.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
 
@@ -161,7 +165,9 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens over a cache of latents: ``max_seqlen_q`` tokens per sequence, or as in ``cu_seqlens_q``.
+    """Attention of the newest tokens of each sequence over a cache of latents.
+
+    A sequence has ``max_seqlen_q`` new tokens, or as many as ``cu_seqlens_q`` says.
 
     ``sparse``: every token counts as a sequence. Its keys are the slots in its row of ``page_table``.
     """
@@ -175,7 +181,7 @@ def attend_latent(
         return out if lse is None else (out, lse)
 
     dtype = output_dtype(q)
-    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # Triton's interpreter computes wrong bfloat16 dots
     rows = min(max_seqlen_q, tokens) * heads
     # With cu_seqlens_q the bound varies between calls. The bound is rounded up, because the merge kernel is compiled for each
     # bound.

@@ -25,7 +25,7 @@ from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 
 @triton.jit
 def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
-    """``q @ k.T + acc`` [M, N]; with TRANSPOSED, its transpose."""
+    """Returns ``q @ k.T + acc`` [M, N], or with TRANSPOSED its transpose [N, M]."""
     if TRANSPOSED:
         dots = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
     else:
@@ -35,12 +35,15 @@ def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """`softmax_step` with ``row_sum`` [M, PARTS]: partial sums over PARTS ranges of columns, without a reduction across warps."""
+    """`softmax_step` that keeps PARTS partial row sums per row, each over a range of columns: ``row_sum`` is [M, PARTS].
+
+    So no step reduces a row sum across warps.
+    """
     row_max = tl.maximum(state.row_max, tl.max(scores, 1) * factor)
     shift = finite_or_zero(row_max)
     weights = tl.exp2(scores * factor - shift[:, None])
     decay = tl.exp2(state.row_max - shift)
-    # `decay` in the layout of the row sums.
+    # Broadcast `decay` to the layout of the partial row sums.
     decayed = tl.reshape(tl.broadcast_to(decay[:, None], [BLOCK_M, BLOCK_N]), [BLOCK_M, PARTS, BLOCK_N // PARTS])
     row_sum = state.row_sum * tl.max(decayed, 2) + tl.sum(tl.reshape(weights, [BLOCK_M, PARTS, BLOCK_N // PARTS]), 2)
     return weights, decay, Softmax(row_max, row_sum)
@@ -48,7 +51,7 @@ def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def _scaled(latent, scale, DTYPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr):
-    """Latents [N, C] times their scales [N, C / GROUP], rounded to the dtype of the dots."""
+    """Dequantises latents: [N, C] times their scales [N, C / GROUP], rounded to the MMA operands' dtype."""
     N: tl.constexpr = latent.shape[0]
     C: tl.constexpr = latent.shape[1]
     groups = tl.reshape(widened(latent, tl.float32, FP8), [N, C // GROUP, GROUP])
@@ -56,13 +59,13 @@ def _scaled(latent, scale, DTYPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.con
 
 
 class Tile(NamedTuple):
-    """The rows of a tile: row ``r`` of a sequence is head ``r % heads`` of its new token ``r // heads``.
+    """The query rows of a tile: row ``r`` of a sequence is head ``r % heads`` of the sequence's new token ``r // heads``.
 
     Fields:
-        row, real: the rows, and which of them exist.
-        token, head: each row's token and head.
-        position, last: the query's position, and the last key of the range in which it sees every key.
-        nodes: each query's mask in the draft tree; not read without trees.
+        row, real: the indices of the rows in the sequence, and which of the rows exist.
+        token, head: the index of each row's token in q, and its head.
+        position, last: each query's position in the sequence, and the last key of the prefix that the query sees whole.
+        nodes: bit mask of the new tokens that each query sees; used only with draft trees.
     """
 
     row: Any
@@ -75,14 +78,14 @@ class Tile(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The range of keys that a program reads.
+    """The range of a sequence's keys that a program reads.
 
     Fields:
-        length: the sequence's keys.
+        length: the number of the sequence's keys.
         first_new: the position of the first new token.
-        low, seen: the range of keys that some row sees, end exclusive.
-        begin, end: the range of blocks of keys, end exclusive.
-        part: the index of the program's partial result; negative if its result is final.
+        low, seen: the range of keys that some row of the tile sees, end exclusive.
+        begin, end: the range of key blocks that the program reads, end exclusive.
+        part: the index at which the program stores its partial result; negative if the result is final (no split-KV).
     """
 
     length: Any
@@ -95,8 +98,9 @@ class Reach(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Latents and rotary parts: of queries [M, C] and [M, R], or of a block of keys. ``rope`` is not read if there are no rotary
-    parts.
+    """Latents and rotary parts of queries ([M, C] and [M, R]) or of a block of keys ([N, C] and [N, R]).
+
+    ``rope`` is not read if the model has no rotary parts.
     """
 
     latent: Any
@@ -104,7 +108,10 @@ class Latents(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Pointers to a block's latents [N, C] and rotary parts [N, R], and to the keys' scales [N] (not read without groups)."""
+    """Pointers to a key block's latents [N, C] and rotary parts [N, R], and to the first scale of each key [N].
+
+    ``scale`` is read only if the latents have group scales.
+    """
 
     latent: Any
     rope: Any
@@ -112,8 +119,11 @@ class Addresses(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """The latent cache ``[pages, slots, rank + rope]``. With groups, the cache's rows are latents only. Scales and rotary parts are
-    then in two separate tensors (None without groups)."""
+    """The latent cache ``[pages, slots, rank + rope]``.
+
+    With group scales, the cache holds latents only, ``[pages, slots, rank]``. ``scale`` and ``rope`` then point to separate tensors
+    of scales and rotary parts; otherwise both are None.
+    """
 
     first: Any
     page_stride: Any
@@ -125,13 +135,13 @@ class LatentCache(NamedTuple):
 
 @triton.constexpr_function
 def _blocks_in_pages(shape, groups, tile):
-    """Whether each block of keys is in one page. One page number then gives the addresses of the whole block."""
+    """Whether each block of keys lies in a single page, so that one page number gives the addresses of the whole block."""
     return not shape.sparse and groups is None and shape.page_size % tile.block_n == 0
 
 
 @triton.jit
 def _tile_of(tile, first_token, length, q_len, tree_mask, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows of the ``tile``-th tile of a sequence, as a `Tile`."""
+    """The query rows of a sequence's tile number ``tile``, as a `Tile`."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < q_len * HEADS
     token = first_token + row // HEADS
@@ -146,7 +156,7 @@ def _tile_of(tile, first_token, length, q_len, tree_mask, HEADS: tl.constexpr, B
 
 @triton.jit
 def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The `Reach` of the ``tile``-th tile of a sequence, within a work item if there is one."""
+    """The `Reach` of a sequence's tile number ``tile``, restricted to the keys of ``work_item`` if that is not None."""
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -160,7 +170,7 @@ def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.
         begin = tl.minimum(length, 0)
     low = begin
     if SHAPE.windowed:
-        # A tree node may be at distance 0 from the preceding tokens, because its depth gives its distance.
+        # A tree node's depth gives its position, so any node of the tile may be at the position of the first new token.
         oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
         low = tl.maximum(length - q_len + oldest - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
@@ -174,7 +184,7 @@ def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.
 
 @triton.jit
 def _load_queries(q_rows, tile, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """Loads the queries of a tile as `Latents`, in the dtype of the dots."""
+    """Loads the queries of a tile as `Latents`, in the MMA operands' dtype."""
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     RANK: tl.constexpr = SHAPE.rank
@@ -196,7 +206,7 @@ def _load_queries(q_rows, tile, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE
 
 @triton.jit
 def _scaling_of(multiplier, cap_log2, q_scale, kv_scale):
-    """The `Scaling` of scores, with the scalar scales of queries and cache."""
+    """The `Scaling` of scores, which includes the per-tensor scales of the queries and of the cache."""
     if q_scale is not None:
         multiplier *= tl.load(q_scale)
     if kv_scale is not None:
@@ -206,7 +216,7 @@ def _scaling_of(multiplier, cap_log2, q_scale, kv_scale):
 
 @triton.jit
 def _nothing_yet(TILE: tl.constexpr):
-    """``(state, acc)`` before the first block. The accumulator is [M, C], or [C, M] if transposed."""
+    """Returns ``(state, acc)`` before the first block of keys. The accumulator is [M, C], or [C, M] if transposed."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_C: tl.constexpr = TILE.block_c
     PARTS: tl.constexpr = TILE.parts
@@ -223,7 +233,11 @@ def _nothing_yet(TILE: tl.constexpr):
 
 @triton.jit
 def _first_lookup(pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The page table's entries for the first block: its keys' slots (sparse), or its page (blocks in pages). Else not read."""
+    """Loads the first block's entries of the page table.
+
+    Sparse attention: the slot of each key. Blocks that lie in one page: the number of that page. Otherwise returns 0, which is not
+    read.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     found = reach.begin * 0
     if SHAPE.sparse:
@@ -236,7 +250,10 @@ def _first_lookup(pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def _next_lookup(found, block, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """`_first_lookup` for the block after ``block``, loaded a block ahead. ``found``: that of ``block``."""
+    """Like `_first_lookup`, but for the block after ``block``, so that the load is in flight during ``block``.
+
+    ``found``: the lookup's result for ``block``; returned unchanged where nothing is looked up.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     if SHAPE.sparse:
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,12 +265,12 @@ def _next_lookup(found, block, pages, page_stride, reach, SHAPE: tl.constexpr, G
 
 @triton.jit
 def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The `Addresses` of a block. ``found``: the result of `_first_lookup` or `_next_lookup` for this block."""
+    """The `Addresses` of a block of keys. ``found``: the result of `_first_lookup` or `_next_lookup` for this block."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     BLOCK_N: tl.constexpr = TILE.block_n
     c = tl.arange(0, TILE.block_c)
     r = tl.arange(0, TILE.block_r)
-    # A key that no query sees may be NaN. The program reads the nearest visible key instead.
+    # A key that no query sees may be NaN, so the nearest visible key is read in its place.
     held = tl.minimum(tl.arange(0, BLOCK_N), reach.seen - 1 - block * BLOCK_N)
     if SHAPE.windowed:
         held = tl.maximum(held, reach.low - block * BLOCK_N)
@@ -284,9 +301,10 @@ def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constex
 
 @triton.jit
 def _load_keys(at, named, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """Loads a block of keys as stored: `Latents`, and their scales [N, C / group]; without groups, 1.
+    """Loads a block of keys as stored. Returns their `Latents`, and the latents' scales [N, C / group] (1.0 without group scales).
 
-    ``named``: which keys an index names, if indices choose the keys. A slot that no index names may hold NaN.
+    ``named``: with sparse attention, which keys of the block have an index (not -1). Slots without an index may hold NaN, so they
+    are not read.
     """
     RANK: tl.constexpr = SHAPE.rank
     ROPE: tl.constexpr = SHAPE.rope
@@ -319,7 +337,7 @@ def _load_keys(at, named, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMATS: tl.constexpr):
-    """`Latents` of keys in the dtype of the dots."""
+    """Converts stored keys to `Latents` in the MMA operands' dtype, with their scales applied."""
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     rope = stored.rope
@@ -336,7 +354,7 @@ def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMA
 
 @triton.jit
 def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
-    """The dot products of a block [M, N]."""
+    """The dot products of the tile's queries and a block of keys, [M, N]: of the latents plus of the rotary parts."""
     if TILE.apart:
         # This condition, like the one in the next branch, always holds. The compiler chooses a dot's warp layout by the uses of its
         # result, up to the end of a branch. With the layout for the second dot, all warps would be in one column, and both halves
@@ -359,7 +377,7 @@ def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _visible(key, named, tile, reach, window_left, tree_mask, SHAPE: tl.constexpr):
-    """Which keys of a block each row sees, [M, N] or [1, N]."""
+    """The mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
     if SHAPE.sparse:
         visible = named[None, :]
     elif SHAPE.causal:
@@ -375,7 +393,7 @@ def _visible(key, named, tile, reach, window_left, tree_mask, SHAPE: tl.constexp
 
 @triton.jit
 def _accumulate(state, acc, scores, factor, values, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """One step of the online softmax, then ``acc * decay + weights @ values``. Returns ``(state, acc)``."""
+    """One online-softmax step, then ``acc * decay + weights @ values``. Returns ``(state, acc)``."""
     if TILE.parts == 1:
         weights, decay, state = softmax_step(state, scores, factor)
     else:
@@ -404,7 +422,7 @@ def _attend(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mainloop: attention of a tile over the blocks of its `Reach`. Returns the state of the softmax and the accumulator."""
+    """The mainloop: attention of a tile over the key blocks of its `Reach`. Returns the softmax state and the accumulator."""
     DTYPE: tl.constexpr = FORMATS.dtype
     pages = pages_of(table, sequence)
     state, acc = _nothing_yet(TILE)
@@ -417,8 +435,8 @@ def _attend(
         at = _addresses(block, found, cache, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
         found = _next_lookup(found, block, pages, table.page_stride, reach, SHAPE, GROUPS, TILE)
         stored, scale = _load_keys(at, named, SHAPE, GROUPS, TILE)
-        # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
-        # during the dots. Without the branch, the compiler places those loads after the dots.
+        # This condition always holds. The compiler places the branch after the loads of the next block, so these loads are in
+        # flight during the dots. Without the branch, the compiler places the loads after the dots.
         if block >= reach.begin:
             keys = _dequantised(stored, scale, SHAPE, GROUPS, FORMATS)
             dots = _qk_mma(block, queries, keys, reach.end, SHAPE.rope, TILE)
@@ -435,7 +453,7 @@ def _attend(
 
 @triton.jit
 def _store_partial(partial, partial_lse, state, acc, tile, part, q_bound, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Stores the partial result of a work item, and its LSE in base 2."""
+    """Stores a work item's partial attention output (float32), and its LSE in base 2, for the split-KV merge."""
     c = tl.arange(0, TILE.block_c)
     at_row = part.to(tl.int64) * (q_bound * SHAPE.heads) + tile.row
     tl.store(partial_lse + at_row, log2_sum_exp(state), mask=tile.real)
@@ -445,7 +463,7 @@ def _store_partial(partial, partial_lse, state, acc, tile, part, q_bound, SHAPE:
 
 @triton.jit
 def _store(out_rows, lse, state, acc, tile, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Stores the result, and its LSE if there is an ``lse``."""
+    """Stores the final attention output of a tile, and the rows' LSE unless ``lse`` is None."""
     c = tl.arange(0, TILE.block_c)
     out_offset = tile.token * out_rows.token_stride + tile.head * out_rows.head_stride
     out_at = out_rows.first + out_offset[:, None] + c[None, :] * out_rows.dim_stride
@@ -488,7 +506,7 @@ def attend_latent_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a sequence's rows. Attends to all keys of the sequence, or to the keys of one work item."""
+    """Attention of one tile of a sequence's query rows over all keys of the sequence, or over the keys of one work item."""
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)

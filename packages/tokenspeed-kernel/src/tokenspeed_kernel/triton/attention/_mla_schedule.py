@@ -1,8 +1,8 @@
-"""The split-KV schedule of MLA: which program attends to which keys of which sequence. Computed on the device.
+"""The split-KV schedule of MLA, which the device computes: which program attends to which keys of which sequence.
 
-These programs are large: one per SM/CU. So a last wave of few programs takes as long as a full wave. The kernel therefore compares
-several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the least time. The schedule
-is a table that the attention programs read.
+MLA's programs are so large that only one fits on an SM/CU. So a last wave of few programs takes as long as a full wave. The
+kernel therefore compares several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the
+least time. The schedule is a table that the attention programs read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 _CANDIDATES = 16
-_WAVES = 3  # most waves of work items
-_LEAST = 2  # fewest blocks of a work item
+_WAVES = 3  # the largest number of waves of work items
+_LEAST = 2  # the fewest key blocks of a work item
 _LENGTHS_AT_ONCE = 256
 
 
 class Schedule(NamedTuple):
-    """Work items of all sequences.
+    """The work items into which the keys of a batch's sequences are split.
 
     Attributes:
-        work_items: int32 ``[work items, 4]``: the sequence (-1: unused), the first block, the end block (exclusive), and the index
-            of the partial result. Index -1 marks the only work item of its sequence, which writes the final result.
+        work_items: int32 ``[work items, 4]``: the sequence (-1: unused), the first key block, the end block (exclusive), and the
+            index of the partial result. Index -1 marks the only work item of its sequence, which writes the final result.
         parts: int32 ``[batch, 2]``: index of the first partial result of a sequence, and their number (1: not split).
-        plan: bounds of the partial results, in total and per sequence.
+        plan: upper bounds of the number of partial results, in total and per sequence.
     """
 
     work_items: Tensor
@@ -43,9 +43,11 @@ class Schedule(NamedTuple):
 def schedule_work_items(
     cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, sm_count: int, block_n: int, early: bool
 ) -> Schedule | None:
-    """Schedules sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each. None if no sequence is split.
+    """Launches the scheduling of sequences of at most ``capacity`` keys with ``tiles`` tiles of query rows each.
 
-    ``reach``: with a window, how many last tokens of a sequence are visible to some query; else -1.
+    Returns None, without a launch, if no sequence is split.
+
+    ``reach``: with a window, how many of a sequence's last keys some query sees; else -1.
     """
     batch = cache_seqlens.shape[0]
     longest = capacity if reach < 0 else min(capacity, reach + block_n)

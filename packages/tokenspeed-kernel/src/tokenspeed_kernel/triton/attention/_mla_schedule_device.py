@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._split_kv_device import lengths_from, work_items_of
 
-# Costs of three steps, as multiples of the time of one block of keys: the overhead of a work item; the merge; writing and reading
-# one wave of partial results. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
+# Costs, in units of the time that one block of keys takes: the overhead of a work item; the merge kernel; writing and reading one
+# wave of partial results. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
 _STARTING = tl.constexpr(3)
 _MERGING = tl.constexpr(2)
 _PARTIAL = tl.constexpr(2)
@@ -16,13 +16,13 @@ _PARTIAL = tl.constexpr(2)
 
 @triton.jit
 def _first_block(lengths, reach, BLOCK_N: tl.constexpr):
-    """The block of the first key that some query sees; reach: see `schedule_work_items`."""
+    """The index of the key block that contains the first key that some query sees. ``reach``: see `schedule_work_items`."""
     return tl.where(reach < 0, 0, tl.maximum(lengths - reach, 0) // BLOCK_N)
 
 
 @triton.jit
 def _blocks_of(lengths, reach, BLOCK_N: tl.constexpr):
-    """The number of blocks of keys that some query sees."""
+    """The number of a sequence's key blocks that some query sees."""
     return (lengths + BLOCK_N - 1) // BLOCK_N - _first_block(lengths, reach, BLOCK_N)
 
 
@@ -43,7 +43,7 @@ def schedule_kernel(
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program b writes the work items of sequence b. The last program also marks the unused work items."""
+    """Program b writes the work items of sequence b. The last program also fills the unused work items with -1."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)

@@ -1,8 +1,9 @@
 """Device code of the online softmax of all attention kernels: scores, one step over a block of keys, and the epilogue.
 
-Everything is in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier = softmax_scale
-* log2(e)``, a score is ``dots * multiplier``. The weight of a score is ``exp2(score - row_max)``. With a logit cap ``multiplier``
-is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(dots * multiplier)``.
+Scores and LSEs are in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier =
+softmax_scale * log2(e)``, a score is ``dots * multiplier``. A key's *weight* is its unnormalised probability, ``exp2(score -
+row_max)``. With a logit cap, ``multiplier`` is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is
+``cap_log2 * tanh(dots * multiplier)``.
 
 A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``. No step makes such a row NaN.
 """
@@ -20,15 +21,18 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 class Scaling(NamedTuple):
-    """The parameters that convert dot products q·k to scores, see above. ``cap_log2`` is not read without a logit cap."""
+    """The parameters that convert dot products q·k to scores, see the module's docstring. ``cap_log2`` is read only with a logit
+    cap.
+    """
 
     multiplier: Any
     cap_log2: Any
 
 
 class Softmax(NamedTuple):
-    """The state of rows, float32 [M] each: the largest score so far (row max), and the sum of the weights relative to the row max
-    (row sum).
+    """The online-softmax state of query rows, float32 [M] each.
+
+    ``row_max``: the largest score so far. ``row_sum``: the sum of ``exp2(score - row_max)`` so far.
     """
 
     row_max: Any
@@ -37,7 +41,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def no_keys_yet(ROWS: tl.constexpr):
-    """The state before the first step."""
+    """The `Softmax` state of ROWS rows before the first block of keys."""
     return Softmax(tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32))
 
 
@@ -82,7 +86,7 @@ def softmax_step(state, scores, factor):
 
 @triton.jit
 def join_sink(state, sink):
-    """Adds one score per row, ``sink`` [M] in base e, to the state. Returns ``(decay, state)``."""
+    """Adds one score per row, the attention sink, to the state. ``sink`` is [M], in base e. Returns ``(decay, state)``."""
     sink = sink.to(tl.float32) * LOG2_E
     row_max = tl.maximum(state.row_max, sink)
     shift = finite_or_zero(row_max)
@@ -92,19 +96,19 @@ def join_sink(state, sink):
 
 @triton.jit
 def finite_or_zero(row_max):
-    """The row max; 0 for a row that has seen no key, so that ``score - shift`` is never NaN."""
+    """The row max, but 0 for a row that has seen no key. ``score`` minus the result is therefore never NaN."""
     return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
 def log2_sum_exp(state):
-    """The LSE in base 2; -inf for a row that has seen no key."""
+    """The rows' LSE in base 2; -inf for a row that has seen no key."""
     return finite_or_zero(state.row_max) + tl.log2(state.row_sum)
 
 
 @triton.jit
 def log_sum_exp(state):
-    """The LSE in base e; -inf for a row that has seen no key."""
+    """The rows' LSE in base e; -inf for a row that has seen no key."""
     return log2_sum_exp(state) * LN_2
 
 

@@ -1,9 +1,9 @@
 """Split-KV for paged decode, planned on the device.
 
-A work item is a range of blocks of keys of one sequence. One program per KV head (or per tile of query rows) processes the work
-item. The number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host
-values (`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and
-balanced when lengths change.
+A work item is a range of key blocks of one sequence. For each KV head (or tile of query rows), one program processes the work
+item. The number of work items of a sequence depends on the lengths of all sequences, which only the device knows. The grid
+depends only on host values (`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore
+stays correct and balanced when lengths change.
 
 A work item has at most ``max_blocks`` blocks, the same limit for every sequence (`blocks_per_work_item`). The work items of one
 sequence differ by at most one block. Each work item stores a normalised partial output and its LSE in float32. `merge_partials`
@@ -48,8 +48,9 @@ class Merge(NamedTuple):
     """Compile-time constants of `merge_units_kernel`.
 
     Attributes:
-        heads, group, width: KV heads, query heads per KV head, columns of a value.
-        work_items, rows, block_w: partial results merged at a time, rows of a tile, and ``width`` padded to a power of two.
+        heads, group, width: numbers of KV heads, of query heads per KV head, and of columns of a value.
+        work_items, rows, block_w: number of partial results that are merged at a time, query rows of a tile, and ``width`` padded
+            to a power of two.
         early: whether the kernel is launched with PDL, before the partial results are complete.
     """
 
@@ -63,18 +64,18 @@ class Merge(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """The host's part of the plan, from capacities. Lengths are in blocks.
+    """The host's part of the split-KV plan, which depends only on capacities. Lengths are in key blocks.
 
     Attributes:
-        batch: sequences.
-        work_items: upper bound of the work items of all sequences, which determines the grid.
-        most: upper bound of the work items of one sequence; 1 if no sequence is ever split.
-        least: fewest blocks of a work item.
-        wave: work items that run concurrently. A batch with little work is split into this many.
-        waves_work_items: work items that a batch with much work is split into.
+        batch: number of sequences.
+        work_items: upper bound of the number of work items of all sequences, which determines the grid.
+        most: upper bound of the number of work items of one sequence; 1 if no sequence is ever split.
+        least: fewest key blocks of a work item.
+        wave: how many work items run concurrently. A batch with little work is split into this many.
+        waves_work_items: how many work items a batch with much work is split into.
         long: how many blocks a work item needs to amortise its overhead. Work items are at most this long, unless
             ``waves_work_items`` of them would not cover the work.
-        at_once: lengths read at a time.
+        at_once: how many sequences' lengths a program reads at a time.
     """
 
     batch: int
@@ -102,15 +103,15 @@ class SplitPlan(NamedTuple):
 def plan_work_items(
     batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1
 ) -> SplitPlan:
-    """Makes a plan.
+    """Plans the split of a batch's keys into work items.
 
     Args:
-        blocks: most blocks of a sequence.
+        blocks: most key blocks of a sequence.
         heads: programs per work item: KV heads times tiles of query rows.
         at_once: programs that the device runs concurrently.
         waves: waves of programs for a batch with much work.
-        long, least: see `SplitPlan`.
-        whole: if no sequence can have more blocks than this, no sequence is split.
+        long, least: how many blocks a work item needs to amortise its overhead, and its fewest key blocks, see `SplitPlan`.
+        whole: if no sequence can have more key blocks than this, no sequence is split.
     """
     wave = max(1, at_once // heads)
     waves_work_items = wave * waves
@@ -142,19 +143,19 @@ def merge_partials(
         walk: the `Walk` of the attention kernel; ``capacity`` and ``window_left`` are also the attention kernel's.
         partial, partial_lse: the tensors of `SplitPlan.partials`, filled. The LSE is in base 2 and without sinks. Row r of head h
             is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
-        capacity: upper bound of lengths, in tokens.
-        lse: contiguous.
-        cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more queries are
-            skipped.
+        capacity: upper bound of the sequences' numbers of keys.
+        lse: the output for the merged LSE, contiguous, or None.
+        cu_seqlens_q: cumulative numbers of queries; given if sequences may have fewer than ``walk.q_len`` queries. Without
+            ``parts``, sequences with more queries are skipped.
         parts: int32 ``[batch, 2]``, given if another kernel has computed them: the index of a sequence's first partial result, and
             the number of its partial results (1: not split).
         early: whether to launch with PDL; the device waits for the kernel that writes the partial results.
     """
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
-    # With few sequences, a program merges all partial results of one row at once. With more sequences a program merges all rows of
-    # a head, and with many sequences several heads. Few sequences are split then, and most programs only find that their sequence
-    # is not. ``parts`` makes that check cheaper.
+    # With few sequences, a program merges all partial results of one query row at once. With more sequences a program merges all
+    # rows of a head, and with many sequences several heads. Of many sequences, few are split, and most programs only find that
+    # their sequence is not split. ``parts`` makes that check cheaper.
     programs = (_FEW if parts is None else _MANY) * sm_count
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))

@@ -1,4 +1,4 @@
-"""Device code of `_split_kv`: the blocks of keys of a work item, and the merge of partial results."""
+"""Device code of `_split_kv`: which blocks of keys a work item has, and the merge of the work items' partial results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Lengths(NamedTuple):
 
     Fields:
         cache_seqlens: int32 [batch].
-        cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. Sequences with more new
-            tokens, or with none, are skipped: they count as sequences without keys.
+        cu_seqlens_q: None if every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. A sequence with more new tokens
+            than ``Walk.q_len``, or with none, is skipped: it counts as a sequence without keys.
         batch: number of sequences.
         capacity: number of keys for which the page table has entries. Lengths are clamped to this number.
         window_left: with a window, the number of keys before its own position that a query sees.
@@ -41,7 +41,7 @@ class SizeLimits(NamedTuple):
 
 @triton.jit
 def first_block(length, window_left, WALK: tl.constexpr):
-    """The block of the first key that the oldest query of a sequence of ``length`` tokens sees."""
+    """The index of the key block that contains the first key that the oldest query of a sequence of ``length`` tokens sees."""
     if WALK.windowed:
         first = tl.maximum(length - WALK.q_len - window_left, 0) // WALK.block_n
     else:
@@ -51,13 +51,13 @@ def first_block(length, window_left, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_of(length, window_left, WALK: tl.constexpr):
-    """The number of blocks of keys that some query sees."""
+    """The number of key blocks that some query of a sequence of ``length`` tokens sees."""
     return (length + WALK.block_n - 1) // WALK.block_n - first_block(length, window_left, WALK)
 
 
 @triton.jit
 def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
-    """Lengths of AT_ONCE sequences from ``start`` on, and which of these sequences exist."""
+    """Loads the lengths of AT_ONCE sequences from ``start`` on. Also returns which of these sequences exist."""
     at = start + tl.arange(0, AT_ONCE)
     lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
     return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
@@ -65,7 +65,7 @@ def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _eligible_lengths(lengths, start, end, WALK: tl.constexpr):
-    """`lengths_from` for `Lengths` and sequences before ``end``, with length 0 for skipped sequences."""
+    """Like `lengths_from`, but takes a `Lengths`, ends at sequence ``end``, and returns length 0 for skipped sequences."""
     keys, real = lengths_from(lengths.cache_seqlens, start, end, lengths.capacity, WALK.at_once)
     if lengths.cu_seqlens_q is not None:
         at = start + tl.arange(0, WALK.at_once)
@@ -76,7 +76,7 @@ def _eligible_lengths(lengths, start, end, WALK: tl.constexpr):
 
 @triton.jit
 def eligible_length(lengths, sequence, WALK: tl.constexpr):
-    """The length of one sequence; 0 for a skipped sequence."""
+    """The number of keys of one sequence; 0 for a skipped sequence (see `Lengths`)."""
     length = tl.minimum(tl.maximum(tl.load(lengths.cache_seqlens + sequence), 0), lengths.capacity)
     if lengths.cu_seqlens_q is not None:
         new = tl.load(lengths.cu_seqlens_q + sequence + 1) - tl.load(lengths.cu_seqlens_q + sequence)
@@ -86,7 +86,10 @@ def eligible_length(lengths, sequence, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
-    """The most blocks of a work item, for one wave of short work items, or for ``waves_work_items`` long work items."""
+    """The maximum number of key blocks of a work item.
+
+    Short work items together fill one wave; with long ones there are at most about ``waves_work_items`` of them.
+    """
     total = 0
     for start in range(0, lengths.batch, WALK.at_once):
         keys, _ = _eligible_lengths(lengths, start, lengths.batch, WALK)
@@ -99,15 +102,18 @@ def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_of(blocks, max_blocks):
-    """The number of work items of a sequence. A sequence without keys has one work item, whose programs write the result over no
-    keys.
+    """The number of work items of a sequence with ``blocks`` key blocks. A sequence without keys has one work item, whose programs
+    write the output for an empty set of keys.
     """
     return tl.maximum((blocks + max_blocks - 1) // max_blocks, 1)
 
 
 @triton.jit
 def find_work_item(work_item, max_blocks, lengths, WALK: tl.constexpr):
-    """``(sequence, its first work item)`` of a work item; the sequence is ``batch`` beyond the last work item."""
+    """Returns ``(sequence, first)``: the sequence that owns ``work_item``, and that sequence's first work item.
+
+    The sequence is ``batch`` if ``work_item`` is beyond the last one.
+    """
     sequence = 0
     first = 0
     before = 0
@@ -124,7 +130,7 @@ def find_work_item(work_item, max_blocks, lengths, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_before(sequence, max_blocks, lengths, WALK: tl.constexpr):
-    """The first work item of a sequence."""
+    """The index of a sequence's first work item: the number of work items of all earlier sequences."""
     first = 0
     for start in range(0, sequence, WALK.at_once):
         keys, real = _eligible_lengths(lengths, start, sequence, WALK)
@@ -149,7 +155,7 @@ def merge_units_kernel(
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
 ):  # fmt: skip
-    """Merges the partial outputs of some rows of a sequence, weighted by their LSEs."""
+    """Merges the work items' partial outputs of tiles of a sequence's query rows, weighted by their LSEs."""
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group
     WIDTH: tl.constexpr = MERGE.width

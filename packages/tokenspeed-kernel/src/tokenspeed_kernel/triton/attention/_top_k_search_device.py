@@ -1,7 +1,7 @@
-"""Slow path of the top-k search, for rows whose lists do not determine the threshold. One program per row.
+"""Slow path of the top-k search, for rows whose lists (see `top_k_indices_device`) do not determine the threshold.
 
-The *threshold* is the smallest chosen score. A sample of the row brackets it, and few scores lie in the bracket. The code compares
-int32 keys that sort as the scores do, see `sort_key`.
+One program searches a row. The *threshold* is the smallest chosen score. A sample of the row brackets the threshold, and few scores
+lie in the bracket. The code compares int32 *sort keys*, which sort as the scores do, see `sort_key`.
 """
 
 from __future__ import annotations
@@ -12,43 +12,44 @@ import triton.language as tl
 from tokenspeed_kernel.triton.sampling._rows_device import sort_key
 
 NO_KEY = tl.constexpr(-0x80000000)
-"""A key below that of any score."""
+"""A sort key below the sort key of any score."""
 
 HIDDEN = tl.constexpr(-0x7F800001)
-"""The key of -inf, which is never chosen."""
+"""The sort key of -inf, a score that is never chosen."""
 
 _LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def keys_at(scores, at, length, key_stride):
-    """int32 keys of some scores of a row; `NO_KEY` beyond the row's length."""
+    """Loads scores of a row at positions ``at`` and returns their int32 sort keys; `NO_KEY` beyond the row's length."""
     x = tl.load(scores + at.to(tl.int64) * key_stride, mask=at < length, other=0.0).to(tl.float32)
     return tl.where(at < length, sort_key(x), NO_KEY)
 
 
 @triton.jit
 def _unsigned(key):
-    """A uint32 that sorts like the key. The difference of two such values fits into uint32."""
+    """Converts an int32 sort key to a uint32 that sorts like it. The difference of two such values fits into uint32."""
     return (key.to(tl.int64) - NO_KEY).to(tl.uint32)
 
 
 @triton.jit
 def _as_key(number):
-    """The int32 key of a result of `_unsigned`."""
+    """The inverse of `_unsigned`: returns the int32 sort key."""
     return number.to(tl.int32, bitcast=True) ^ NO_KEY
 
 
 @triton.jit
 def _third(low, high, i):
-    """The first value of third ``i`` of the range low to high, at most high: uint32."""
+    """The first value of third ``i`` (0 to 3) of the uint32 range from low to high, at most high."""
     return low + tl.minimum(i * ((high - low) // 3 + 1), high - low)
 
 
 @triton.jit
 def _reaching_thirds(keys, low, high):
-    """Splits the range low to high into thirds. Returns how many keys reach the second third, and how many reach the last: int32.
-    Fewer than 2^15 keys.
+    """Splits the range from low to high into thirds, and counts the sort keys that are at least the start of a third.
+
+    Returns the counts for the second third and for the last third, int32. There must be fewer than 2^15 keys.
     """
     # Both counts are packed into one int32, so that one reduction sums both.
     reaching = (keys >= _as_key(_third(low, high, 1))).to(tl.int32)
@@ -59,10 +60,10 @@ def _reaching_thirds(keys, low, high):
 
 @triton.jit
 def _third_that_holds(low, high, second, last, wanted):
-    """One step of the search for the largest value that ``wanted`` keys reach: the third of low to high that contains this value.
+    """One ternary-search step for the largest value v such that at least ``wanted`` keys are >= v.
 
-    ``second``, ``last``: the numbers of keys that reach the second third and the last third. Returns the third's low and high, and
-    its index 0 to 2.
+    Returns the third of the range from low to high that contains v: the third's low and high, and its index 0 to 2. ``second`` and
+    ``last`` are the numbers of keys >= the start of the second and of the last third.
     """
     held = (second >= wanted).to(tl.uint32) + (last >= wanted).to(tl.uint32)
     end = tl.where(held == 2, high, tl.maximum(_third(low, high, held + 1) - 1, low))
@@ -71,14 +72,14 @@ def _third_that_holds(low, high, second, last, wanted):
 
 @triton.jit
 def wanted_key(keys, low, wanted, spare):
-    """The largest value that at least ``wanted`` of the keys reach. May return a lower value if at most ``spare`` more keys reach
-    it.
+    """The largest value v such that at least ``wanted`` of the sort keys are >= v.
 
-    A ternary search. `threshold_of` compares each key with all parts of the range at once. That would take too many registers here.
+    May return a lower value if at most ``wanted + spare`` keys are >= that value. This is a ternary search. `threshold_of`
+    compares each key with all parts of the range at once. Here, such comparisons would take too many registers.
 
     Args:
         keys: int32, fewer than 2^15.
-        low: int64, a key that at least ``wanted`` keys reach.
+        low: int64, a value such that at least ``wanted`` keys are >= it.
 
     Returns:
         int64.
@@ -95,7 +96,7 @@ def wanted_key(keys, low, wanted, spare):
 
 @triton.jit
 def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A range of keys, int64. Very likely, the range contains the threshold and few other keys of the row."""
+    """Returns a range of sort keys ``(low, high)``, int64. Very likely it contains the threshold and few other keys of the row."""
     SAMPLE: tl.constexpr = SEARCH.sample
     stride = (length + SAMPLE - 1) // SAMPLE
     keys = keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
@@ -118,16 +119,16 @@ def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.constexpr):
-    """Writes the keys between low and high to candidates, as many as fit.
+    """Writes the row's sort keys from low to high to ``candidates``, as many as fit.
 
     Returns:
-        int32: the number of keys above high, from low to high, and above the key of -inf.
+        Three int32 counts of the row's sort keys: above high, from low to high, and above the sort key of -inf.
     """
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     # Two counts are packed into one int32: a lane sees fewer than 2^15 keys.
     both = tl.zeros([BLOCK], tl.int32)
     inside = length * 0
-    tl.debug_barrier()  # candidates of an earlier range may still be read
+    tl.debug_barrier()  # other threads may still be reading the candidates of the preceding range
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
         both += (keys > high).to(tl.int32) << 16 | (keys > HIDDEN).to(tl.int32)
@@ -141,7 +142,10 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """One ternary-search step: the third that contains the threshold, provided that the range contains the threshold."""
+    """One ternary-search step over the whole row: the third of the range from low to high that contains the threshold.
+
+    The range itself must contain the threshold.
+    """
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     second = length * 0
     last = length * 0
@@ -156,14 +160,14 @@ def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr
 
 @triton.jit
 def search_row(scores, length, key_stride, top_k, candidates, SEARCH: tl.constexpr):
-    """Finds the threshold of a row.
+    """Finds the threshold of a row: the smallest of its ``top_k`` largest scores.
 
     Args:
         candidates: int64 ``[SEARCH.lanes]``, overwritten.
 
     Returns:
-        int64, the threshold's key; the key of -inf if at most ``top_k`` scores are above -inf. int32, how many of the ties are
-        chosen.
+        The threshold's sort key, int64; the sort key of -inf if at most ``top_k`` scores are above -inf. And how many of the scores
+        that equal the threshold are chosen, int32.
     """
     CANDIDATES: tl.constexpr = SEARCH.lanes
     threshold = tl.full([], HIDDEN, tl.int64)

@@ -1,4 +1,7 @@
-"""Device code of draft trees' attention. A node sees the tree's prefix, its ancestors and itself, see `_softmax.tree_visible`."""
+"""Device code for attention with draft trees. A node sees the tree's prefix, its own ancestors and itself.
+
+See `_softmax.tree_visible`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from tokenspeed_kernel.triton.common_device import bits_of
 
 @triton.jit
 def placed(masks, position, first):
-    """``(position, last)`` of queries. A node's position follows from its depth. ``last`` is the last key of the range in which the
-    query sees every key.
+    """Returns ``(position, last)`` of queries: the position, and the last key of the prefix that the query sees whole.
 
-    Queries with a nonzero mask are tree nodes. A window may hide some of the keys up to ``last``. ``first``: the position of the
-    first new token.
+    Queries with a nonzero mask are tree nodes. A node's position follows from its depth. A window may hide some of the keys up to
+    ``last``. ``first``: the position of the sequence's first new token.
     """
     is_node = masks != 0
     return tl.where(is_node, first + bits_of(masks) - 1, position), tl.where(is_node, first - 1, position)
@@ -22,7 +24,10 @@ def placed(masks, position, first):
 
 @triton.jit
 def continued(masks, key, first, length):
-    """Which keys are new tokens that a tree node sees."""
+    """Mask [queries, keys] of the keys that are new tokens and that the query, a tree node, sees.
+
+    ``first``: the position of the sequence's first new token. ``length``: the number of the sequence's keys.
+    """
     new = key - first
     there = (new >= 0) & (new < 64) & (key < length)
     bit = tl.where(there, new, 0)

@@ -1,4 +1,4 @@
-"""Merge of two partial attention results."""
+"""Merge of two partial attention outputs, over different keys, by their LSEs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ def merge_kernel(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Merges some (token, head) rows. A program loads all inputs before it stores, because outputs may alias an input."""
+    """Merges the partial outputs a and b of ROWS (token, head) rows.
+
+    A program loads all its inputs before it stores, because outputs may alias an input.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     token, head = row // heads, row % heads
@@ -54,7 +57,7 @@ def merge_kernel(
     weight_a = tl.exp2((a - shift) * LOG2_E)
     weight_b = tl.exp2((b - shift) * LOG2_E)
     total = weight_a + weight_b
-    # A part with weight 0 may hold anything, NaN included.
+    # A partial output with weight 0 may hold any value, NaN included.
     part_a = tl.where(weight_a[:, None] == 0.0, 0.0, part_a * weight_a[:, None])
     part_b = tl.where(weight_b[:, None] == 0.0, 0.0, part_b * weight_b[:, None])
     merged = (part_a + part_b) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]

@@ -1,4 +1,4 @@
-"""Decode attention of the newest tokens over a paged cache.
+"""Decode attention: each sequence's newest tokens attend over a paged cache.
 
 One tile holds all query heads of a KV head and all new tokens of a sequence, so that each key is read once. The kernel is
 memory-bound. A program has one or a few warps, and several programs share an SM/CU. Each program keeps several blocks of keys and
@@ -40,7 +40,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Config(NamedTuple):
-    """How a program loops over its keys, and how work is split over programs.
+    """How a program loops over its keys, and how work is split among programs.
 
     The figures beside the constants are microseconds on an H200, in a CUDA graph, with 64 query heads and 8 KV heads of dimension
     64, bfloat16, pages of 64, unless stated otherwise. "64 x 8K" means 64 sequences of 8192 tokens.
@@ -50,10 +50,10 @@ class Config(NamedTuple):
         num_warps: warps of a program.
         num_stages: pipeline stages of the loop. Half of the stages cover the loads of page numbers, half the loads of keys and
             values.
-        resident: programs per SM/CU.
-        waves: waves of programs, for a batch with much work.
+        resident: programs per SM/CU that run concurrently.
+        waves: waves of programs into which a batch with much work is split.
         long: how many keys a program needs to amortise its prologue and epilogue.
-        least: fewest keys of a program, if the sequence has that many.
+        least: fewest keys of a program, if its sequence has that many.
         whole: sequences of at most this many keys are never split.
     """
 
@@ -73,7 +73,7 @@ _OTHER_BYTES = 4_000  # a program's shared memory besides the pipeline stages
 
 
 class Measured(NamedTuple):
-    """Tuned values for a call, which override the choice of `_config`. For the fields, see `Config`."""
+    """Tuned values for fields of `Config`, which replace the values that `_config` chooses for a call. None: no tuned value."""
 
     block_n: int | None = None
     num_warps: int | None = None
@@ -83,7 +83,7 @@ _UNMEASURED = Measured()
 
 
 def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
-    """The configuration for ``key_bytes`` bytes per key and value, tiles of ``rows`` query rows, and dots in ``dtype``.
+    """Returns the configuration for ``key_bytes`` bytes per key and value, tiles of ``rows`` query rows, and MMAs in ``dtype``.
 
     ``lean``: the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd operands.
     """
@@ -97,7 +97,7 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     else:
         # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. Unless lean, one warp spills registers.
         num_warps = 1 if lean and key_bytes <= 256 else 2
-    if dtype == torch.float32:  # no tensor cores: dots take registers
+    if dtype == torch.float32:  # no tensor cores: float32 dot products take more registers
         block_n, num_warps = 32, 8 if rows > 32 else 4
     if platform_of(device).is_amd:  # not measured on AMD, but compiles without register spills
         num_warps, num_stages = 4, 2
@@ -111,10 +111,10 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
 
 
 class Formats(NamedTuple):
-    """Dtypes of the dots' operands.
+    """Dtypes of the MMA operands, and the conversions to them.
 
     Attributes:
-        dtype: Triton's dtype of the dots' operands.
+        dtype: Triton's dtype of the MMA operands.
         rescaled: whether queries are scaled into float16's range by a power of two, which multiplies the scores again.
         q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8` and `_fp8_pairs`; None for other dtypes.
         pairs: whether the cache is read as pairs of 8-bit values.
@@ -128,12 +128,12 @@ class Formats(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The constants of a program.
+    """Compile-time constants of `decode_kernel`.
 
     Attributes:
         packed: the number of KV heads that the program treats as one wide head.
         split: whether a sequence may have several work items.
-        alike: whether both caches have the same page and slot strides.
+        alike: whether the key and value caches have the same page and slot strides.
         far: whether offsets within a cache need 64 bits.
         block_m, block_n: query rows, and keys per block.
         block_d, block_w: padded columns of keys and values, powers of two.
@@ -153,15 +153,16 @@ class Tile(NamedTuple):
     early: bool
 
 
-_LEAST_ROWS = 16  # fewest rows of a dot
+_LEAST_ROWS = 16  # the least M of a `tl.dot`
 # KV heads are packed until a key takes this many bytes, a cache line. fp8 cache, 64 x 8K: 146, or 208 unpacked. Packing bfloat16 up
 # to 256 bytes gives 261 instead of 264, but 7.5 instead of 6.7 for 1 x 1K.
 _PACKED_BYTES = 128
 
 
 def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
-    """How many KV heads, of ``rows`` query rows each, share a program. These heads' rows must fit into the smallest tile, and the
-    heads must be adjacent in memory.
+    """Returns how many KV heads, of ``rows`` query rows each, a program processes as one wide head.
+
+    These heads' rows must fit into the smallest tile, and the heads must be adjacent in memory.
     """
     packed, heads = 1, k_cache.shape[2]
     for cache in (k_cache, v_cache):
@@ -175,7 +176,7 @@ def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
 
 
 def _reach(x: Tensor) -> int:
-    """The offset of the last element from the first, in elements."""
+    """The offset of a tensor's last element from its first, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -259,15 +260,15 @@ def attend_newest(
     measured: Measured = _UNMEASURED,
     tree_mask: Tensor | None = None,
 ) -> None:
-    """Attention of a few new tokens per sequence, written to ``out`` and ``lse``.
+    """Computes the attention of a few new tokens per sequence, and writes ``out`` and ``lse``.
 
     Args:
-        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. With cu_seqlens_q, sequences with more new tokens are
+        cu_seqlens_q: None if every sequence has max_seqlen_q new tokens. With cu_seqlens_q, sequences with more new tokens are
             skipped: nothing is written for them.
-        tree_mask: as in `mha_with_kvcache`.
+        tree_mask: the argument ``tree_mask`` of `mha_with_kvcache`: the bit masks of draft trees.
     """
     nothing_written = out.numel() == 0 and (lse is None or lse.numel() == 0)
-    if cache_seqlens.shape[0] == 0 or max_seqlen_q == 0 or nothing_written:  # padding has rows without new tokens
+    if cache_seqlens.shape[0] == 0 or max_seqlen_q == 0 or nothing_written:  # padding: no new tokens
         return
     cache_seqlens, cu_seqlens_q, sinks = cache_seqlens.contiguous(), dense(cu_seqlens_q), dense(sinks)
     device, batch = q.device, cache_seqlens.shape[0]
@@ -276,7 +277,7 @@ def attend_newest(
 
     pairs = pairable(k_cache) and pairable(v_cache)
     each = 2 if pairs else 1
-    # With an fp8 cache, dots use float16, except for float32 queries.
+    # With an fp8 cache, the MMA operands are float16, except for float32 queries.
     if k_cache.dtype not in FP8 or q.dtype == torch.float32:
         dtype = q.dtype
     else:

@@ -35,7 +35,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
-    """Divides queries by a power of two, so that they fit float16's range. Returns the queries and the power of two."""
+    """Divides the program's queries by one power of two, so that they fit float16's range. Returns both parts and the power."""
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)
@@ -46,7 +46,7 @@ def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads rows of a cache. Columns from WIDTH on are 0."""
+    """Loads rows of the key or value cache. Columns from WIDTH on are 0."""
     if BLOCK == WIDTH:
         rows = tl.load(pointers)
     else:
@@ -56,7 +56,7 @@ def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _qk_mma(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """``queries @ keys.T``, float32."""
+    """Returns ``queries @ keys.T``, float32. With PAIRS, a key element packs two fp8 values: an even and an odd column."""
     if PAIRS:
         keys_even, keys_odd = even_and_odd(tl.trans(keys), DTYPE, FP8)
         dots = tl.dot(queries, keys_even, input_precision="ieee")
@@ -68,7 +68,10 @@ def _qk_mma(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, 
 
 @triton.jit
 def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """``acc * decay + weights @ values``, with separate accumulators for even and odd columns if the cache is read in pairs."""
+    """Returns ``acc * decay + weights @ values``.
+
+    With PAIRS, a value element packs two fp8 values, and even and odd columns have separate accumulators.
+    """
     weights = weights.to(DTYPE)
     if PAIRS:
         values_even, values_odd = even_and_odd(values, DTYPE, FP8)
@@ -80,12 +83,12 @@ def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.c
 
 
 class WorkItem(NamedTuple):
-    """The range of keys that a program computes.
+    """The range of a sequence's keys that a program attends to.
 
     Fields:
-        begin, end: the range's blocks of keys, end exclusive.
-        low, length: the first key that some query sees, and the number of the sequence's keys.
-        work_items: number of work items of the sequence; with one, results are final.
+        begin, end: the range of key blocks, end exclusive.
+        low, length: the first key that some query of the sequence sees, and the number of the sequence's keys.
+        work_items: number of work items of the sequence; if it is 1, the program's result is final.
     """
 
     begin: Any
@@ -96,15 +99,15 @@ class WorkItem(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query rows of a program: row ``r`` of a KV head is query head ``r % group`` of its new token ``r // group``.
+    """The query rows of a program: row ``r`` of a KV head is query head ``r % group`` of the sequence's new token ``r // group``.
 
     Fields:
-        head, own: the program's first KV head, and each row's head among the packed heads.
+        head, own: the program's first KV head, and each row's KV head relative to that head.
         row, real: each row's index within its KV head, and whether the row exists.
-        token, q_head: each row's token and query head.
-        position, last: the query's position, and the last key of the range in which it sees every key.
-        first_new: the position of the first new token.
-        nodes: each query's mask in the draft tree; not read without trees.
+        token, q_head: the index of each row's token in q, and its query head.
+        position, last: each query's position in the sequence, and the last key of the prefix that the query sees whole.
+        first_new: the position of the sequence's first new token.
+        nodes: bit mask of the new tokens that each query sees; used only with draft trees.
     """
 
     head: Any
@@ -120,12 +123,13 @@ class QueryRows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries [M, D] in the dtype of the dots.
+    """Queries [M, D] in the MMA operands' dtype.
 
     Fields:
-        even, odd: the even and odd columns; ``odd`` is read only if the cache is read in pairs.
+        even, odd: the even and odd columns if an fp8 cache is read in pairs of values; otherwise ``even`` has all columns, and
+            ``odd`` is not read.
         scaling: the `Scaling` of dot products.
-        row_scale: float32 [M], a further factor of each row's scores; read if packed heads have their own scales.
+        row_scale: float32 [M], a further factor of each row's dot products; read only if packed heads have scales of their own.
     """
 
     even: Any
@@ -135,7 +139,9 @@ class Queries(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """The weighted sums of values [M, W]; ``odd`` is read only if the cache is read in pairs."""
+    """The accumulator of ``weights @ values``, [M, W]. ``odd``, the odd columns, is read only if an fp8 cache is read in pairs
+    of values.
+    """
 
     even: Any
     odd: Any
@@ -143,13 +149,15 @@ class Accumulator(NamedTuple):
 
 @triton.constexpr_function
 def _scaled_by_row(shape, tile):
-    """Whether the rows of a program may have different scales of q or k."""
+    """Whether the rows of a program may have different scales of q or k, because they belong to several KV heads."""
     return tile.packed > 1 and (shape.q_scales > 0 or shape.k_scales > 0)
 
 
 @triton.jit
 def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constexpr, SPLIT: tl.constexpr):
-    """The `WorkItem` of this index within its sequence. A sequence's work items differ by at most one block."""
+    """The `WorkItem` with index ``number`` within its sequence. The sizes of a sequence's work items differ by at most one
+    block.
+    """
     length = eligible_length(lengths, sequence, WALK)
     first = first_block(length, lengths.window_left, WALK)
     blocks = blocks_of(length, lengths.window_left, WALK)
@@ -170,7 +178,7 @@ def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constex
 def _query_rows(
     tile, head, first_token, q_len, item, lengths, tree_mask, SHAPE: tl.constexpr, WALK: tl.constexpr, TILE: tl.constexpr
 ):
-    """The rows of a tile of the KV heads from ``head`` on."""
+    """The `QueryRows` of tile number ``tile``, of the packed KV heads from ``head`` on."""
     GROUP: tl.constexpr = SHAPE.group
     ROWS: tl.constexpr = GROUP * WALK.q_len
     row = tile * TILE.block_m + tl.arange(0, TILE.block_m)
@@ -193,7 +201,7 @@ def _query_rows(
 
 @triton.jit
 def _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """Loads the queries of a program. If heads are packed, a query is 0 in the columns of other heads."""
+    """Loads the queries of a program. If several KV heads are packed, a query is 0 in the columns of the other heads."""
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     PAIRS: tl.constexpr = FORMATS.pairs
@@ -224,8 +232,9 @@ def _load_queries(q_rows, scales, multiplier, cap_log2, rows, SHAPE: tl.constexp
 
 @triton.jit
 def _scaled(multiplier, row_scale, scale, STRIDE: tl.constexpr, rows, BY_ROW: tl.constexpr):
-    """``(multiplier, row_scale)`` times a scale. With packed heads, their scales multiply row_scale; otherwise the head's scale
-    multiplies multiplier.
+    """Applies the scale of q or k. Returns ``(multiplier, row_scale)``.
+
+    With BY_ROW, the scale of each row's KV head multiplies ``row_scale``. Otherwise the one head's scale multiplies ``multiplier``.
     """
     if scale is not None:
         if BY_ROW:
@@ -253,12 +262,12 @@ def _load_block(
 ):
     """Loads a block of keys and values as they are stored: ``(k, v)``.
 
-    A key that no query sees may be NaN. The program reads the nearest visible key instead.
+    A key that no query sees may be NaN, so the nearest visible key is read in its place.
     """
     PAIRS: tl.constexpr = FORMATS.pairs
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     BLOCK_N: tl.constexpr = TILE.block_n
-    EACH: tl.constexpr = 2 if PAIRS else 1  # values per element of the cache as it is read
+    EACH: tl.constexpr = 2 if PAIRS else 1  # cache values per loaded element
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, TILE.block_w)
     held = tl.maximum(tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), item.length - 1), item.low)
@@ -288,7 +297,7 @@ def _load_block(
 
 @triton.jit
 def _visible(key, rows, item, window_left, tree_mask, WALK: tl.constexpr):
-    """Which keys of a block each row sees, [M, N] or [1, N]."""
+    """The mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
     if WALK.q_len == 1:
         visible = key < item.length
         if WALK.windowed:
@@ -319,7 +328,7 @@ def _attend(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mainloop: attention over the blocks of a work item. Returns the state of the softmax, and the `Accumulator`."""
+    """The mainloop: attention over the key blocks of a work item. Returns the softmax state and the `Accumulator`."""
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     PAIRS: tl.constexpr = FORMATS.pairs
@@ -347,8 +356,9 @@ def _attend(
 
 @triton.jit
 def _columns_of(acc, v_scale, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE: tl.constexpr):
-    """``(acc, w, stored)``: the accumulator [M, W] times the scales of v, the index of each column in its head's values, and which
-    columns are stored.
+    """Returns ``(acc, w, stored)``: the accumulator [M, W] times the scale of v, and each column's index within its head.
+
+    ``stored`` is the mask of the elements to store: a row stores only its own head's columns.
     """
     PAIRS: tl.constexpr = FORMATS.pairs
     w = tl.arange(0, TILE.block_w)
@@ -364,7 +374,7 @@ def _columns_of(acc, v_scale, rows, SHAPE: tl.constexpr, FORMATS: tl.constexpr, 
 
 @triton.jit
 def _store_partial(partial, partial_lse, work_item, state, acc, w, stored, rows, SHAPE: tl.constexpr, WALK: tl.constexpr):
-    """Stores the partial result of a work item, and its LSE in base 2."""
+    """Stores a work item's partial attention output (float32), and its LSE in base 2, for the split-KV merge."""
     at_row = (work_item.to(tl.int64) * SHAPE.heads + rows.head + rows.own) * (SHAPE.group * WALK.q_len) + rows.row
     tl.store(partial_lse + at_row, log2_sum_exp(state), mask=rows.real)
     acc *= reciprocal_of(state.row_sum)[:, None]
@@ -373,7 +383,7 @@ def _store_partial(partial, partial_lse, work_item, state, acc, w, stored, rows,
 
 @triton.jit
 def _store(out_rows, lse, sinks, state, acc, w, stored, rows, SHAPE: tl.constexpr):
-    """Stores the final result, and its LSE if there is an ``lse``."""
+    """Stores the final attention output, and the rows' LSE unless ``lse`` is None."""
     if sinks is not None:
         decay, state = join_sink(state, tl.load(sinks + rows.q_head, mask=rows.real, other=0.0))
         acc *= decay[:, None]
@@ -416,12 +426,12 @@ def decode_kernel(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program of a work item. Attends from a tile of query rows, of one KV head or of several, to the work item's keys.
+    """Attention of a tile of query rows, of one KV head or of several, over the keys of one work item.
 
-    If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
-    head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a minimum number
-    of rows, and its memory accesses are longer. Therefore an infinite key of one head makes the results of the program's other
-    heads NaN as well.
+    If KV heads have few query rows each, ``packed`` heads become one wide head. A query is 0 in the columns of other heads, and
+    only its own head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a
+    minimum number of rows. Its memory accesses are longer, and so more efficient. But an infinite key of one head makes the
+    results of the program's other heads NaN as well.
     """
     GROUP: tl.constexpr = SHAPE.group
     PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed

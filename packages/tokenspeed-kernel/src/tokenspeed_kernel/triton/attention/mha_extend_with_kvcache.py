@@ -93,7 +93,10 @@ def attend_stretches(
     lse: Tensor | None,
     shortest: int = 1,
 ) -> None:
-    """Writes out and lse for sequences with at least ``shortest`` new tokens, and skips all other sequences."""
+    """Computes the attention of sequences with at least ``shortest`` new tokens, and writes ``out`` and ``lse``.
+
+    Nothing is written for other sequences.
+    """
     tokens, _, head_dim = q.shape
     call = Call(
         q=q,

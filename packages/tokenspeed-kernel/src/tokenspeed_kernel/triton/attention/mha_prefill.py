@@ -20,7 +20,10 @@ from tokenspeed_kernel_base.spec import Priority
 
 
 def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Rejects tiles with fewer than 16 rows per warp, or with too many stages. `_mha_band` ignores these tunables."""
+    """Returns why a configuration of the tunables is rejected: fewer than 16 query rows per warp, or too many pipeline stages.
+
+    None if it is valid. `_mha_band` ignores these tunables.
+    """
     if config["num_warps"] * 16 > config["block_m"]:
         return f"{config['num_warps']} warps have less than 16 rows each in a tile of {config['block_m']}"
     if request.traits["head_dim"] > 128 and config["num_stages"] > 2:

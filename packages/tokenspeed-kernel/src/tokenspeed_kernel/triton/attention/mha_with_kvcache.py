@@ -1,8 +1,8 @@
 """Attention of a mixed batch over a paged cache.
 
-Sequences with few new tokens use the decode kernel with split-KV. Sequences with more use the extend kernel with tiles of queries.
-Each kernel skips the sequences of the other kernel, on the device. If a window leaves few keys, the extend kernel handles all
-sequences.
+Sequences with few new tokens use the decode kernel with split-KV. Sequences with more new tokens use the extend kernel, which has
+tiles of queries. Both kernels are launched, and each skips the sequences that the other one handles, because only the device knows
+the numbers of new tokens. If a window leaves few keys, the extend kernel handles all sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sparse MLA over chosen latents of a paged cache. Every token counts as a sequence whose keys are the chosen latents."""
+"""Sparse MLA: each token attends to its chosen latents of a paged cache. For the kernel, every token is a sequence with these
+keys.
+"""
 
 from __future__ import annotations
 

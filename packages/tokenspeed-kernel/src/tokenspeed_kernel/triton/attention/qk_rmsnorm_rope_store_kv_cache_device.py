@@ -49,7 +49,7 @@ def qk_rmsnorm_rope_store_kv_cache_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``k_programs`` programs handle k and v, the others q."""
+    """The first ``k_programs`` programs normalise and rotate k and write k and v to the cache; the others process q."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
     program = tl.program_id(0)

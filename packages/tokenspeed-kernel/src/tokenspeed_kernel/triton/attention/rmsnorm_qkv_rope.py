@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 MOST_TOKENS = 2
-# Most elements of a token that a program keeps in registers beside the weights.
+# The largest hidden size for which a program keeps a token in registers beside the weights.
 MOST_HIDDEN = 8192
 # Supported head dimensions. All columns of a head are rotated. Each head dimension has its own declaration, because a trait cannot
 # refer to another trait.
@@ -36,7 +36,7 @@ HEAD_DIMS = (32, 64, 128)
 
 
 class Program(NamedTuple):
-    """Compile-time constants of the kernel.
+    """Compile-time constants of `rmsnorm_qkv_rope_kernel`.
 
     Attributes:
         tokens: all tokens, padded to a power of two.

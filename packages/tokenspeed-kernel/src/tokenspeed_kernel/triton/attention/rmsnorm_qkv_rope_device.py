@@ -15,7 +15,7 @@ from tokenspeed_kernel.triton.views_device import Cache
 
 
 class Inputs(NamedTuple):
-    """The tokens ``[tokens, hidden]``, the residual to add, the output for the sum of both, and the norm's weight.
+    """The tokens x ``[tokens, hidden]``, the residual to add, the output for ``x + residual``, and the norm's weight.
 
     ``residual_out`` is written while other programs read the inputs, so it must not alias any input.
     """
@@ -35,7 +35,9 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Elements of x, or of x plus the residual rounded to the residual's dtype; 0 outside of the mask."""
+    """Loads elements of x; with a residual, returns ``x + residual``, rounded to the residual's dtype. Elements outside ``mask``
+    are 0.
+    """
     total = tl.load(inputs.x + row * inputs.x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(inputs.residual + row * inputs.residual_stride + column, mask=mask, other=0.0)
@@ -45,9 +47,9 @@ def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def _multiply(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
-    """Multiplies the normalised tokens by some rows of weights: ``[TOKENS, outputs]``.
+    """Returns the dot products of the normalised tokens and the given rows of the QKV weight: ``[TOKENS, outputs]``.
 
-    The rows are kept in registers whole, so that all their loads are in flight at once.
+    Whole rows of the weight are held in registers, so that all their loads are in flight at once.
     """
     TOKENS: tl.constexpr = TILE.tokens
     column = tl.arange(0, TILE.hidden)[None, :]
@@ -97,7 +99,7 @@ def rmsnorm_qkv_rope_kernel(
     BIAS: tl.constexpr, WRITE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes, rotates and stores some rotary pairs of one head, for all tokens."""
+    """Computes, rotates and stores TILE.pairs rotary pairs of one head of q, k or v, for all tokens. v is not rotated."""
     HEAD_DIM: tl.constexpr = TILE.head_dim
     PAIRS: tl.constexpr = TILE.pairs
     TOKENS: tl.constexpr = TILE.tokens

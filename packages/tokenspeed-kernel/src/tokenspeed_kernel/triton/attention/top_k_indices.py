@@ -1,8 +1,8 @@
-"""The top-k positions of each row. A sample gives a bound that slightly more than k scores reach. These scores are listed and
-searched.
+"""The top-k positions of each row. A sample gives a lower bound, and slightly more than k scores are >= the bound. These scores are
+listed and searched.
 
 1. `list_scores_kernel` runs if rows are few, with several programs per row. Each program samples the whole row. It then lists, in
-   order of position, the scores of one span of the row that reach the bound.
+order of position, the scores of one span of the row that are >= the bound.
 2. `top_k_indices_kernel`, with one program per row, finds the threshold among the listed scores and writes the positions. If rows
    are many, this kernel makes the list itself. If rows are short, it holds all scores in registers, without a list.
 
@@ -38,16 +38,16 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Search(NamedTuple):
-    """How rows are searched.
+    """The parameters of the search for a row's top-k.
 
     Attributes:
         lanes: scores or list entries that a program holds at once, at least 16.
         spans: the number of spans of a row, each listed by its own program. 1 if the row's own program makes the list, 0 without a
             list.
-        segment: most entries of a span's list.
+        segment: the largest number of scores that a span's list holds.
         block: scores per step of the listing loop.
         run: adjacent scores of a block per thread.
-        sample: most scores of a sample.
+        sample: the largest number of a row's scores in its sample.
         deviations: margin of the bound, in standard deviations of the threshold's rank in a sample.
         stages: pipeline stages of the listing loop.
         warps: warps of a program.
@@ -64,8 +64,8 @@ class Search(NamedTuple):
     warps: int
 
 
-# Entries that a program holds, 16 per thread. A list of _LANES entries is enough for top_k up to half of that: top_k larger scores,
-# and top_k ties of the threshold.
+# List entries that a program holds in registers, 16 per thread. A list of _LANES entries is enough for top_k up to half of that:
+# top_k larger scores, and top_k ties of the threshold.
 _LANES, _WARPS, _FEWEST_LANES, _LANES_A_WARP = 4096, 8, 64, 512
 _BLOCK, _RUN = 4096, 4
 # One in 32 of 65536 scores is in the sample, so that about 3,100 scores are listed for a top_k of 2,048.
@@ -78,7 +78,7 @@ _MOST_SPANS, _PROGRAMS = 16, 2  # spans per row; programs per SM/CU
 
 
 def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
-    """The search for ``rows`` rows of ``keys`` scores."""
+    """Returns the search parameters for ``rows`` rows of ``keys`` scores."""
     lanes = min(max(next_power_of_2(keys), _FEWEST_LANES), _LANES)
     warps = max(1, min(lanes // _LANES_A_WARP, _WARPS))
     sample = min(max(next_power_of_2(keys // _SAMPLED), _LEAST_SAMPLE), _MOST_SAMPLE)

@@ -1,8 +1,8 @@
 """Device code of `top_k_indices`.
 
 The *threshold* is the smallest chosen score. *Ties* are scores equal to the threshold; the first of them are chosen. The code
-compares int32 keys that sort as the scores do, see `sort_key`. A list entry is an int64: the bits of the float32 score above its
-position.
+compares int32 *sort keys*, which sort as the scores do, see `sort_key`. A row is split into *spans*, and each span has a *list* of
+its large scores. A list entry is an int64: the bits of the float32 score in the upper half, its position in the row in the lower.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 
 COUNTS = tl.constexpr(3)
-"""int32 values stored with a list: the number of scores above a key, the number equal to the key, and the key."""
+"""Number of int32 values stored with a list: the number of scores above a sort key, the number equal to it, and the sort key."""
 
-_INFINITE = tl.constexpr(0x7F800000)  # the key of inf
-_FEW_ALIKE = tl.constexpr(2)  # scores of a sample that equal the bound
+_INFINITE = tl.constexpr(0x7F800000)  # the sort key of inf
+_FEW_ALIKE = tl.constexpr(2)  # if more scores of a sample equal the bound, ties are counted apart
 
 
 @triton.jit
 def _length_of(lengths, row, keys):
-    """The number of valid scores of a row."""
+    """The number of valid scores of a row: its entry of ``lengths``, clamped to 0 to ``keys``; ``keys`` without lengths."""
     length = keys
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), keys)
@@ -32,14 +32,14 @@ def _length_of(lengths, row, keys):
 
 @triton.jit
 def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A key that very likely at least top_k scores of a row reach, and few more. For a short row, a key that all scores above -inf
-    reach.
+    """A lower bound of the sort keys to list: very likely, at least top_k scores of the row are >= the bound, and few more.
 
-    The row is split into many equal parts, and the sample takes one score of each part, at a pseudo-random position. So a regular
-    pattern in the row does not bias the sample.
+    For a short row, all scores above -inf are >= the bound. The row is split into many equal parts, and the sample takes one
+    score of each part, at a pseudo-random position. So a regular pattern in the row does not bias the sample.
 
     Returns:
-        int32, the key, at most infinity's key; and whether more than _FEW_ALIKE scores of the sample equal the key.
+        The bound's sort key, int32, at most that of infinity; and whether more than _FEW_ALIKE scores of the sample equal the
+        bound.
     """
     SAMPLE: tl.constexpr = SEARCH.sample
     key = length * 0 + HIDDEN + 1
@@ -63,7 +63,9 @@ def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _scores_at(scores, first, length, key_stride, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
-    """A block of a row's scores, float32 ``[SEARCH.block / SEARCH.run, SEARCH.run]``, and their positions. Beyond the length -inf.
+    """Loads a block of a row's scores, float32 ``[SEARCH.block / SEARCH.run, SEARCH.run]``; -inf beyond ``length``.
+
+    Also returns the scores' positions in the row.
 
     A thread holds a run of scores, so that threads exchange only sums of runs. ``WHOLE``: the whole block is within the length.
     """
@@ -78,7 +80,7 @@ def _scores_at(scores, first, length, key_stride, SEARCH: tl.constexpr, WHOLE: t
 
 @triton.jit
 def _sums_before(numbers):
-    """The exclusive prefix sum in row-major order, and the total."""
+    """Returns the exclusive prefix sum of a 2-D tile in row-major order, and the tile's total."""
     of_runs = tl.sum(numbers, axis=1)
     return (tl.cumsum(of_runs, axis=0) - of_runs)[:, None] + tl.cumsum(numbers, axis=1) - numbers, tl.sum(of_runs, axis=0)
 
@@ -90,7 +92,9 @@ def _store_entries(entries, location, x, at, listed):
 
 @triton.jit
 def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
-    """Lists the scores of a block that reach the bound, a float32. Returns the new number of listed scores."""
+    """Appends the scores of a block that are >= ``bound`` (float32), or NaN, to the list. Returns the new number of listed
+    scores.
+    """
     x, at = _scores_at(scores, first, length, key_stride, SEARCH, WHOLE)
     reaching = (x >= bound) | (x != x)
     before, number = _sums_before(reaching.to(tl.int32))
@@ -101,14 +105,14 @@ def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARC
 
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
-    """Lists, in order, the scores of a span that are above a key, and up to top_k scores that equal the key.
+    """Lists, in order, the scores of a span whose sort key is above a key, and up to top_k scores whose sort key equals it.
 
-    If few scores of the sample equal the bound, the key is just below the bound. Then all scores that reach the bound are listed,
-    and no score equals the key.
+    If few scores of the sample equal the bound, the key is just below the bound's sort key. Then all scores >= the bound are
+    listed, and no score equals the key.
 
     Args:
         entries: int64 ``[SEARCH.segment]``. Entries that do not fit are only counted.
-        counts: int32 ``[COUNTS]``.
+        counts: int32 ``[COUNTS]``, written: the number of scores above the key, the number equal to it, and the key.
     """
     BLOCK: tl.constexpr = SEARCH.block
     key, alike = _bound(scores, length, key_stride, top_k, SEARCH)
@@ -145,7 +149,10 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
 
 @triton.jit
 def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
-    """Keys, int32, and positions, int32, of entries of a row's lists, indexed as one list; `NO_KEY` beyond the last."""
+    """Loads entries ``lane`` of a row's lists, indexed as if they were one list.
+
+    Returns the entries' sort keys and their scores' positions in the row, both int32. The key is `NO_KEY` beyond the last entry.
+    """
     location = lane
     begin = listed * 0
     for _ in range(SEARCH.spans - 1):
@@ -160,7 +167,10 @@ def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, out_stride):
-    """Writes the positions of keys above the threshold, and of the first ``ties`` keys equal to it. Returns both running counts."""
+    """Writes to ``out`` the positions of keys above the threshold, and of the first ``ties`` keys equal to the threshold.
+
+    Returns the running counts of both kinds, over all calls for the row.
+    """
     larger = keys > threshold
     equal = keys == threshold
     # Both counts are packed into one int32, because each is below 2^15.
@@ -186,7 +196,7 @@ def list_scores_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Lists the large scores of one span of a row."""
+    """Lists the large scores of one span of a row, see `_list_span`."""
     start(EARLY)
     row = (tl.program_id(0) // SEARCH.spans).to(tl.int64)
     entries += tl.program_id(0).to(tl.int64) * SEARCH.segment
@@ -212,7 +222,11 @@ def top_k_indices_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Finds the top-k of one row: from the lists of `list_scores_kernel`, from a list of its own, or from the row itself."""
+    """Finds the top-k positions of one row.
+
+    The scores come from the lists of `list_scores_kernel` (SPANS > 1), from a list that this program makes (SPANS = 1), or from the
+    row itself (SPANS = 0).
+    """
     start(EARLY)
     LANES: tl.constexpr = SEARCH.lanes
     FEWER: tl.constexpr = SEARCH.lanes // 4  # for loops where registers matter more than speed
@@ -242,8 +256,8 @@ def top_k_indices_kernel(
         listed = tl.sum(above_each + tl.minimum(equal_each, top_k), axis=0)
         above = tl.sum(above_each, axis=0)
         equal = tl.sum(equal_each, axis=0)
-        # If fewer than top_k scores are above the least key, no list overflows: a list has fewer than top_k such scores, and at
-        # most top_k ties.
+        # `least` is the sort key that the lists share. If fewer than top_k scores are above it, no list overflows: a list has fewer
+        # than top_k such scores, and at most top_k scores equal to it.
         whole = ((above < top_k) & ((above + equal >= top_k) | (least <= HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
 
     larger = length * 0

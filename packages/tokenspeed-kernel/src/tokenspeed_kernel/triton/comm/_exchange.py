@@ -25,14 +25,14 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Config(NamedTuple):
-    """Launch configuration.
+    """The launch configuration of an all-reduce.
 
     Attributes:
         warps: warps per program.
         pack: 16-byte vectors that a thread polls at once. If 0, the whole program polls all its vectors until all have arrived,
             which works on any processor.
-        programs: the most programs per SM/CU. Programs start in order, and every rank launches equally many. So a program that is
-            not resident yet never blocks a program that started earlier.
+        programs: the largest number of programs per SM/CU. Programs start in order, and every rank launches the same number of
+            programs. So a program that is not resident yet never blocks a program that started earlier.
         early: whether the kernel is launched with PDL. With PDL the kernel starts before the preceding kernel has ended, and waits
             on the device for its end.
     """
@@ -54,9 +54,9 @@ class Config(NamedTuple):
 _FEW = Config(8, 2, 1, True)
 _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)
-# The most rows for which _FEW and _SOME are fastest.
+# The largest numbers of rows for which _FEW and _SOME are fastest.
 _FEW_ROWS, _SOME_ROWS = 32, 512
-# The longest row, in vectors, that the few warps of a config can also quantise without running out of registers.
+# The longest row, in 16-byte vectors, that a program with the warps of `config_for` can also quantise without spilling registers.
 _QUANTISED_BY_FEW = 512
 # For AMD GPUs; and for CPUs, where Triton interprets one program after another.
 _ANYWHERE = Config(4, 0, 1, False)
@@ -76,7 +76,7 @@ _NOT_ENCODED = _Encoding(0, "", 0.0, False, False)
 
 
 def config_for(rows: int, device: torch.device) -> Config:
-    """Returns the launch configuration for a number of rows on a device."""
+    """Returns the launch configuration for an all-reduce of ``rows`` rows on a device."""
     if not for_architecture({"nvidia": True, "any": False}, device):
         return _ANYWHERE
     config = _FEW if rows <= _FEW_ROWS else _SOME if rows <= _SOME_ROWS else _MANY
@@ -84,7 +84,7 @@ def config_for(rows: int, device: torch.device) -> Config:
 
 
 def threads_of(config: Config, device: torch.device) -> int:
-    """Returns the threads of a program.
+    """Returns the number of threads of a program.
 
     A tile of vectors to send or poll has at least this many vectors, so that no vector is replicated across threads. A replica that
     is sent or read late would be mistaken for data of another call.
@@ -93,7 +93,7 @@ def threads_of(config: Config, device: torch.device) -> int:
 
 
 def most_programs(config: Config, device: torch.device) -> int:
-    """Returns the most programs of a launch. Programs walk over the rows in a grid-stride loop."""
+    """Returns the largest grid of a launch, in programs. Programs loop over the rows with a grid stride."""
     return config.programs * for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # interpreted one by one
 
 
@@ -117,11 +117,11 @@ def exchange(
     Args:
         operator: the operator's name, for error messages.
         protocol: `ONE_SHOT` or `TWO_SHOT`.
-        x, out, residual, residual_out: contiguous.
+        x, out, residual, residual_out: contiguous tensors.
         row: elements per row; the last row may be shorter.
         weight: the RMSNorm weight; None returns the plain sum.
         config: overrides the launch configuration of `config_for`.
-        scale_out: receives the scales if out is fp8.
+        scale_out: the output for the scales, if out is fp8.
         group_size: how many elements share a scale, a power of two of 16-byte vectors; 0 for one scale per row.
 
     Raises:

@@ -50,19 +50,21 @@ def store_row(start, row, column, inside, words, ROW: tl.constexpr):
 
 @triton.jit
 def row_inside(row, column, total, ROW: tl.constexpr):
-    """Masks the valid vectors of a row; the last row may be shorter."""
+    """The mask of a row's vectors that exist; the last row may be shorter than ROW vectors."""
     return (column < ROW) & (row.to(tl.int64) * ROW + column < total)
 
 
 @triton.jit
 def from_other(inside, rank, other, column):
-    """Masks the vectors that rank ``other`` sends; no vectors if ``other`` is this rank."""
+    """The mask of the row's vectors that rank ``other`` sends to this rank; all false if ``other`` is this rank."""
     return inside & (column * 0 + rank != other)
 
 
 @triton.jit
 def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
-    """Returns the byte offsets of a row's vectors in the receive buffer, and the generations of their 512-byte blocks."""
+    """Returns the byte offsets of a row's vectors in a rank's receive buffer, and the generations of the vectors' 512-byte
+    blocks.
+    """
     unit = position * UNITS + column // UNIT_VECTORS
     generation = tl.load(generations + unit, mask=inside, other=0)
     return (generation & 1).to(tl.int64) * half + (position.to(tl.int64) * (UNITS * UNIT_VECTORS) + column) * VECTOR, generation
@@ -70,7 +72,9 @@ def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
 
 @triton.jit
 def next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
-    """Increments the generations. Call it after a barrier, when all threads have read the old generation."""
+    """Increments the generations of a row's 512-byte blocks. Call it after a barrier, when all threads have read the old
+    generation.
+    """
     first = inside & (column % UNIT_VECTORS == 0)
     tl.store(generations + position * UNITS + column // UNIT_VECTORS, generation + 1, mask=first)
 
@@ -94,7 +98,8 @@ def store_fp8(
 ):
     """Quantises a row to fp8 with one scale per ``GROUP`` vectors.
 
-    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside the row. GROUP: a power of two.
+    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside the row. ``GROUP`` is a power of
+    two.
     """
     BLOCK: tl.constexpr = first.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -142,9 +147,10 @@ def finish(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Epilogue of a row: stores the sum, or adds the residual, normalises and quantises it.
+    """The epilogue of a row: stores the sum over the ranks; first, as requested, adds the residual, normalises and quantises.
 
-    ``scales``, ``added``: words of the weight and of the residual. GROUP: vectors that share a scale for fp8 output, else 0.
+    ``first``, ``second``: the sum, see `unpack`. ``scales``, ``added``: words of the norm's weight and of the residual. GROUP:
+    vectors that share a scale for fp8 output, else 0.
     """
     if NORM:
         first, second = rounded(first, DTYPE), rounded(second, DTYPE)
@@ -168,8 +174,9 @@ def sum_ranks(
     source, slot, own, column, inside, capacity, rank, limit,
     WORLD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the words of the other ranks, and adds the words of all ranks in rank order. Returns two float32 tiles (see
-    `unpack`).
+    """Waits for the words that the other ranks send for a row, and adds the words of all ranks in rank order.
+
+    Returns the sum as two float32 tiles (see `unpack`).
 
     ``source``: the receive buffer, with ``capacity`` bytes for each rank. ``slot``: offsets of the row's vectors, see `slot_of`.
     ``own``: this rank's words.
@@ -187,7 +194,7 @@ def sum_ranks(
 
 @triton.jit
 def clear_ranks(source, slot, column, inside, capacity, rank, WORLD: tl.constexpr):
-    """Clears the words that `sum_ranks` has read."""
+    """Resets the words that `sum_ranks` has read to the sentinel."""
     for other in tl.static_range(WORLD):
         clear(source + other * capacity + slot, from_other(inside, rank, other, column))
 
@@ -270,7 +277,8 @@ def two_shot_kernel(
         owner = row % WORLD
         position = row // WORLD
         inside = row_inside(row, column, total, ROW)
-        # Generations of the receive buffer at the owner. Every rank counts the generations of all owners.
+        # The generations of the receive buffer at the row's owner. Each rank counts the generations of every owner's receive
+        # buffer.
         owned = generations + owner * units
         slot, generation = slot_of(owned, position, column, inside, half, UNITS)
         sum_slot, sum_generation = slot_of(sum_generations, row, column, inside, sum_capacity, UNITS)

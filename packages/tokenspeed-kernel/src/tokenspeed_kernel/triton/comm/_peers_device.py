@@ -1,4 +1,4 @@
-"""Stores 16-byte vectors to the memory of other ranks, and polls for theirs.
+"""Stores 16-byte vectors to the memory of other ranks, and polls for the vectors that they send.
 
 The value itself signals a vector's arrival. A receive buffer holds `SENTINEL` in every 32-bit word, and no sent word has that
 value. A 32-bit word is never torn, so a vector has arrived when none of its four words is the sentinel. No flag, fence or second
@@ -151,13 +151,16 @@ def poll(address, active, limit, PACK: tl.constexpr):
 
 @triton.jit
 def clear(address, active):
-    """Resets vectors to the sentinel. A barrier must precede, because another thread may still be polling the vector."""
+    """Resets vectors to the sentinel. Call it after a barrier, because another thread may still be polling the vector."""
     push(address, tl.full((address.shape[0], 4), SENTINEL, tl.int32), active)
 
 
 @triton.jit
 def sendable(words, dtype: tl.constexpr):
-    """Replaces words equal to the sentinel: two 16-bit negative zeros become +0, and a float32 changes by less than 2e-45."""
+    """Replaces words equal to the sentinel, which cannot be sent.
+
+    Two 16-bit negative zeros become +0, and a float32 changes by less than 2e-45.
+    """
     replacement: tl.constexpr = SENTINEL + 1 if dtype == tl.float32 else 0
     return tl.where(words == SENTINEL, replacement, words)
 

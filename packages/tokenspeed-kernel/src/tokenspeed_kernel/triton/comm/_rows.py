@@ -1,4 +1,4 @@
-"""Launches the operators that send rows over peer memory. Each row goes only to the ranks that need it."""
+"""Launches all-gather, reduce-scatter, MoE dispatch and MoE combine over peer memory. Each row goes only to ranks that need it."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ def _limit(group: ProcessGroup) -> int:
 
 
 def _options(x: Tensor, group: ProcessGroup, config: Config, vectors: int, whole: int) -> dict[str, Any]:
-    """Returns the compile-time parameters. ``vectors``: the number of vectors of a row's data; ``whole``: the same number with the
-    header's vectors.
+    """Returns the compile-time parameters that all kernels share.
+
+    ``vectors``: the number of 16-byte vectors of a row's data. ``whole``: this number plus the vectors of the row's header.
     """
     return {
         "WORLD": group.world_size,

@@ -1,8 +1,8 @@
-"""Device code of the operators that send rows over peer memory in one shot. Each row goes only to the ranks that need it.
+"""Device code of all-gather, reduce-scatter, MoE dispatch and MoE combine, which send rows over peer memory.
 
-As in the all-reduces, a program processes one row at a time. It sends the row to the ranks that need it, then waits for the rows of
-those ranks. If only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
-receiver that the sender has finished the previous call.
+Each row goes directly to the ranks that need it. As in the all-reduces, a program processes one row at a time. It sends the row
+to the ranks that need it, then waits for the rows of those ranks. If only some ranks need a row, every rank gets a header, which
+says whether the row follows. The header also tells the receiver that the sender has finished the previous call.
 """
 
 from __future__ import annotations
@@ -124,15 +124,16 @@ def reduce_scatter_kernel(
 
 @triton.jit
 def _where(condition, mask):
-    """Returns the mask if the scalar condition is true, else a mask that is false everywhere."""
+    """Returns ``mask`` if the scalar condition is true, else a mask that is false everywhere."""
     return mask & (mask.to(tl.int32) * 0 + condition.to(tl.int32) != 0)
 
 
 @triton.jit
 def _header(topk_weights, topk_ids, token, word, experts_per_rank, rank, TOP_K: tl.constexpr):
-    """Builds the header of a token for one rank: its local expert ids, then its routing weights, as int32 words.
+    """Builds a token's header for rank ``rank``: the token's expert ids, local to that rank, then its routing weights, as int32
+    words.
 
-    Experts of other ranks get id -1 and weight 0. ``word``: each word's index in the header.
+    Experts of other ranks get id -1 and weight 0. ``word``: the indices of the header's words to build.
     """
     is_id = word < TOP_K
     is_weight = (word >= TOP_K) & (word < 2 * TOP_K)

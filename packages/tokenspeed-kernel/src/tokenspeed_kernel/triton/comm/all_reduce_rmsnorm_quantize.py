@@ -1,4 +1,4 @@
-"""The sum over the ranks of a group, residual add, normalisation and quantisation, over peer memory: one launch."""
+"""All-reduce, residual add, RMSNorm and quantisation fused into one launch over peer memory."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Streams(NamedTuple):
     """Which of a token's three M-RoPE positions (time, height, width) each pair uses.
 
     Attributes:
-        height, width: the first pair that uses that position. If interleaved: the pair index from which on no pair uses that
-            position.
+        height, width: index of the first pair that uses the height (width) position. If interleaved: all pairs that use the height
+            (width) position have smaller indices than this.
         interleaved: whether consecutive pairs cycle through the three positions.
     """
 
@@ -37,7 +37,7 @@ class Streams(NamedTuple):
 
 
 def streams_of(mrope_section: tuple[int, ...] | None, interleaved: bool) -> Streams | None:
-    """The streams of a call; None where a token has one position."""
+    """Returns the `Streams` of a call's M-RoPE arguments; None if a token has one position."""
     if mrope_section is None:
         return None
     time, height, width = mrope_section
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
         q_heads, k_heads: heads of q and of k.
         head_dim, rotary_dim: columns of a head, and how many of them are rotated.
         interleaved: whether neighbouring columns form a pair.
-        streams: which position a pair uses, where tokens have three.
+        streams: which position a pair uses, if tokens have three positions; else None.
     """
 
     q_heads: int
@@ -63,13 +63,13 @@ class Shape(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The write into the cache.
+    """The write of keys and values to the cache.
 
     Attributes:
-        wanted: whether there is one.
+        wanted: whether the call writes to a cache.
         page_size: tokens in a page.
         v_head_dim: columns of a value.
-        encoding: how keys and values are stored.
+        encoding: the format in which the cache stores keys and values.
     """
 
     wanted: bool
@@ -79,11 +79,11 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes except ``warps`` are powers of two.
+    """The heads and columns that one program processes. All sizes except ``warps`` are powers of two.
 
     Attributes:
-        q_heads, k_heads: heads of q, or of k (and v).
-        pairs: padded number of pairs; a head has two elements in each.
+        q_heads, k_heads: heads of q that a program processes, or heads of k (and v).
+        pairs: padded number of rotary pairs of a head.
         tail: padded number of columns that are in no pair.
         v_block: padded columns of a value.
         warps: warps of the program.
@@ -104,7 +104,7 @@ _Q_ELEMENTS, _K_ELEMENTS, _WARPS = 2048, 1024, 2
 
 @functools.cache
 def tile_for(head_dim: int, rotary_dim: int, v_head_dim: int) -> Tile:
-    """The tile for heads of these sizes; ``v_head_dim`` is 0 without a cache write."""
+    """Returns the tile for heads of these dimensions. ``v_head_dim`` is 0 without a cache write."""
     sizes = (rotary_dim // 2, head_dim - rotary_dim, head_dim, v_head_dim)
     pairs, tail, block, v_block = (next_power_of_2(max(n, 1)) for n in sizes)
     widest = max(block, v_block)

@@ -15,7 +15,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
 class Angles(NamedTuple):
-    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of cosines and sines.
+    """Pointers to the tokens' positions and to the table ``[positions, rotary_dim]`` of cosines and sines, with strides.
 
     ``stream_stride`` is the stride from a token's time position to its height and width positions (M-RoPE).
     """
@@ -43,7 +43,7 @@ class Slots(NamedTuple):
 
 @triton.jit
 def load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Loads heads that begin at ``base``, ``[HEADS, 1]``.
+    """Loads heads of q or k that begin at the pointers ``base``, ``[HEADS, 1]``.
 
     Returns the first and the second elements of all pairs, ``[HEADS, pairs]`` each, and the unrotated rest, ``[HEADS, tail]``.
     """
@@ -71,7 +71,7 @@ def load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Stores what `load_heads` loads."""
+    """Stores heads in the layout of `load_heads`: both elements of all pairs, and the unrotated rest."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     INTERLEAVED: tl.constexpr = SHAPE.interleaved
@@ -112,7 +112,10 @@ def normalise(a, b, tail, norm, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPR
 
 @triton.jit
 def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Positions of tokens, ``[HEADS, 1]``; with three positions per token, the position of each pair, ``[HEADS, PAIRS]``."""
+    """Loads the positions of tokens, ``[HEADS, 1]``.
+
+    With M-RoPE (three positions per token), returns the position that applies to each rotary pair, ``[HEADS, PAIRS]``.
+    """
     at = angles.positions + token * angles.positions_stride
     position = tl.load(at, mask=inside, other=0)
     if SHAPE.streams is not None:
@@ -131,7 +134,10 @@ def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr
 
 @triton.jit
 def rotate(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Rotates pairs by the angles of their positions, and rounds. ``position``: from `positions_of`, per head or for one token."""
+    """Rotates the pairs (a, b) by the angles of ``position``, and rounds them to their dtype.
+
+    ``position``: the result of `positions_of`, for each head, or for one token that owns all heads.
+    """
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
     there = inside & (pair < ROTARY_DIM // 2)
@@ -143,7 +149,7 @@ def rotate(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.c
 
 @triton.jit
 def rotate_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Rotates a tile of heads of q, after RMSNorm if there is a weight."""
+    """Rotates a tile of heads of q. If ``norm`` has a weight, the heads are normalised first."""
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     PAIRS: tl.constexpr = TILE.pairs
     HEADS: tl.constexpr = TILE.q_heads
@@ -180,9 +186,9 @@ def rotate_keys(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Rotates a tile of heads of k, after RMSNorm if there is a weight; stores k and v to the cache if ``WRITE.wanted``.
+    """Rotates a tile of heads of k. If ``norm`` has a weight, the heads are normalised first.
 
-    ``k_out`` may be None.
+    With ``WRITE.wanted``, the rotated k and v are stored to the cache. ``k_out`` may be None.
     """
     HEADS: tl.constexpr = TILE.k_heads
     ENCODING: tl.constexpr = WRITE.encoding
@@ -256,7 +262,7 @@ def apply_rope_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``k_programs`` programs handle k and v, all others q."""
+    """The first ``k_programs`` programs rotate k, and store k and v to the cache if requested; all others rotate q."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
     plain = Norm(None, 0.0)

@@ -37,12 +37,12 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program. All sizes except ``warps`` are powers of two.
+    """The heads or tokens, and the columns, that one program processes. All sizes except ``warps`` are powers of two.
 
     Attributes:
-        q_heads, tokens: heads of q, or latents.
+        q_heads, tokens: heads of q that a program processes, or tokens whose latents it processes.
         rank: padded columns of a latent.
-        pairs: padded number of pairs; the rotary part has two elements in each.
+        pairs: padded number of rotary pairs of a rotary part.
         tail: unused, because all columns of the rotary part are in pairs.
         warps: warps of the program.
     """
@@ -62,7 +62,7 @@ _Q_ELEMENTS, _KV_ELEMENTS, _WARPS = 2048, 1024, 2
 
 @functools.cache
 def tile_for(rank: int, rope: int) -> Tile:
-    """The tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
+    """Returns the tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
     block, pairs = next_power_of_2(rank), next_power_of_2(rope // 2)
     widest = max(block, 2 * pairs)
     warps = max(_WARPS, widest // 1024)  # at most 32 elements per thread for a very long head

@@ -26,9 +26,10 @@ def _join(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Stores rows of latents or queries, each followed by its rotated rotary part.
+    """Stores rows of latents (of keys or queries), each followed by its rotary part, which is rotated here.
 
-    values: ``[ROWS, TILE.rank]``; rope_at: pointers to the rotary parts; at: pointers to the output rows; written: store mask.
+    values: the latents, ``[ROWS, TILE.rank]``; rope_at: pointers to the rotary parts; at: pointers to the output rows; written: the
+    store mask of the rows.
     """
     position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
     a, b, tail = load_heads(rope_at, inside, SHAPE, TILE)
@@ -117,7 +118,7 @@ def apply_rope_mla_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``kv_programs`` programs handle latents, all others queries."""
+    """The first ``kv_programs`` programs write keys (latent and rotary part) to the cache; all others assemble queries."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, 0)
     program = tl.program_id(0)

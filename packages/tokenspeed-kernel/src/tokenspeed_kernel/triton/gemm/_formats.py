@@ -27,7 +27,10 @@ def _mx(block_shape: tuple[int, int]) -> list[TensorFormat]:
 
 
 def _blocks(size: int, stored: torch.dtype, *across: int) -> list[TensorFormat]:
-    """8-bit floats with a scale per ``size`` elements along k. ``across``: columns of b that share a scale; empty for operand a."""
+    """Returns the formats of 8-bit floats with a scale per ``size`` elements along k, stored as dtype ``stored``.
+
+    ``across``: how many columns of b share a scale; empty for operand a.
+    """
     dtypes = FP8 if stored == torch.float32 else MXFP8_DTYPES
     shapes = [(size, columns) for columns in across] or [(1, size)]
     return [fp8_format(dtype, "block", shape, stored) for dtype in dtypes for shape in shapes]
@@ -60,7 +63,7 @@ SCALED = (
     | _pairs(_NV_A, _NV_B)
     | _pairs(_FLOAT16_AND_BFLOAT16, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
 )
-"""Formats of GEMMs in which one operand or both have scales."""
+"""Operand formats of GEMMs in which one operand or both have scales."""
 
 DENSE = format_signatures(("a", "b"), "dense", FLOATS)
-"""Formats of GEMMs whose operands are floats of one dtype."""
+"""Operand formats of GEMMs without scales: both operands are floats of the same dtype."""

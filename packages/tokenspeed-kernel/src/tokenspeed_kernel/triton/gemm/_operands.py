@@ -13,19 +13,20 @@ from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 
 NO_SCALE, WHOLE, LINE, BLOCK, MICRO = "none", "whole", "line", "block", "micro"
-"""The granularity of a scale. NO_SCALE: none. WHOLE: one for the operand. LINE: one per row of a, or column of b. BLOCK: one per 32
-or more elements along k, applied to the block's partial sum. MICRO: one byte per 16 or 32 elements along k, applied to elements.
+"""The granularity of an operand's scales. NO_SCALE: no scales. WHOLE: one scale for the operand. LINE: one per row of a, or column
+of b. BLOCK: one per 32 or more elements along k, which multiplies the block's partial sum. MICRO: one one-byte scale per 16 or 32
+elements along k, which multiplies the elements.
 """
 
 FLOAT32, E8M0, PACKED, E4M3 = "float32", "e8m0", "packed", "e4m3"
-"""The storage format of a scale. PACKED: four e8m0 in an int32."""
+"""The storage format of an operand's scales. PACKED: four e8m0 scales in an int32."""
 
 
 _STORED = {torch.float32: FLOAT32, torch.int32: PACKED, torch.float8_e4m3fn: E4M3}
 
 
 class Operand(NamedTuple):
-    """One operand, as lines along k: a line is a row of a, or a column of b.
+    """One operand of a GEMM, as lines along k: a line is a row of a, or a column of b.
 
     Attributes:
         tensor: the tensor that the caller passed.
@@ -34,7 +35,7 @@ class Operand(NamedTuple):
         scale, scaling: the scales and their granularity, see above.
         strides: strides of ``tensor`` by matrix, line, and element along k (e2m1: pair of elements), in elements of ``tensor``.
         scale_strides: strides of the scales by matrix, line (or group of ``lines_each``), and block along k (PACKED: four blocks).
-            Swizzled scales: by matrix, tile down, and tile across; the tiles are contiguous.
+            Swizzled scales: by matrix, row of tiles, and column of tiles; each tile is contiguous.
         scale_format: storage format of a scale, see above.
         block: elements along k that share a scale, for BLOCK and MICRO.
         lines_each: lines that share a scale, for BLOCK.
@@ -69,7 +70,7 @@ class Operand(NamedTuple):
 
 
 def operand(x: Tensor, scale: Tensor | None, lines_axis: int) -> Operand:
-    """Describes operand a (``lines_axis=-2``) or b (-1), of two axes, or of three with the batch first."""
+    """Returns the `Operand` that describes a (``lines_axis=-2``) or b (-1). x has two axes, or three with the batch first."""
     k_axis = -3 - lines_axis
     fmt = FP8_NAMES[x.dtype] if x.dtype in FP8 else "e2m1" if x.dtype == torch.uint8 else "dense"
     k = x.shape[k_axis] * (2 if fmt == "e2m1" else 1)

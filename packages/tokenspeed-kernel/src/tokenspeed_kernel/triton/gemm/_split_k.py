@@ -22,7 +22,10 @@ ROWS, COLUMNS = 4, 256
 
 
 def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, programs_each: int = 1) -> tuple[int, int]:
-    """The number of splits of k, and the elements along k per split. Each SM/CU gets about ``programs_each`` programs."""
+    """Returns the number of splits of k, and the elements along k per split, a multiple of ``multiple``.
+
+    Each SM/CU gets about ``programs_each`` programs.
+    """
     wanted = min(sm_count_of(device) * programs_each // max(tiles, 1), _MOST, k // _SHORTEST)
     splits = max(wanted, 1)
     length = cdiv(cdiv(k, splits), multiple) * multiple
@@ -30,7 +33,7 @@ def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, progr
 
 
 def split_target(out: Tensor, splits: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """The tensor to which GEMM programs write, and its strides by batch, row and column.
+    """Returns the tensor to which the GEMM's programs write, and its strides by batch, row and column.
 
     The tensor is ``out`` for one split, else float32 partial sums ``[splits, batch * m * n]``.
     """

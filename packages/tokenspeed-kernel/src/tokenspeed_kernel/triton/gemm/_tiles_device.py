@@ -11,13 +11,13 @@ from tokenspeed_kernel.triton.quantization._encode_device import decode_e8m0, ro
 
 
 class Operand(NamedTuple):
-    """One matrix of an operand, as lines along k: a line is a row of a, or a column of b. See `_operands.Operand`.
+    """One matrix of a GEMM operand, as lines along k: a line is a row of a, or a column of b. See `_operands.Operand`.
 
     Fields:
-        data: a pointer to the first element, or a tensor descriptor; None where only scales are used.
-        line_stride, k_stride: strides of the data.
-        scale: a pointer to the scales; not read if there are no scales.
-        scale_line_stride, scale_k_stride: strides of the scales.
+        data: a pointer to the matrix's first element, or a tensor descriptor; None if the kernel uses only the scales.
+        line_stride, k_stride: strides between lines and along k, of the data.
+        scale: a pointer to the scales; not read if the operand has no scales.
+        scale_line_stride, scale_k_stride: strides between lines and between blocks along k, of the scales.
     """
 
     data: Any
@@ -39,7 +39,10 @@ class Output(NamedTuple):
 
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """The row and column of a tile. Tiles are ordered column by column within ``GROUP`` rows of tiles, so that b's tiles hit L2."""
+    """The row and column of output tile ``index``, in tiles.
+
+    Tiles are ordered column by column within ``GROUP`` rows of tiles, so that loads of b hit L2.
+    """
     in_group = GROUP * tiles_n
     first = index // in_group * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -48,7 +51,7 @@ def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
-    """Scales that apply to the whole accumulator: one per line, or one for the whole operand."""
+    """Loads the scales that apply after the reduction over k: one per line, or one for the whole operand."""
     if SCALING == "line":
         scale = tl.load(operand.scale + line.to(tl.int64) * operand.scale_line_stride, mask=inside, other=0.0)
     else:
@@ -58,7 +61,9 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
-    """Returns the accumulator, multiplied by `scale_of_lines` if the operand has one scale per line, or a single scale."""
+    """Multiplies the accumulator by `scale_of_lines`, if the operand has one scale per line or one for all; else returns it as
+    is.
+    """
     if SCALING == "line" or SCALING == "whole":
         acc *= scale_of_lines(operand, line, inside, SCALING)
     return acc
@@ -66,7 +71,7 @@ def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
-    """Float32 scales of lines (or of groups of lines that share a scale) at one block along k."""
+    """Loads the scales of lines, or of groups of lines that share a scale, for block number ``block`` along k, as float32."""
     at = operand.scale + line.to(tl.int64) * operand.scale_line_stride
     if STORED == "packed":
         word = tl.load(at + block // 4 * operand.scale_k_stride, mask=inside, other=0)
@@ -80,7 +85,10 @@ def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
 
 @triton.jit
 def store_tile(acc, out, m, n, M, N, INTERPRETED: tl.constexpr):
-    """Epilogue: adds the bias, rounds, stores. ``m`` and ``n`` are the tile's rows and columns, which broadcast to acc's shape."""
+    """The epilogue: adds the bias, rounds to the output dtype, and stores the tile.
+
+    ``m`` and ``n`` are the indices of the tile's rows and columns, which broadcast to acc's shape.
+    """
     if out.bias is not None:
         acc += tl.load(out.bias + n, mask=n < N, other=0.0).to(tl.float32)
     value = round_to(acc, out.first.dtype.element_ty, INTERPRETED)

@@ -1,7 +1,7 @@
 """GEMMs whose operands are dequantised in registers: the weight-only formats, the mx formats, and 8-bit floats that the tensor
 cores do not support. They also handle dense operands with dtypes or options that backend ``torch`` lacks.
 
-The dots are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers. So dequantised values need
+The MMAs are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers. So dequantised values need
 not be copied to shared memory. Few tokens are then padded to 16, not to 64.
 
 Values of at most 8 bits times e8m0 scales are exact in bfloat16. mx weights exceed float16's range, so a float16 a is split into
@@ -27,15 +27,16 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Formats(NamedTuple):
-    """Formats of the operands, and how their dots are computed.
+    """Formats of the operands, and how their MMAs are computed.
 
     Attributes:
         a, b: formats of the operands.
         a_scaling, b_scaling, a_scales, b_scales, a_block, b_block, b_lines, a_swizzled, b_swizzled: ``scaling``, ``scale_format``,
             ``block``, ``lines_each`` and ``swizzled`` of each `Operand`.
         split_a: whether a is split into the sum of two bfloat16.
-        compute, precision: Triton's dtype of the dots' operands, and ``input_precision`` of float32 dots.
-        native, interpreted: see `Abilities`.
+        compute, precision: Triton's dtype of the MMA operands, and ``input_precision`` of float32 dot products.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
     """
 
     a: str
@@ -57,7 +58,9 @@ class Formats(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The kernel's constants: `Tile` sizes, whether ``Tile.k`` divides all of k, and the group of tile rows in `tile_of`."""
+    """The kernel's compile-time constants: the sizes of `Tile`, whether ``Tile.k`` divides the operands' k, and ``GROUP`` of
+    `tile_of`.
+    """
 
     m: int
     n: int
@@ -67,7 +70,7 @@ class Program(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A program's tile (rows of a, columns of b, elements along k), its warps and its pipeline stages."""
+    """A program's tile (rows of a, columns of b, elements along k), and the program's warps and pipeline stages."""
 
     m: int
     n: int
@@ -76,15 +79,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-# float32 dots do not use tensor cores: small tiles keep the accumulator in registers.
+# float32 dot products do not use tensor cores: small tiles keep the accumulator in registers.
 _WIDE = Tile(32, 32, 32, 4, 2)
 # Unaligned lines are loaded one byte at a time, and each byte's address takes registers.
 _UNALIGNED = Tile(16, 64, 64, 4, 2)
-# With block scales, the partial sum of a block needs registers beside the accumulator.
+# Tiles for b with block scales: the partial sum of a block needs registers beside the accumulator.
 _BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
 
-# Least programs per SM/CU with small tiles: one program dequantises while the loads of another are in flight.
+# The least number of programs per SM/CU with small tiles: one program dequantises while the loads of another are in flight.
 _PROGRAMS = 3
 # Tile rows in a group, see `tile_of`.
 _GROUP = 8
@@ -102,13 +105,15 @@ def tile_for(x: Operand, w: Operand) -> Tile:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None, alpha: Tensor | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch first; out must not be empty."""
+    """Computes ``out[...] = alpha * (a @ b) + bias`` for operands of two axes, or of three with the batch first. out must not be
+    empty.
+    """
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)
     wide = dtype == torch.float32
     tile = tile or tile_for(x, w)
-    # A step along k must lie within one block of scales.
+    # The elements of one step along k must share a scale.
     tile = tile._replace(k=min([tile.k, *(each.block for each in (x, w) if each.scaling == BLOCK)]))
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, tile.k, device, _PROGRAMS if tile.m <= 64 else 1)

@@ -34,9 +34,10 @@ def _decoded_lines(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Dequantises ``[LINES, BLOCK_K]`` to COMPUTE, from element k0 on, with zeros beyond K.
+    """Loads ``[LINES, BLOCK_K]`` of an operand, from element k0 of each line on, and dequantises it to dtype COMPUTE. 0 beyond K.
 
-    ``line``, ``inside``: the lines, and whether each exists. ``MICRO``: each ``BLOCK`` elements are multiplied by a one-byte scale.
+    ``line``, ``inside``: the lines' indices, and which of the lines exist. ``MICRO``: each block of ``BLOCK`` elements along k
+    has a one-byte scale, which is applied here.
     """
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
@@ -69,7 +70,7 @@ def _decoded_lines(
 
 @triton.jit
 def _accumulate(acc, a, b, a_operand, b_operand, m, n, M, N, k0, FORMATS: tl.constexpr):
-    """``acc + b @ a.T`` [BLOCK_N, BLOCK_M], with block scales applied to the partial sum of this step."""
+    """Returns ``acc + b @ a.T`` [BLOCK_N, BLOCK_M], for one step along k. Block scales multiply the step's partial sum."""
     A_STORED: tl.constexpr = FORMATS.a_scales
     B_STORED: tl.constexpr = FORMATS.b_scales
     COMPUTE: tl.constexpr = FORMATS.compute
@@ -111,7 +112,7 @@ def decoded_mm_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix of the batch (grid axis 0). Reduces over one range of k (grid axis 1)."""
+    """Computes one output tile of one matrix of the batch (grid axis 0), over one split of k (grid axis 1)."""
     A_FORMAT: tl.constexpr = FORMATS.a
     B_FORMAT: tl.constexpr = FORMATS.b
     A_SCALING: tl.constexpr = FORMATS.a_scaling

@@ -24,7 +24,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """Granularity and storage of the scales of a and b, see `_operands.Operand`.
+    """Granularity (a, b) and storage format (a_stored, b_stored) of the scales of a and b, see `_operands`.
 
     A scale of b covers ``block`` elements along k and ``b_lines`` columns.
     """
@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The kernel's constants: fields of `Config`, and ``even_k``: whether ``Config.k`` divides all of k."""
+    """The kernel's compile-time constants: fields of `Config`, and ``even_k``: whether ``Config.k`` divides the operands' k."""
 
     m: int
     n: int
@@ -58,7 +58,7 @@ class Config(NamedTuple):
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
         warps, stages: a program's warps and pipeline stages.
         persistent: persistent programs per SM/CU; 0 for one program per tile.
-        partial: add each step's dot to the accumulator in float32, where the tensor core's fp8 accumulator is narrower.
+        partial: add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is narrower.
         descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
         group: tile rows in a group, see `tile_of`.
     """
@@ -75,15 +75,15 @@ class Config(NamedTuple):
 
 
 class Configs(NamedTuple):
-    """The configurations of a device for one element size.
+    """The configurations of a device for operands of one element size.
 
     Attributes:
-        few, few_blocks: few rows of a: at most 64, or at most 128 with block scales.
-        blocks: block scales and more rows.
-        lines: no block scales and more rows.
-        columns: block scales per column and more rows, where better than ``blocks``.
-        short: blocks of 32 and more rows, where better than ``blocks``.
-        best, best_k: GEMMs that fill the device, with at most ``best_k`` elements along k, a 16-bit result and no block scales.
+        few, few_blocks: for few rows of a: at most 64, or at most 128 with block scales.
+        blocks: for block scales and more rows of a.
+        lines: for more rows of a without block scales.
+        columns: for b with a block scale per column and more rows of a, if better than ``blocks``.
+        short: for scale blocks of 32 elements along k and more rows of a, if better than ``blocks``.
+        best, best_k: for GEMMs that fill the device, with at most ``best_k`` elements along k, a 16-bit result and no block scales.
     """
 
     few: Config
@@ -138,8 +138,8 @@ _HALF_SMALL_MEMORY = Configs(
 _FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
 _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
 
-# The widest tile whose columns have different block scales. The scales and partial sums of 128 columns would leave a thread too few
-# registers.
+# The columns of the widest tile if columns have different block scales. The scales and partial sums of 128 columns would leave a
+# thread too few registers.
 _COLUMNS_WITH_SCALES = 64
 # Above this many rows, a separate launch that converts block scales to float32 in a coalesced layout pays off.
 _FEW_ROWS = 128
@@ -196,10 +196,11 @@ def _describable(x: Operand) -> bool:
 
 
 def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
-    """The operand with its block scales converted to float32 and transposed. Scales of neighbouring lines are then adjacent.
+    """Returns the operand with its block scales converted to float32 and transposed, so that scales of neighbouring lines are
+    adjacent.
 
-    Only scales per line are converted, because otherwise every program that reads a tile would decode them again. Scales that are
-    float32 already are transposed only if ``across`` is set.
+    Only scales that belong to a single line are converted: every program that reads a tile would otherwise decode them again.
+    Scales that are float32 already are transposed only if ``across`` is set.
     """
     if x.scaling != BLOCK or x.scale is None or x.lines_each > 1:
         return x
@@ -215,7 +216,7 @@ def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: Config | None = None) -> None:
-    """``out[...] = a @ b + bias`` for operands that `is_eligible` accepts; out must not be empty."""
+    """Computes ``out[...] = a @ b + bias`` for operands that `is_eligible` accepts. out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
     config = config or config_for(x, w, out)

@@ -23,7 +23,10 @@ def _lines(
     DESCRIPTOR: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Loads ``[LINES, BLOCK_K]`` from line ``line0`` and element k0 on: undefined beyond the last line, zero beyond K."""
+    """Loads ``[LINES, BLOCK_K]`` of an operand, from line ``line0`` and element k0 on.
+
+    Lines beyond the operand's last line are undefined; elements beyond K are 0.
+    """
     if DESCRIPTOR:
         tile = operand.data.load([line0, k0])
     else:
@@ -53,7 +56,11 @@ def _block_scales(
     B_STORED: tl.constexpr,
     B_LINES: tl.constexpr,
 ):
-    """The scales of a block along k: of a ``[BLOCK_M, 1]``, or 1.0; of b ``[1, BLOCK_N]``, or a scalar for the whole tile."""
+    """Loads the scales of a and b for block number ``block`` along k.
+
+    a's scales are ``[BLOCK_M, 1]``, or 1.0 if a has no block scales. b's scales are ``[1, BLOCK_N]``, or a scalar if the whole tile
+    shares one.
+    """
     if B_LINES % BLOCK_N == 0:
         b_scale = scale_of_block(b_operand, n0 // B_LINES, block, n0 < N, B_STORED)
     else:
@@ -67,7 +74,7 @@ def _block_scales(
 
 @triton.jit
 def _accumulate(acc, x, w, a_operand, b_operand, m, n, n0, M, N, k0, SCALING: tl.constexpr, TILE: tl.constexpr):
-    """``acc + x @ w.T``, with block scales applied to the partial sum of this step."""
+    """Returns ``acc + x @ w.T``, for one step along k. Block scales multiply the step's partial sum."""
     # Triton 3.6 does not pass a constexpr's field to another function as a constexpr.
     A_SCALING: tl.constexpr = SCALING.a
     A_STORED: tl.constexpr = SCALING.a_stored
@@ -109,7 +116,10 @@ def direct_mm_kernel(
     SCALING: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one or more matrices. Reduces over one range of k (grid axis 1). a and b are tensors, or tensor descriptors."""
+    """Computes output tiles (grid axis 0) of the matrices of the batch, over one split of k (grid axis 1).
+
+    a and b are tensors or tensor descriptors.
+    """
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b
     BLOCK_M: tl.constexpr = TILE.m

@@ -1,4 +1,4 @@
-"""The launchers of `mm` and `bmm`, which choose among this folder's kernels."""
+"""The launchers of `mm` and `bmm`, which choose among the GEMM kernels of this folder."""
 
 from __future__ import annotations
 

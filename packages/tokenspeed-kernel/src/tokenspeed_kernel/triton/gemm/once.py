@@ -1,4 +1,5 @@
-"""GEMMs of many rows with weights in narrow formats: `direct` multiplies slices of weights that were dequantised to memory.
+"""GEMMs with many rows of a and weights b in narrow formats: slices of the weights are dequantised to memory, then `direct`
+multiplies them.
 
 Dequantising in registers would dequantise every weight once for each 128 rows of a.
 """
@@ -23,7 +24,8 @@ _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
 def is_eligible(x: Operand, w: Operand) -> bool:
-    """Whether dequantising to memory pays off, and is exact in bfloat16 (weight-only formats: in a's dtype)."""
+    """Whether a GEMM is faster if the weights are first dequantised to memory, and whether dequantising them to bfloat16 (for
+    weight-only formats, to a's dtype) is exact."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):
@@ -34,9 +36,9 @@ def is_eligible(x: Operand, w: Operand) -> bool:
 
 
 def dense_rows(x: Operand) -> Operand:
-    """The operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
+    """Returns operand ``a``, dequantised to bfloat16 (exactly) if it has one-byte scales; otherwise unchanged.
 
-    A batch with swizzled scales is unchanged too, because no kernel dequantises it to memory.
+    A batch of matrices with swizzled scales is returned unchanged, too, because no kernel dequantises such a batch to memory.
     """
     if x.scale is None or x.scaling != MICRO or (x.swizzled and x.tensor.ndim > 2):
         return x
@@ -44,7 +46,7 @@ def dense_rows(x: Operand) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
+    """Computes ``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts. out must not be empty."""
     scales = w.scale
     assert scales is not None  # `is_eligible` checks this
     a = x.tensor

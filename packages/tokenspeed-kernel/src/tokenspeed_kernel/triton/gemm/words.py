@@ -1,4 +1,4 @@
-"""GEMMs of few rows with e2m1 weights, which are dequantised in registers from 16-bit words of four values.
+"""GEMMs with few rows of a and e2m1 weights b, which are dequantised in registers from 16-bit words of four values.
 
 The sum over k may use any order. A tile of words is dequantised to four tiles of weights: the elements 4j, 4j + 1, 4j + 2 and
 4j + 3. Few rows of a are loaded as int64, four elements at a time, and split in registers. More rows of a are first permuted in
@@ -23,16 +23,17 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Program(NamedTuple):
-    """The kernel's constants.
+    """Compile-time constants of `words_mm_kernel`.
 
     Attributes:
-        m, n, k, arranged: see `Tile`.
-        even_k: whether ``Tile.k`` divides all of k.
-        compute: Triton's dtype of the dots' operands.
+        m, n, k, arranged: sizes of the tile, and whether a is permuted in memory first, see `Tile`.
+        even_k: whether ``Tile.k`` divides the operands' k.
+        compute: Triton's dtype of the MMA operands.
         ptx: whether words are dequantised by inline PTX.
-        asynchronous: whether dots may compile to WGMMA.
+        asynchronous: whether a `tl.dot` may compile to WGMMA.
         early: whether the kernel is launched with PDL, see `may_overlap`.
-        native, interpreted: see `Abilities`.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
     """
 
     m: int
@@ -54,7 +55,7 @@ class Tile(NamedTuple):
     Attributes:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
         warps, stages: a program's warps and pipeline stages.
-        programs: programs per SM/CU that split-K aims for.
+        programs: how many programs per SM/CU split-K aims for.
         arranged: whether a is permuted in memory first.
     """
 
@@ -79,15 +80,15 @@ _TILES = {
         Tile(128, 64, 128, 4, 3, 2, arranged=True),
         Tile(256, 128, 128, 8, 3, 1, arranged=True),
     ),
-    # Never timed.
+    # Not measured.
     "any": (Tile(16, 64, 128, 4, 2, 4), Tile(32, 64, 128, 4, 2, 4)),
 }
-# The most rows that are eligible. So many rows may need several tiles of the largest size.
+# The kernels of this module are eligible if ``a`` has at most this many rows, which may need several tiles of the largest size.
 _ROWS = {"sm_90": 512, "any": 32}
 
 
 def is_eligible(x: Operand, w: Operand) -> bool:
-    """Whether b is e2m1, rows are few, and all lines can be loaded as words."""
+    """Whether these kernels handle the operands: b is e2m1, a has few rows, and all lines are aligned for loads of words."""
     if x.tensor.ndim != 2 or w.format != "e2m1" or w.scaling != MICRO or x.scaling != NO_SCALE:
         return False
     if x.lines > for_architecture(_ROWS, x.tensor.device):
@@ -103,7 +104,10 @@ def _in_words(x: Tensor, strides: tuple[int, int, int], each: int) -> bool:
 
 
 def _arranged(a: Tensor, step: int) -> Tensor:
-    """Permutes each ``step`` elements of a row: first the elements 4j, then 4j + 1, 4j + 2 and 4j + 3. Pads rows with zeros."""
+    """Permutes the elements of each ``step`` elements of a row: first the elements 4j, then 4j + 1, 4j + 2 and 4j + 3.
+
+    Rows are padded with zeros to a multiple of ``step``.
+    """
     steps = cdiv(a.shape[1], step)
     padded = torch.nn.functional.pad(a, (0, steps * step - a.shape[1])) if a.shape[1] % step else a
     return padded.reshape(-1, step // 4, 4).transpose(-1, -2).reshape(a.shape[0], steps * step)
@@ -112,7 +116,7 @@ def _arranged(a: Tensor, step: int) -> Tensor:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None, tile: Tile | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
+    """Computes ``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts. out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)

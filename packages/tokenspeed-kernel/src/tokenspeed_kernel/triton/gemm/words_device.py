@@ -28,9 +28,11 @@ _IN_FLOAT16 = (
 
 
 def _decoding(codes: tuple[str, ...], scaling: str) -> tl.constexpr:
-    """PTX that dequantises two words to $0 to $3. Each line of ``codes`` extracts a pair of values to register a.
+    """Returns PTX that dequantises two 16-bit words of four e2m1 values each to the registers $0 to $3.
 
-    ``scaling`` multiplies register a by the scales of both words, in $5, and writes TO.
+    Each line of ``codes`` extracts one value of both words to register a.
+
+    ``scaling`` multiplies register a by the scales of both words, in $5, and writes the output register, TO.
     """
     made = (code + scaling.replace("TO", f"${i}") for i, code in enumerate(codes))
     return tl.constexpr("{ .reg .b32 a, s, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000; " + "".join(made) + " }")
@@ -45,7 +47,7 @@ _E4M3_FLOAT16 = _decoding(_IN_FLOAT16, "mul.rn.f16x2 TO, a, $5;")
 
 @triton.jit
 def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
-    """Dequantises a tile of words, with a tile of their float32 scales, to four tiles of weights.
+    """Dequantises a tile of words, of four e2m1 values each, to four tiles of weights. ``scale``: the words' float32 scales.
 
     With ``PTX`` and e4m3 scales, the results are 2^-8 times the weights. This factor keeps the adjusted scale within the dtype's
     range.
@@ -81,7 +83,7 @@ def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.con
 
 @triton.jit
 def _quarter(four, INDEX: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
-    """The 16-bit float at position INDEX (0 to 3) of each int64."""
+    """Unpacks the 16-bit float at position INDEX (0 to 3) of each int64, and converts it from DTYPE to COMPUTE."""
     return (four >> (16 * INDEX)).to(tl.int16).to(DTYPE, bitcast=True).to(COMPUTE)
 
 
@@ -93,7 +95,7 @@ def _beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _weights(words, scales, present, scale_present, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Loads and dequantises one step of b, as four tiles of weights; see `_decode`."""
+    """Loads and dequantises b for one step along k, as four tiles of weights; see `_decode`."""
     ROWS: tl.constexpr = TILE.n
     WORDS: tl.constexpr = TILE.k // 4
     STEP_BLOCKS: tl.constexpr = TILE.k // BLOCK
@@ -127,7 +129,7 @@ def words_mm_kernel(
     BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile (grid axis 0) over one range of k (grid axis 1) of ``steps * TILE.k`` elements.
+    """Computes one output tile (grid axis 0) over one split of k (grid axis 1) of ``steps * TILE.k`` elements.
 
     ``BLOCK``: elements along k that share a scale. a is unchanged or arranged, see `words`.
     """

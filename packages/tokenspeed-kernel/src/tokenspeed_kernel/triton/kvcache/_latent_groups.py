@@ -10,7 +10,8 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import GROUP
 
 
 class LatentGroups(NamedTuple):
-    """Elements of a latent that share a scale, and the strides of rotary parts and scales by page, slot and element.
+    """How many elements of a latent share a scale, and the strides of the caches of rotary parts and scales, by page, slot and
+    element.
 
     The strides are constexpr: Triton specialises a runtime stride only if it is a multiple of 16. Rotary parts of DeepSeek-V3.2
     are 328 elements of 16 bits apart.
@@ -26,7 +27,7 @@ class LatentGroups(NamedTuple):
 
 
 def latent_groups(kv_scale_cache: Tensor | None, rope_cache: Tensor | None) -> LatentGroups | None:
-    """The layout of a cache; None where a token's latent and rotary part are one row."""
+    """Returns the layout of an MLA cache; None if a token's latent and rotary part are one row of the cache."""
     if kv_scale_cache is None or rope_cache is None:
         return None
     return LatentGroups(GROUP, *rope_cache.stride(), *kv_scale_cache.stride())

@@ -1,4 +1,4 @@
-"""Host code shared by kernels on whole pages: pages as rows of integers."""
+"""Host code shared by kernels that copy or clear whole pages, which they view as arrays of integers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PAGES = format_signatures("cache", "dense", (*FLOATS, torch.float64, *FP8, torch
 """Formats of caches whose pages can be copied or cleared."""
 
 BLOCK, WARPS = 4096, 8
-"""The number of integers that a program moves, and the number of its warps."""
+"""The number of integers that a program copies or clears, and its number of warps."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Page(NamedTuple):
-    """Elements of a page: in its last axis, in its last two axes, and in all three axes."""
+    """Numbers of elements of a page: in its last axis, in its last two axes, and in all three axes."""
 
     inner: int
     middle: int
@@ -28,7 +28,7 @@ class Page(NamedTuple):
 
 
 def as_integers(*caches: Tensor) -> list[Tensor]:
-    """Views of caches with one page shape as ``[pages, a, b, c]`` of integers.
+    """Returns views of caches, which have the same page shape, as integers ``[pages, a, b, c]``.
 
     The integers are int64 if every page of every cache is contiguous and aligned to 8 bytes. Otherwise the integers are as wide as
     the elements.
@@ -42,13 +42,13 @@ def as_integers(*caches: Tensor) -> list[Tensor]:
 
 
 def _lie_in_words(cache: Tensor) -> bool:
-    """Whether each page is contiguous and begins at a multiple of 8 bytes."""
+    """Whether each page of a cache is contiguous and begins at a multiple of 8 bytes."""
     size = cache.element_size()
     dense = cache[0].is_contiguous() if len(cache) else False
     return dense and cache.stride(0) * size % 8 == 0 and cache.data_ptr() % 8 == 0 and cache.storage_offset() * size % 8 == 0
 
 
 def page_of(cache: Tensor) -> Page:
-    """The page sizes of a cache ``[pages, a, b, c]``."""
+    """Returns the `Page` of a cache ``[pages, a, b, c]``."""
     _, a, b, c = cache.shape
     return Page(c, b * c, a * b * c)

@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _pointers(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE: tl.constexpr):
-    """Pointers to the integers of a page with the row-major indices ``at``."""
+    """Returns pointers to elements of page number ``page`` of a cache. ``at``: the elements' row-major indices in the page's
+    three dimensions.
+    """
     a, b, c = at // PAGE.middle, at % PAGE.middle // PAGE.inner, at % PAGE.inner
     return cache + page.to(tl.int64) * stride_p + (a.to(tl.int64) * stride_a + b * stride_b + c * stride_c)
 
@@ -32,7 +34,7 @@ def copy_pages_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Handles one block of one page."""
+    """Copies one block of one page; skips the pair of pages if either number is negative."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     old = tl.load(source_pages + pair * source_pages_stride)
@@ -49,7 +51,7 @@ def copy_pages_kernel(
 
 @triton.jit
 def zero_pages_kernel(cache, pages, stride_p, stride_a, stride_b, stride_c, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Handles one block of one page."""
+    """Clears one block of one page; skips the page if its number is negative."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     page = tl.load(pages + (tl.program_id(0) // BLOCKS).to(tl.int64) * pages_stride)
     if page < 0:

@@ -1,4 +1,6 @@
-"""Host side of the device code that quantises values and stores them to the paged cache. Shared by all kernels that do so."""
+"""Host side of the device code that quantises keys and values and stores them to the paged cache, shared by all kernels that do
+so.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ COPIED = "copied"
 
 
 class Encoding(NamedTuple):
-    """How values are stored.
+    """How a kernel stores keys and values in the cache.
 
     Attributes:
-        format: the cache's 8-bit float format, or "copied" where the cache has the values' dtype.
-        native: see `abilities` of the encoder.
-        k_scales, v_scales: number of scales, 0 for none.
-        interpreted, steps: see `_encode_device.divide`.
+        format: the cache's 8-bit float format, or "copied" if the cache has the values' dtype.
+        native: whether the device converts 8-bit floats in hardware, see `Abilities`.
+        k_scales, v_scales: number of scales of keys and of values; 0 for none.
+        interpreted: whether kernels run in Triton's interpreter.
+        steps: how often a quotient is corrected by its remainder, see `_encode_device.divide`.
     """
 
     format: str = COPIED
@@ -31,7 +34,7 @@ class Encoding(NamedTuple):
 
 
 def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> Encoding:
-    """The encoding of values of this dtype for this cache, on the values' device."""
+    """Returns the encoding with which a kernel stores ``values`` in ``cache``, on the values' device."""
     form = cache_format(values.dtype, cache.dtype)
     if form == COPIED:
         return Encoding()
@@ -41,10 +44,10 @@ def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v
 
 
 def cache_format(values: torch.dtype, cache: torch.dtype) -> str:
-    """The ``FORMAT`` of `as_stored` for values and a cache of these dtypes."""
+    """Returns the argument ``FORMAT`` of `as_stored` for values and a cache of these dtypes."""
     return COPIED if values == cache else FP8_NAMES[cache]
 
 
 def as_storable(x: Tensor) -> Tensor:
-    """8-bit floats viewed as uint8, which every device can load and store; other tensors unchanged."""
+    """Views 8-bit floats as uint8, which every device can load and store. Returns other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype in FP8_NAMES else x

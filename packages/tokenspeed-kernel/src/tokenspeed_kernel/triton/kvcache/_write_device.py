@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_
 
 @triton.jit
 def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
-    """Pointers to heads of slots of a `Cache`; invalid where a slot is negative."""
+    """Pointers to the given slots and heads of a `Cache`. Where a slot is negative, the pointer is invalid."""
     slot = slot.to(tl.int64)
     offset = (slot // PAGE_SIZE) * cache.page_stride + (slot % PAGE_SIZE) * cache.slot_stride
     return cache.first + (offset + head * cache.head_stride)
@@ -18,7 +18,9 @@ def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Values in the cache's format: unchanged, or 8-bit floats as uint8. NATIVE: see `abilities` of the encoder."""
+    """Converts values to the cache's format: unchanged, or encoded as 8-bit floats in uint8. NATIVE: see `abilities` of the
+    encoder.
+    """
     if FORMAT == "copied":
         stored = values
     else:
@@ -28,7 +30,7 @@ def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
-    """Values divided by their head's scale, float32; unchanged if SCALES, the number of scales, is 0."""
+    """Divides values by their head's scale, in float32. SCALES is the number of scales; if it is 0, values are unchanged."""
     if SCALES == 0:
         quotient = values
     else:
@@ -44,7 +46,7 @@ def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
 
 @triton.jit
 def encoded(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
-    """Values divided by their head's scale, in the cache's format."""
+    """Divides values by their head's scale and converts them to the cache's format."""
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
     return as_stored(divided(values, scale, head, SCALES, ENCODING), FORMAT, NATIVE)

@@ -1,4 +1,4 @@
-"""Compaction of accepted draft tokens in the paged cache. A program moves some columns of all nodes of a sequence.
+"""Compaction of accepted draft tokens in the paged cache. A program moves a range of columns of all nodes of a sequence.
 
 The kernel loads all nodes before it stores any node, because the destination slot of one node can be the source slot of another.
 """
@@ -25,7 +25,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Shape(NamedTuple):
-    """Tokens in a page, and columns of one head (``dim``) and of all heads (``width``). ``v_width`` is 0 without values."""
+    """Sizes of the caches: tokens in a page, columns of one head (``dim``), and columns of all heads (``width``).
+
+    Fields that begin with ``v_`` are sizes of the value cache, the others of the key cache. ``v_width`` is 0 if there is no value
+    cache.
+    """
 
     page_size: int
     dim: int
@@ -78,6 +82,8 @@ def compact_kv_cache(
 
 
 def _as_heads(cache: Tensor) -> Tensor:
-    """The cache viewed as ``[pages, page_size, heads, dim]`` of integers of the elements' width, because only bits are moved."""
+    """Views a cache as ``[pages, page_size, heads, dim]`` of integers as wide as its elements, because the kernel only moves
+    bits.
+    """
     cache = cache.view(_INTEGERS[cache.element_size()])
     return cache.unsqueeze(2) if cache.dim() == 3 else cache

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, pages_of
 
 @triton.jit
 def _slots_of(pages, table, position, moved, PAGE_SIZE: tl.constexpr):
-    """Slots of positions; valid where ``moved``."""
+    """The cache slots of a sequence's positions; valid only where ``moved``."""
     page = tl.load(pages + position // PAGE_SIZE * table.page_stride, mask=moved, other=0)
     return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 
@@ -53,7 +53,7 @@ def compact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Moves some columns of keys or of values, for all nodes of a sequence."""
+    """Moves BLOCK_C columns of the keys, or of the values, of all accepted draft-tree nodes of a sequence to their new slots."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     PROGRAMS: tl.constexpr = (SHAPE.width + BLOCK_C - 1) // BLOCK_C  # number of programs that handle keys; all others handle values
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)

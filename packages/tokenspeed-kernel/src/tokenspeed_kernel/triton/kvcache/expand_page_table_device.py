@@ -10,7 +10,7 @@ import triton.language as tl
 def expand_page_table_kernel(
     page_table, out, table_stride_b, table_stride_p, out_stride_b, out_stride_p, entries, FACTOR: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes a block of entries of one sequence."""
+    """Writes a block of one sequence's entries of the expanded page table."""
     blocks = tl.cdiv(entries, BLOCK)
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,6 @@
-"""Page table lookup. A CTA maps a block of one token's positions to slots, or a block of tokens with one position each."""
+"""Page table lookup: maps positions in sequences to cache slots. A program maps a block of one token's positions, or a block of
+tokens with one position each.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ device_code = DeviceModule(__name__ + "_device")
 
 _BLOCK = 1024
 _SEQUENCES_AT_ONCE = 256
-# A thread for each token of a block. The search holds a comparison of each token with each of these sequences in registers.
+# Tokens per program, one per thread; and sequences per step of the search. The search holds a comparison of each token with each
+# sequence of a step in registers.
 _TOKENS, _SEQUENCES_A_TOKEN = 128, 32
 
 

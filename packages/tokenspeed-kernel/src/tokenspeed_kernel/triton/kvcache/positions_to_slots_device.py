@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _slot_of(position, sequence, page_table, table_stride_b, table_stride_p, max_pages, PAGE_SIZE: tl.constexpr):
-    """The slots of positions in sequences."""
+    """The cache slots of positions in sequences; -1 for a position without a page."""
     held = (position >= 0) & (position // PAGE_SIZE < max_pages)
     page = tl.load(page_table + sequence * table_stride_b + position // PAGE_SIZE * table_stride_p, mask=held, other=-1)
     return tl.where(page >= 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
@@ -69,7 +69,7 @@ def one_position_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Maps one position of each token of a block."""
+    """Maps positions to slots for a block of tokens with one position each."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + token * positions_stride, mask=token < tokens, other=-1)
     sequence = token // q_len

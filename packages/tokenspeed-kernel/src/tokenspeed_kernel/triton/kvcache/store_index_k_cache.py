@@ -1,4 +1,7 @@
-"""Quantises index keys to fp8 with one scale per key, and stores both to the paged cache. A program handles a few tokens."""
+"""Quantises an indexer's keys to fp8 with one scale per key, and stores keys and scales to the paged cache.
+
+A program handles a few tokens.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def store_index_k_cache_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantises and stores the index keys of a few tokens."""
+    """Quantises the indexer's keys of TOKENS tokens to fp8, and stores them and their scales in the cache."""
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)

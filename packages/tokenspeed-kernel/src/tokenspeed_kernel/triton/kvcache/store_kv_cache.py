@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program: heads of k and of v, their columns padded to powers of two, and warps."""
+    """The tile of one program: (token, head) rows, padded columns of a key (``block``) and of a value (``v_block``), and warps."""
 
     heads: int
     block: int
@@ -45,7 +45,7 @@ _UNALIGNED_WARPS = 4
 
 @functools.cache
 def tile_for(head_dim: int, v_head_dim: int) -> Tile:
-    """The tile for heads of these sizes."""
+    """Returns the tile for heads of these dimensions."""
     block, v_block = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     widest = max(block, v_block)
     # A very long head gets more warps: at most 32 elements per thread.

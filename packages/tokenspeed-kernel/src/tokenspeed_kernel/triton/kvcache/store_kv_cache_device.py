@@ -36,7 +36,7 @@ def store_kv_cache_kernel(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Stores a tile of (token, head) rows of k and v."""
+    """Stores a tile of (token, head) rows of k and v in the cache."""
     HEADS: tl.constexpr = TILE.heads
     keys_to = Cache(k_cache, k_page_stride, k_slot_stride, k_cache_head_stride, k_cache_dim_stride)
     values_to = Cache(v_cache, v_page_stride, v_slot_stride, v_cache_head_stride, v_cache_dim_stride)

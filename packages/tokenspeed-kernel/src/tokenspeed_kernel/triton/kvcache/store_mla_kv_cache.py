@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of one program: tokens, the columns of both parts padded to powers of two, and warps."""
+    """The tile of one program: tokens, padded columns of a latent and of a rotary part (powers of two), and warps."""
 
     tokens: int
     rank: int
@@ -45,7 +45,7 @@ _UNALIGNED_WARPS = 4
 
 @functools.cache
 def tile_for(rank: int, rope: int) -> Tile:
-    """The tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
+    """Returns the tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
     block, rope_block = next_power_of_2(rank), next_power_of_2(rope)
     # A very long latent gets more warps: at most 32 elements per thread.
     warps = max(_UNALIGNED_WARPS if rank % 8 or rope % 8 else _WARPS, block // 1024)

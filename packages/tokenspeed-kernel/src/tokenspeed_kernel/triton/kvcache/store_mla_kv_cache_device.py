@@ -26,7 +26,10 @@ def _store_groups(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Quantises and stores the latents of a few tokens, one row per scale group, and the groups' scales."""
+    """Quantises the latents of TILE.tokens tokens to fp8, with a scale per group, and stores them and the scales in the cache.
+
+    A tile has one row per group.
+    """
     LENGTH: tl.constexpr = GROUPS.group
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
@@ -67,7 +70,7 @@ def store_mla_kv_cache_kernel(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Stores the latents and rotary parts of a few tokens."""
+    """Stores the latents and rotary parts of TILE.tokens tokens in the cache."""
     cache = Cache(kv_cache, page_stride, slot_stride, 0, dim_stride)
     token = (tl.program_id(0) * TILE.tokens + tl.arange(0, TILE.tokens)[:, None]).to(tl.int64)
     column = tl.arange(0, TILE.rank)[None, :]

@@ -1,4 +1,4 @@
-"""The matrices of `_chunks_device` for per-channel gates: one gate per token and channel.
+"""The matrices of `_chunks_device`, for per-channel gates: one gate per token and channel.
 
 ``exp(G[i] - G[j])`` then differs by channel. The decay cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, because the latter
 overflows. Instead, choose a boundary between token j and the later token i, and let R be the running sum at the boundary.
@@ -17,16 +17,16 @@ from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, in
 from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# If no channel's log2 decay within half a block exceeds this, the decays of pairs are split at the block's middle: 2^60 * 2^60 is
-# still finite in float32.
+# Limit of the magnitude of a channel's log2 decay over half a block. Within the limit, a token pair's decay is the product of two
+# factors, one before and one after the block's middle: 2^60 * 2^60 is still finite in float32.
 _STEEPEST = tl.constexpr(60.0)
 
 
 @triton.jit
 def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
-    """Adds the contribution of some channels to the K K^T and Q K^T of a block, with one decay per pair and channel.
+    """Adds the contribution of TILE.k channels to K K^T and Q K^T of a block of tokens, with one decay per token pair and channel.
 
-    The fallback for gates that are too steep for MMAs with split decays.
+    This is the fallback for gates that decay too fast for MMAs with split decays.
     """
     token = tl.arange(0, TILE.block)
     for j in range(TILE.block):
@@ -42,7 +42,7 @@ def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
 
 @triton.jit
 def _log2_decays(raw, A_log, dt_bias, head, channel, channel_inside, SHAPE: tl.constexpr):
-    """The log2 decays of tokens in some channels, from the raw gates."""
+    """Converts the raw gates of tokens and channels to log2 decays."""
     bias = 0.0
     if SHAPE.gates == 2:
         bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
@@ -51,9 +51,9 @@ def _log2_decays(raw, A_log, dt_bias, head, channel, channel_inside, SHAPE: tl.c
 
 @triton.jit
 def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.constexpr):
-    """Adds some channels' part of K K^T and Q K^T of a block.
+    """Adds the contribution of TILE.k channels to K K^T (``system``) and Q K^T (``weights``) of a block of tokens.
 
-    ``running``: the running sums of log2 decays; ``lower``, ``upper``: the sums of the block's halves.
+    ``running``: the running sums of log2 decays; ``lower``, ``upper``: the sums over the block's first and second half.
     """
     if tl.min(tl.minimum(lower, upper), axis=0) >= -_STEEPEST:
         distance = running - lower[None, :]
@@ -68,14 +68,14 @@ def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.cons
 
 @triton.jit
 def _causal(weights, own, q_factor, k_factor, token):
-    """scale * P of a block from its Q K^T, whose diagonal is ``own``."""
+    """Computes scale * P of a block of tokens from its Q K^T. ``own`` replaces the diagonal of Q K^T."""
     weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
     return tl.where(token[:, None] >= token[None, :], weights, 0.0)
 
 
 @triton.jit
 def _inverse(system, part, k_factor, token, TILE: tl.constexpr):
-    """The inverse of I + A of a block, from its K K^T."""
+    """Computes the inverse of I + A for a block of tokens. ``system`` is the block's K K^T, with decays."""
     system *= (part * k_factor)[:, None] * k_factor[None, :]
     system = tl.where(token[:, None] > token[None, :], system, 0.0)
     return inverse_of(system, TILE.block_levels, TILE)
@@ -99,17 +99,18 @@ def channel_blocks_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes the diagonal block of both matrices for one block of a chunk and one value head.
+    """Computes one diagonal block of both matrices, (I + A)^-1 and scale * P, for one block of a chunk and one value head.
 
     If no channel decays too much within half a block, the decays of all pairs are split at the block's middle. Then one of the two
-    factors may be above 1. Entries whose decay would be above 1 lie above the diagonal and are masked.
+    factors may be above 1. Matrix elements whose decay would be above 1 lie above the diagonal and are masked.
 
     Args:
-        sums: receives the running sums of log2 decays within the block.
-        totals: receives the block's total log2 decays.
-        inverses: receives the inverse of the block's diagonal block of I + A.
-        scores: receives the block's diagonal block of scale * P.
-        factors: receives the row factors (L2 norm and scale) of keys read, of queries, and of keys written.
+        sums: output, the running sums of log2 decays within the block.
+        totals: output, the block's total log2 decay per channel.
+        inverses: output, the inverse of the diagonal block of I + A.
+        scores: output, the diagonal block of scale * P.
+        factors: output, the row factors (L2 norm and scale): of the keys that read the state, of the queries, and of the keys that
+            are written to the state.
     """
     BLOCKS: tl.constexpr = TILE.chunk // TILE.block
     BLOCK: tl.constexpr = TILE.block
@@ -166,10 +167,10 @@ def channel_blocks_kernel(
 
 @triton.jit
 def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Adds the contribution of some channels for pairs on two sides of the boundary in front of block NUMBER.
+    """Adds the contribution of TILE.k channels to K K^T and Q K^T, for the pairs of a token before block NUMBER and a later token.
 
-    ``distance``: running sums minus the running sum at the boundary. A side spans as many blocks as the largest power of two that
-    divides NUMBER.
+    Only tokens at most N blocks before and after the boundary count, where N is the largest power of two that divides NUMBER.
+    ``distance``: running sums of log2 decays minus the running sum at the boundary.
     """
     token = tl.arange(0, TILE.chunk)
     boundary: tl.constexpr = NUMBER * TILE.block
@@ -188,9 +189,9 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
 
 @triton.jit
 def _over_chunk(running, of_block, start, end, v_heads, channel, token, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The running sums of log2 decays over a chunk, computed from those over each block; and the total over the chunk.
+    """Returns the running sums of log2 decays over a chunk, computed from the running sums over each block, and the chunk's total.
 
-    ``of_block``: pointers to the totals of the chunk's first block.
+    ``of_block``: pointers to the total log2 decays of the chunk's first block.
     """
     BLOCKS: tl.constexpr = TILE.chunk // TILE.block
     K: tl.constexpr = TILE.k
@@ -222,10 +223,10 @@ def channel_chunks_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes the off-diagonal blocks of both matrices for one chunk and one value head, then solves the chunk's system.
+    """Computes the off-diagonal blocks of K K^T and scale * P for one chunk and one value head, then solves the chunk's system.
 
-    Pairs are grouped by a boundary between two blocks. Token i lies within some number of blocks behind the boundary, and token j
-    within the same number of blocks in front of it.
+    Token pairs are grouped by a boundary between two blocks. Token i lies within some number of blocks behind the boundary, and
+    token j within the same number of blocks in front of it.
 
     The kernel also writes queries and keys multiplied by their decays, because per-channel decays are not row factors.
     """

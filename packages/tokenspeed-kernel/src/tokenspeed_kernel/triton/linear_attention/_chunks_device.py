@@ -93,10 +93,11 @@ def head_gates_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Computes both matrices for one chunk and one value head, with one gate per token.
+    """Computes (I + A)^-1 * beta and scale * P for one chunk and one value head, with one gate per token.
 
-    Queries and keys enter the MMAs unscaled. L2 norms and decays are applied as float32 row factors. The MMAs are repeated for each
-    value head of a GQA group, because a loop over the group would hold the loop-invariant masks in registers.
+    Queries and keys enter the MMAs unscaled. L2 norms and decays are applied to the MMAs' results, as float32 factors of rows and
+    columns. The MMAs are repeated for each value head of a GQA group, because a loop over the group would hold the loop-invariant
+    masks in registers.
     """
     chunk = tl.program_id(0)
     sequence = sequence_of(chunk, cu_seqlens, batch, 1, TILE.chunk, TILE.at_once)

@@ -1,4 +1,4 @@
-"""Helpers that both launchers of the gated delta rule use."""
+"""Helpers that the prefill and the decode launcher of the gated delta rule use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SIGNATURES = frozenset(
 
 
 def rows(x: Tensor) -> Tensor:
-    """Returns the tensor, or a contiguous copy if its last axis is strided: kernels assume a last stride of 1."""
+    """Returns x, or a contiguous copy if the stride of its last axis is not 1, as kernels require."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def gates_of(A_log: Tensor | None, dt_bias: Tensor | None) -> int:
-    """Returns GATES, the form in which gates are given; see `_gates_device.log_decay`."""
+    """Returns the argument GATES of `_gates_device.log_decay`: whether the gates are raw, and whether they have a bias."""
     return 0 if A_log is None else 1 if dt_bias is None else 2

@@ -1,4 +1,4 @@
-"""The gated delta rule for decode. A program holds some columns of one value head's state, and updates them token by token.
+"""The gated delta rule for decode. A program holds a range of columns of one value head's state, and updates them token by token.
 
 The kernel is bound by the memory traffic of states. A state is read once and written once, or written once per token if every
 token's state is kept.
@@ -28,9 +28,9 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
-        v_heads: value heads.
+        v_heads: number of value heads.
         group: value heads per query/key head.
-        gates: GATES of `_gates_device.log_decay`.
+        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         outputs: whether the state after every token is written.
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of a state that one program holds: all rows (k) and some columns (v), both padded to powers of two."""
+    """The tile of a state that one program holds: all rows (k) and a range of columns (v), padded to powers of two; and warps."""
 
     k: int
     v: int
@@ -59,16 +59,17 @@ class Tile(NamedTuple):
 # A row of 64 float32 columns is two 128-byte cache lines; with fewer than 32 columns, several programs share a line.
 # qwen3-next on an H200, us with 16/32/64 columns: 365/288/281 for 256 requests, 88.6/75.4/74.8 for 64, no difference for 16.
 _VALUES_A_WARP, _WARPS, _COLUMNS = 2048, 4, 64
-# With few requests, tiles are narrower, so that there are more programs. A row of 16 float32 columns is two 32-byte sectors. On an
-# H200 one request of qwen3-next takes 3.8 us with 16 columns, and 4.6 us with 8.
+# The fewest columns of a tile. With few requests, tiles are narrower, so that there are more programs. A row of 16 float32
+# columns is two 32-byte sectors. On an H200 one request of qwen3-next takes 3.8 us with 16 columns, and 4.6 us with 8.
 _FEWEST_COLUMNS = 16
-# With longer keys, more than 8 warps would take part in each reduction over rows.
+# The largest number of key channels for which the kernel is eligible. With more channels, more than 8 warps would take part in
+# each reduction over rows.
 _LONGEST = 1024
 
 
 @functools.cache
 def tile_for(k_dim: int, v_dim: int, states: int, sm_count: int) -> Tile:
-    """Returns the tile for a number of states, one per request and value head."""
+    """Returns the tile for ``states`` states, one per request and value head, of ``k_dim`` rows and ``v_dim`` columns."""
     k = next_power_of_2(k_dim)
     v = min(_COLUMNS, max(_FEWEST_COLUMNS, _WARPS * _VALUES_A_WARP // k), next_power_of_2(v_dim))
     while v > _FEWEST_COLUMNS and states * cdiv(v_dim, v) < 2 * sm_count:

@@ -36,9 +36,7 @@ def gated_delta_rule_decode_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program loads some columns of one request's state for one value head, updates these columns token by token, and stores
-    them.
-    """
+    """Updates TILE.v columns of the state of one request and one value head, token by token, and computes the outputs' columns."""
     start(EARLY)
     PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
     part_of_state = tl.program_id(0) // PARTS

@@ -31,10 +31,10 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
-        v_heads: value heads.
+        v_heads: number of value heads.
         width: channels per key that the second step reads: k_dim rounded up to `_ALIGNMENT`, padded with zeros.
         group: value heads per query/key head.
-        gates: GATES of `_gates_device.log_decay`.
+        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         initial: whether some sequences start from a given state.
@@ -53,15 +53,15 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tile sizes and dtypes.
+    """Sizes of chunks and tiles, and dtypes of the MMAs.
 
     Attributes:
         chunk, levels: tokens per chunk, and their log2.
         block, block_levels: tokens per block of a chunk, and their log2; see `_channels_device`.
         k, v: key channels and state columns per program, powers of two.
-        at_once: how many sequences' starts one step of the search for a chunk's sequence compares.
+        at_once: how many sequences a program compares at a time when it searches for its chunk's sequence.
         dtype, precision: operand dtype and input precision of MMAs.
-        pairs: operand dtype of the MMAs within a block, with per-channel gates.
+        pairs: operand dtype of the MMAs over token pairs within a block, with per-channel gates.
         solver: operand dtype of the MMAs that solve a chunk's system.
     """
 
@@ -78,40 +78,42 @@ class Tile(NamedTuple):
     solver: Any
 
 
-# log2 of the tokens per chunk. Longer chunks take quadratic work for their systems; shorter chunks add steps to the sequential loop
-# over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both operands from registers have room for 32 rows.
-# float32 also has 32 rows, because its tf32 parts take registers too.
+# log2 of the tokens per chunk. The work to solve a chunk's linear system grows with the square of the chunk's length; shorter
+# chunks add steps to the sequential loop over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both
+# operands from registers have room for 32 rows. float32 also has 32 rows, because its tf32 parts take registers too.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
-# With per-channel gates and more channels than this, chunks are half as long. With longer chunks, shared memory would hold the
+# With per-channel gates and more key channels than this, chunks are half as long. With longer chunks, shared memory would hold the
 # operands of a single chunk only, without a pipeline of async copies. That would also be incorrect, see `_ALIGNMENT`.
 _WIDEST = 128
 # NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
-# For 16-bit operands, a chunk's system is solved in float16. The solver's rounding errors of 2^-12 are below those of the operands.
+# For 16-bit operands, a chunk's linear system is solved in float16. The solver's rounding errors of 2^-12 are smaller than the
+# operands'.
 # With normalised keys and beta up to 2, no entry of the inverse exceeds 2. An entry is beta times two keys with factors I - beta k
 # k.T between them, and such a factor lengthens no vector.
 _SOLVER = torch.float16
 # log2 of the tokens per block: 16 rows, the smallest M of an MMA.
 _BLOCK_LEVELS = 4
-# Channels per loop step of a block's and of a chunk's program.
+# Channels per loop step of a program of the block kernel, and of the chunk kernel (`_channels_device`).
 _BLOCK_CHANNELS, _CHANNELS = 32, 32
-# State columns per program of the second step, at most and at least. A sequence has v_heads * v_dim / columns programs. Fewer
-# columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in registers for
-# float32, or on GPUs whose MMA reads both operands from registers.
+# The largest and the smallest number of state columns per program of the second step. A sequence has v_heads * v_dim / columns
+# programs. Fewer columns mean more parallelism, but every program reads all queries and keys. More than 32 columns would not fit in
+# registers for float32, or on GPUs whose MMA reads both operands from registers.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
 # Warps per program. A block's tile is small, and a program of one warp needs no barriers. On an H200, 8192 tokens of kimi linear
-# take 198 us, and 220 us with two warps. On Blackwell, MMAs leave a program for a chunk fewer registers.
+# take 198 us, and 220 us with two warps. On Blackwell, MMAs leave fewer registers for other values, so the program of a chunk has
+# 8 warps.
 _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
 # Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 the pipeline saves 47 of 340 us for
 # 8192 tokens of kimi linear.
 _CHUNK_STAGES = {"sm_90": 3, "any": 1}
-# Registers per thread of the first step's kernels for 16-bit operands. With one gate per token and head, three programs fit on an
-# SM. Only two fit with the 190 registers of an unlimited build. On an H200, 8192 tokens of qwen3-next take 144 us rather than 155,
-# although some registers spill. With per-channel gates, 12 programs of the block kernel fit rather than 10. 8192 tokens of kimi
-# linear take 179 us rather than 198; with 128 registers, 209 us.
+# Limit of registers per thread for the first step's kernels with 16-bit operands. With one gate per token and head, three
+# programs fit on an SM. Without the limit the compiler uses 190 registers, and only two programs fit. On an H200, 8192 tokens of
+# qwen3-next take 144 us rather than 155, although some registers spill. With per-channel gates, 12 programs of the block kernel fit
+# rather than 10. 8192 tokens of kimi linear take 179 us rather than 198; with 128 registers, 209 us.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
 # With more columns than this, four warps of an NVIDIA GPU have too few registers for the second step: they hold the state and four
 # tiles that are computed with it.
@@ -130,7 +132,9 @@ _ALIGNMENT = 16
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns rows ``[tokens, heads, channels]`` unchanged if they are aligned, else a copy with channels padded with zeros."""
+    """Returns x ``[tokens, heads, channels]`` if its rows are aligned to `_ALIGNMENT` channels, else a copy padded with zero
+    channels.
+    """
     if x.shape[-1] % _ALIGNMENT == x.data_ptr() % 16 == x.stride(0) % _ALIGNMENT == x.stride(1) % _ALIGNMENT == 0:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNMENT)).contiguous()
@@ -138,7 +142,9 @@ def aligned(x: Tensor) -> Tensor:
 
 @functools.cache
 def columns_for(v_dim: int, most: int, sequence_heads: int, sm_count: int) -> int:
-    """Returns the state columns per program, at most ``most``. ``sequence_heads``: sequences times value heads."""
+    """Returns the state columns per program, at most ``most``. ``sequence_heads``: the number of sequences times that of value
+    heads.
+    """
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
     while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= sm_count:
         columns //= 2

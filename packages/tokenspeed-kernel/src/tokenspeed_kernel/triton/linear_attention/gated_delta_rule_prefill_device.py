@@ -1,4 +1,4 @@
-"""Device code of the second step of `gated_delta_rule_prefill`: states and outputs, chunk after chunk."""
+"""Device code of the second kernel of `gated_delta_rule_prefill`, which computes states and outputs, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.common_device import wait_for_products
 
 @triton.jit
 def _initial_state(at, slot, has_initial_state, sequence, channel, column_inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Loads a program's tile of a sequence's initial state; zeros if there is no initial state."""
+    """Loads a program's tile of a sequence's initial state; 0 if the sequence has none."""
     K: tl.constexpr = TILE.k
     V: tl.constexpr = TILE.v
     state = tl.zeros([K, V], tl.float32)
@@ -23,8 +23,9 @@ def _initial_state(at, slot, has_initial_state, sequence, channel, column_inside
 
 @triton.jit
 def _chunk_result(state, keys, queries, values, solution, weights, in_factor, read_factor, TILE: tl.constexpr):
-    """Returns the values that a chunk writes to the state at each token's key, and the chunk's outputs. ``state``: in front of the
-    chunk.
+    """Returns the values that a chunk writes to the state at each token's key, and the chunk's outputs.
+
+    ``state``: the state before the chunk.
     """
     rounded = state.to(TILE.dtype)
     recalled = tl.dot(keys.to(TILE.dtype), rounded, input_precision=TILE.precision)
@@ -57,13 +58,13 @@ def chunk_states_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program updates some columns of a value head's state, chunk after chunk of one sequence. It also computes the outputs of
-    these columns.
+    """Updates TILE.v columns of one sequence's state of one value head, chunk after chunk, and computes the outputs' columns.
 
     Args:
-        keys_in, queries_in: the operands of the MMAs with the state in front of a chunk, without their row factors.
-        keys_out: the keys of the state update, without their row factors.
-        solve, scores: per token, its row of the chunk's matrices ``(I + A)^-1 * beta`` and ``scale * P``; see `_chunks_device`.
+        keys_in, queries_in: the keys and queries that are multiplied by the state before a chunk, without their row factors.
+        keys_out: the keys that are multiplied by the chunk's values to update the state, without their row factors.
+        solve, scores: for each token, its row of the chunk's matrices ``(I + A)^-1 * beta`` and ``scale * P``; see
+            `_chunks_device`.
         factors: float32 row factors of keys_in, queries_in and keys_out, in this order.
         decays: the state's decay over a whole chunk, one per channel or one for all channels.
     """

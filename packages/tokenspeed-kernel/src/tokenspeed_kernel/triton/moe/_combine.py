@@ -1,4 +1,4 @@
-"""The last step of a mixture-of-experts layer: the weighted sum of the second projection's rows over a token's top-k slots."""
+"""The last step of a mixture-of-experts layer: sums the second projection's rows of a token's top-k slots, with routing weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 def slots_for(x: Tensor, pairs: int, parts: int = 1) -> Tensor:
-    """An uninitialised buffer for the rows of all slots, ``[parts, pairs, hidden]``.
+    """Returns an uninitialised buffer for the second projection's rows, one per (token, slot) pair: ``[parts, pairs, hidden]``.
 
     The dtype is float32 for split-K partial sums (``parts > 1``) and for a float16 x, whose range is too small. Otherwise it is x's
     dtype.
@@ -23,7 +23,8 @@ def slots_for(x: Tensor, pairs: int, parts: int = 1) -> Tensor:
 
 
 def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, out: Tensor) -> None:
-    """``out[token] = sum of topk_weights[token, slot] * slots[:, token * top_k + slot].sum(0)``, in slot order, in float32.
+    """Computes ``out[token] = sum of topk_weights[token, slot] * slots[:, token * top_k + slot].sum(0)``, in slot order, in
+    float32.
 
     ``slots``: ``[parts, tokens * top_k, hidden]``, contiguous. Slots without an expert contribute nothing.
     """

@@ -24,7 +24,7 @@ _BLOCK_FP8 = tl.constexpr(128)
 
 
 class Inputs(NamedTuple):
-    """The input rows ``[rows, K]``, and their float32 scales or None."""
+    """The input rows ``[rows, K]``, and their float32 scales, one per row, or None."""
 
     first: Any  # a pointer to the first element
     row_stride: Any
@@ -33,13 +33,13 @@ class Inputs(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """An expert's weight.
+    """One expert's weight of the projection that the kernel computes.
 
     Fields:
-        gate, up: pointers to the first element, or tensor descriptors of all experts' rows.
-        gate_start, up_start: for descriptors, the first gate row and the first up row of the tile.
-        row_stride, column_stride: strides, for pointers.
-        scale, scale_row_stride, scale_column_stride: the scales; not read if there are no scales.
+        gate, up: pointers to the first element, or tensor descriptors of the rows of all experts.
+        gate_start, up_start: with descriptors, the index of the tile's first gate row and of its first up row.
+        row_stride, column_stride: with pointers, the strides between rows and between elements along k.
+        scale, scale_row_stride, scale_column_stride: the weight's scales; not read if the weight has no scales.
         global_scale: a pointer to the scale of the whole weight; not read without a global scale.
         bias, bias_stride: the bias; not read without a bias.
     """
@@ -59,14 +59,17 @@ class Weight(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Results: ``[rows, N]`` with unit stride along N."""
+    """The output ``[rows, N]``, with unit stride along N."""
 
     first: Any
     row_stride: Any
 
 
 class Block(NamedTuple):
-    """Rows ``first`` to ``end`` of one expert. ``order`` holds the (token, slot) pair index of each row."""
+    """A block of rows of one expert: rows ``first`` to ``end`` (exclusive) of the rows sorted by expert.
+
+    ``order`` holds the index of each row's (token, slot) pair.
+    """
 
     order: Any
     first: Any
@@ -75,14 +78,14 @@ class Block(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Features of the result (n) and of the inputs (k)."""
+    """The number of output features (n) and of input features (k)."""
 
     n: Any
     k: Any
 
 
 class Swiglu(NamedTuple):
-    """Parameters of the activation."""
+    """The parameters of the gated activation, see `gated` and `clamp_gated`."""
 
     alpha: Any
     limit: Any
@@ -91,7 +94,7 @@ class Swiglu(NamedTuple):
 
 @triton.jit
 def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
-    """Loads a tile ``[rows, columns]``, with zeros beyond the last column."""
+    """Loads a tile ``[rows, columns]``. Columns from ``k_left`` on are 0; with EVEN_K there are none."""
     if EVEN_K:
         tile = tl.load(pointers)
     else:
@@ -104,8 +107,8 @@ def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
 def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Loads and dequantises columns ``k`` to ``k + block_k`` of the rows of ``w``, the weight's gate or up rows.
 
-    Only one-byte block scales are applied here; other scales multiply accumulators. ``row``: the offset of each row, or the index
-    of the first row if w is a descriptor.
+    Only one-byte block scales are applied here; all other scales multiply the accumulators. ``row``: the offset of each row, or
+    the index of the first row if w is a descriptor.
     """
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -140,7 +143,9 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
 
 @triton.jit
 def _accumulate(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + w x^T`` for w ``[features, k]`` and x ``[rows, k]``; ``acc + (w x^T) * scale`` per feature if ``SCALED``."""
+    """Returns ``acc + w x^T`` for w ``[features, k]`` and x ``[rows, k]``. With ``SCALED``, a scale per feature multiplies w
+    x^T.
+    """
     if SCALED:
         acc += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
     else:
@@ -194,7 +199,9 @@ def _store_tile(gate, up, block, feature, inputs, weight, out, sizes, swiglu, OP
 
 @triton.jit
 def _weight_rows(feature, n, OPTIONS: tl.constexpr):
-    """The gate and the up row of each feature. Features beyond ``n`` repeat the last feature, and are not stored."""
+    """The weight's gate row and up row of each output feature. Features beyond ``n`` repeat the last feature, and are not
+    stored.
+    """
     known = tl.minimum(feature, n - 1).to(tl.int64)
     gate_row = known * 2 if OPTIONS.gated and OPTIONS.interleaved else known
     up_row = known * 2 + 1 if OPTIONS.interleaved else known + n
@@ -203,7 +210,7 @@ def _weight_rows(feature, n, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _load_scales(gate, up, offset, GATED: tl.constexpr):
-    """The weight scales of gate and up rows at an offset; the gate's for both unless ``GATED``."""
+    """Loads the weight scales of the gate and up rows at an offset. Unless ``GATED``, both results are the gate's scales."""
     by_gate = tl.load(gate + offset)
     by_up = tl.load(up + offset) if GATED else by_gate
     return by_gate, by_up
@@ -214,7 +221,10 @@ def _block(
     inputs, weight, out, block, feature, sizes, swiglu,
     OPTIONS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, EXTRA_T: tl.constexpr,
 ):  # fmt: skip
-    """One tile of features, for ``BLOCK_T`` rows of a block and ``EXTRA_T`` further rows that reuse the loaded weight tiles."""
+    """Computes one tile of output features for ``BLOCK_T`` rows of a block, and for ``EXTRA_T`` further rows.
+
+    The further rows reuse the loaded weight tiles.
+    """
     GATED: tl.constexpr = OPTIONS.gated
     FORMAT: tl.constexpr = OPTIONS.format
     COMPUTE: tl.constexpr = OPTIONS.compute
@@ -242,7 +252,7 @@ def _block(
         scaled_rows: tl.constexpr = _BLOCK_FP8 if OPTIONS.scales == "blocks" else 1
         s_gate = weight.scale + gate_row // scaled_rows * weight.scale_row_stride
         s_up = weight.scale + up_row // scaled_rows * weight.scale_row_stride
-    # fp8 block scales multiply the partial sum of one step. Scales are loaded one step ahead to hide the latency.
+    # fp8 block scales multiply the partial sum of one step along k. Scales are loaded one step ahead to hide the latency.
     scaled: tl.constexpr = OPTIONS.scales == "blocks"
     if scaled:
         by_gate, by_up = _load_scales(s_gate, s_up, 0, GATED)
@@ -318,13 +328,15 @@ def grouped_gemm_kernel(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The first projection with its activation if ``gated``, else the second; ``N`` output features from ``K`` input features.
+    """Computes the first projection with its activation if ``OPTIONS.gated``, else the second projection. N: output features; K:
+    input features.
 
     w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors, an
     expert has ``w_expert_rows`` rows, and its up rows begin ``w_up_rows`` rows after its gate rows.
 
     Blocks have up to ``block_t + extra_t`` rows. Blocks with at most ``block_t`` or ``tail_t`` rows use a loop with smaller tiles.
-    ``group`` consecutive blocks compute the same features one after another. So each weight is read from memory once.
+    Programs of ``group`` consecutive blocks compute the same features one after another, so that each weight is read from memory
+    once.
     """
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_T: tl.constexpr = TILE.block_t

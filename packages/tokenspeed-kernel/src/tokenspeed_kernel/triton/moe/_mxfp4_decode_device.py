@@ -59,7 +59,7 @@ _FLOAT16_DRAINED = tl.constexpr(_WAIT + _FLOAT16)
 
 @triton.jit
 def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.constexpr):
-    """Dequantises a tile of words to four tiles of weights.
+    """Dequantises a tile of words, of four e2m1 values each, to four tiles of weights.
 
     ``scales``: an int32 column of exponent fields, one byte per tile. ``PTX``: for 16-bit dtypes, use inline PTX on two values at a
     time. ``DRAIN``: first wait for outstanding WGMMAs, which may still read the registers of these tiles.
@@ -102,6 +102,9 @@ def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.const
 
 @triton.jit
 def _scaled(code, scale, dtype: tl.constexpr):
-    """Multiplies e2m1 values, at bits 15 and 8 to 6, by scales in float32. Only float16 subnormals are rounded."""
+    """Multiplies e2m1 values, whose bits are at positions 15 and 8 to 6, by their scales in float32, and converts to ``dtype``.
+
+    ``scale``: the scale's exponent field. Only float16 subnormals are rounded.
+    """
     number = (code << 16).to(tl.float32, bitcast=True)
     return (number * (scale << 23).to(tl.float32, bitcast=True)).to(dtype)

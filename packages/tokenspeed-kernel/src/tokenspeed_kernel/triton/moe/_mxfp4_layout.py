@@ -35,12 +35,12 @@ _LARGEST = 253
 # Bit positions in a word: the sign of each value, and the lowest of the value's three other bits.
 _SIGN_BITS = (15, 12, 14, 13)
 _LOW_BITS = (6, 3, 0, 9)
-# Experts per step of the conversion. A step of one expert would be bound by launch latency.
+# Experts that one step of the conversion converts. A step of one expert would be bound by launch latency.
 _AT_ONCE = 4
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Converts canonical mxfp4 weights to the layout above."""
+    """Converts canonical mxfp4 weights to this module's layout."""
     gate_up = _row_pairs(2 * plan.intermediate_size, plan.w13_interleaved, weights.w13_weight.device)
     halves = _row_pairs(plan.hidden_size, False, weights.w2_weight.device)
     w13 = _prepare(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, gate_up)
@@ -49,7 +49,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _row_pairs(rows: int, interleaved: bool, device: torch.device) -> Tensor:
-    """The canonical rows of each pair: ``[2, rows / 2]``."""
+    """Returns the indices, in the canonical weight, of the first and the second row of each pair: ``[2, rows / 2]``."""
     index = torch.arange(rows, device=device)
     return index.view(rows // 2, 2).t() if interleaved else index.view(2, rows // 2)
 
@@ -94,7 +94,8 @@ def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 
 
 def _four_of(values: Tensor, padded: int, shape: tuple[int, int, int]) -> Tensor:
-    """Splits ``[experts, 2, pairs, k]`` into ``[4, experts, chunks, pairs, n]``: both blocks of both rows.
+    """Splits ``[experts, 2, pairs, k]`` into ``[4, experts, chunks, pairs, n]``: the two blocks of a chunk, for both rows of a
+    pair.
 
     k is padded to ``padded`` and viewed as ``shape``, which is ``(chunks, 2, n)``.
     """

@@ -18,7 +18,7 @@ def rounded(
     row_count: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rounds x ``[rows, k]`` as `MoEPlan.activation_dtype` requires, and stores it as ``carrier``.
+    """Rounds x ``[rows, k]`` as `MoEPlan.activation_dtype` requires, and stores the result in dtype ``carrier``.
 
     Returns the rows, and their scales or None. ``row_count``: int32, one element, the number of valid rows of x.
     ``static_scale``: float32, the scale of all rows, for static activation scales.
@@ -37,7 +37,7 @@ def rounded(
 
 
 def fitted(x: Tensor, row_count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Scales each row of x ``[rows, k]`` by a power of two into float16's range. Returns float16 rows and scales, as `rounded`."""
+    """Scales each row of x ``[rows, k]`` by a power of two into float16's range. Returns the float16 rows and their scales."""
     return _with_scales(x, "float16", torch.float16, row_count)
 
 

@@ -49,7 +49,8 @@ def round_rows_kernel(
     q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
     ``COUNTED``: ``row_count`` holds the number of rows.
 
-    float16 scales are powers of two. They make a row's amax less than 2^15, so that no sum of two elements overflows.
+    float16 rows have scales that are powers of two. Scaling makes a row's amax less than 2^15, so that no sum of two elements
+    overflows.
     """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1
@@ -90,7 +91,7 @@ def round_rows_kernel(
 
 @triton.jit
 def round_rows_mxfp4_kernel(x, x_row_stride, x_column_stride, q, num_rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rounds x to mxfp4 values, stored in q's dtype. q is contiguous."""
+    """Rounds x to values that mxfp4 represents, and stores them in q's dtype. q is contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
     inside = (row < num_rows) & (column < K)

@@ -1,4 +1,4 @@
-"""The schedule of a grouped GEMM: which rows each block works on. Computed on the device.
+"""The schedule of a grouped GEMM, which the device computes: which expert and rows each block has.
 
 `block_schedule` sorts the (token, slot) pairs of a mixture-of-experts layer by expert and splits every expert's rows into blocks.
 The number of blocks depends on the routing, and the host never reads it. Grids cover the most blocks that any routing can need
@@ -20,12 +20,12 @@ device_code = DeviceModule(__name__ + "_device")
 
 # The number of pairs that a program processes in one step.
 _CHUNK = 1024
-# Most programs that split the pairs of an expert.
+# The search for an expert's pairs is split among at most this many programs.
 _PARTS = 16
 
 
 class BlockSchedule(NamedTuple):
-    """Rows sorted by expert, and their blocks. All tensors are int32 on the device.
+    """The (token, slot) pairs sorted by expert, and their split into blocks of rows. All tensors are int32 on the device.
 
     A pair ``(token, slot)`` has the index ``token * top_k + slot``. A row is a position in ``order``.
 
@@ -47,12 +47,12 @@ class BlockSchedule(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Blocks that a grid must cover."""
+        """The number of blocks that a grid must cover, used or not."""
         return self.block_expert.shape[0]
 
 
 def block_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that any routing of ``pairs`` pairs can need."""
+    """Returns the most blocks that any routing of ``pairs`` (token, slot) pairs can need."""
     used = min(pairs, num_experts)
     return (pairs + used * (block_rows - 1)) // block_rows
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts):
-    """The experts of some pairs; ``num_experts`` for pairs without an expert."""
+    """Loads the expert ids of (token, slot) pairs; ``num_experts`` for pairs without an expert."""
     token = pair // top_k
     address = ids_ptr + token.to(tl.int64) * stride_token + (pair - token * top_k) * stride_slot
     ids = tl.load(address, mask=pair < pairs, other=-1)
@@ -28,7 +28,10 @@ def count_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Counts a chunk's pairs of each expert, and adds the counts to the totals. Bin ``num_experts`` counts pairs without expert."""
+    """Counts each expert's pairs in a chunk of (token, slot) pairs, and adds the counts to the totals.
+
+    Bin ``num_experts`` counts pairs without an expert.
+    """
     chunk = tl.program_id(0)
     ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
     bins = tl.arange(0, BINS)
@@ -59,8 +62,9 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One program per expert and range of chunks. Each program reads the counts of all experts, so that no program waits for
-    another.
+    """Sorts the pairs of one expert, in one range of chunks, into ``order``; see `_routing`.
+
+    Each program reads the counts of all experts, so that no program waits for another.
     """
     expert = tl.program_id(0)
     part = tl.program_id(1)

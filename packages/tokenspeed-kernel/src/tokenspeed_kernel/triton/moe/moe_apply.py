@@ -37,7 +37,7 @@ grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_d
 
 
 class Tile(NamedTuple):
-    """The tile of one projection.
+    """The tile sizes of the GEMM of one projection.
 
     Attributes:
         features: output features per program.
@@ -56,8 +56,8 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: rows of a block's main part, a power of two from 16.
-        extra: most rows of a block beyond ``rows``. These extra rows cost a second, small dot with the same weight tile. 0 for
-            none.
+        extra: largest number of rows that a block may have in addition to ``rows``. These extra rows cost a second, small MMA
+            with the same weight tile. 0 for none.
         tail: blocks with at most this many rows use a smaller tile; 0 for none.
         first, second: tiles of the projections. The first accumulates gate and up, so its features count twice.
         descriptors: load dense weights through tensor descriptors (TMA) if their strides allow it.
@@ -95,7 +95,7 @@ class Options(NamedTuple):
         bias, limit, x_scale: whether there is a bias, a clamp limit, or a scale per input row.
         round_mxfp4: whether results are rounded to mxfp4 values.
         interpreted: whether Triton's interpreter runs the kernel.
-        compute, precision: Triton's dtype of the dots' operands, and ``input_precision`` of float32 dots.
+        compute, precision: Triton's dtype of the MMA operands, and ``input_precision`` of float32 dot products.
         descriptor: whether the weight is loaded through tensor descriptors.
     """
 
@@ -115,10 +115,10 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Tile constants of `grouped_gemm_kernel`.
+    """Compile-time tile sizes of `grouped_gemm_kernel`.
 
     ``block_t``, ``extra_t`` and ``tail_t`` are ``rows``, ``extra`` and ``tail`` of `Blocks`; ``block_n`` and ``block_k`` are
-    ``features`` and ``k`` of `Tile`. ``even_k``: whether ``block_k`` divides all of k. ``group``: how many consecutive blocks
+    ``features`` and ``k`` of `Tile`. ``even_k``: whether ``block_k`` divides the weight's k. ``group``: how many consecutive blocks
     compute the same features one after another.
     """
 
@@ -138,11 +138,12 @@ _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 # 2432 us with 16.
 _GROUP = 4
 
-# Each entry handles calls with a mean number of rows per expert up to its key. Measured on an H200: the whole layer in a CUDA
-# graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and bounds the time with few
-# rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such experts' weights would be
-# read and multiplied twice for a few rows. "extra" avoids this. With many more rows "extra" no longer pays off. "tail" then makes
-# an expert's last block cheaper than a full block. Dots without swap-AB were 7% slower (128 rows, features 128 and 256).
+# The blocks by the mean number of rows per expert: a key is the largest mean for which its value is used. Measured on an H200:
+# the whole layer in a CUDA graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and
+# bounds the time with few rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Such
+# experts' weights would be read and multiplied twice for a few rows. "extra" avoids this. With many more rows per expert, "extra"
+# is no longer faster. "tail" then makes an expert's last block cheaper than a full block. MMAs without swap-AB were 7% slower (128
+# rows, features 128 and 256).
 _LARGE_MEMORY = {
     # 1 token 67 us (78 with features 32, 75 with k 64), 16 tokens 545 us, 64 tokens 1268 us.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),
@@ -158,8 +159,8 @@ _LARGE_MEMORY = {
     # extra 64 and 3 stages).
     math.inf: Blocks(128, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
 }
-# These entries fit into 64 KB of shared memory, the maximum of some devices. Other devices with more shared memory were not
-# measured.
+# These blocks fit into 64 KB of shared memory, the maximum of some devices. Devices with more shared memory than that, but not
+# listed in _BLOCKS, were not measured.
 _SMALL_MEMORY = {
     11: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     22: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
@@ -277,12 +278,12 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
 
 
 class _Formats(NamedTuple):
-    """Formats of the weight and of the dots.
+    """The formats of the weights and of the MMA operands in a grouped GEMM.
 
     Attributes:
         weight, scales: formats of the weight and its scales, see `Options`.
-        compute: dtype of both operands of the dots.
-        precision: ``input_precision`` of float32 dots.
+        compute: dtype of both MMA operands.
+        precision: ``input_precision`` of float32 dot products.
         carrier: dtype in which rounded activations are stored, exactly.
     """
 
@@ -320,7 +321,9 @@ class _Formats(NamedTuple):
 
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
-    """The blocks for the mean number of rows per expert, computed as if all of a token's experts were on this rank."""
+    """Returns the `Blocks` for a call, by its mean number of rows per expert. The mean assumes that all experts of a token are on
+    this rank.
+    """
     mean_rows = tokens * plan.top_k / plan.num_experts
     decoded = formats.weight == "fp8" and formats.scales == "blocks" and formats.compute in HALVES
     tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
@@ -335,10 +338,10 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 
 
 def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
-    """Adapts a tile for dense 16-bit weights to other formats.
+    """Adapts a tile that was chosen for dense 16-bit weights to other weight formats.
 
-    ``features``: the most features whose accumulators fit into registers together with the dequantisation. ``k``: elements of a
-    row.
+    ``features``: the largest number of features whose accumulators fit into registers together with the dequantisation. ``k``:
+    elements of a weight row.
     """
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
@@ -362,7 +365,9 @@ def _project(
     blocks: Blocks,
     tile: Tile,
 ) -> None:
-    """Launches one projection: the first from tokens to rows by expert, with the activation; the second from rows to slots."""
+    """Launches the grouped GEMM of one projection. The first projection (w13) maps tokens to rows sorted by expert, and includes
+    the activation. The second projection (w2) maps these rows to (token, slot) pairs.
+    """
     gated = name == "w13"
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
     if formats.weight == "fp8 in bits":
@@ -430,7 +435,10 @@ def _project(
 
 
 def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[Any, Any] | None:
-    """Tensor descriptors of all experts' gate rows and up rows of a dense weight; None where strides or alignment forbid them."""
+    """Returns tensor descriptors of the gate rows and of the up rows of all experts of a dense weight.
+
+    Returns None if the weight's strides or alignment do not allow descriptors.
+    """
     experts, rows, columns = weight.shape
     unaligned = weight.data_ptr() % 16 or weight.stride(1) * weight.element_size() % 16
     if unaligned or weight.stride(2) != 1 or weight.stride(0) != rows * weight.stride(1):

@@ -1,4 +1,4 @@
-"""Mixture of experts with mxfp4 weights in the layout of `_mxfp4_layout`, tokens in bfloat16 or float16.
+"""A mixture-of-experts layer with mxfp4 weights in the layout of `_mxfp4_layout`, and tokens in bfloat16 or float16.
 
 The kernel runs two grouped GEMMs and a weighted sum. Both GEMMs are swap-AB: weights are the left operand, features are rows and
 tokens are columns. Few tokens then fill a narrow tile, and weights dequantised in registers stay there, because WGMMA on Hopper
@@ -38,13 +38,14 @@ class Tile(NamedTuple):
     """How a grouped GEMM is tiled and pipelined.
 
     Attributes:
-        rows: pairs of weight rows.
-        columns: (token, slot) pairs of one expert.
+        rows: pairs of weight rows in a tile.
+        columns: (token, slot) pairs of one expert in a tile.
         warps, stages: a program's warps and pipeline stages.
-        unroll: most chunks of k per loop iteration; fewer if it does not divide the number of chunks.
-        split_k: how many programs split k; another kernel adds their partial sums.
-        tail: columns for blocks with at most ``tail`` pairs; 0 for one size. If ``tail`` is at least 32, blocks with at most ``tail
-            / 2`` pairs use ``tail / 2`` columns.
+        unroll: the largest number of chunks of k per loop iteration. An iteration has fewer chunks if ``unroll`` does not divide
+            the number of chunks.
+        split_k: among how many programs k is split; another kernel adds their partial sums.
+        tail: blocks with at most ``tail`` pairs use a tile of ``tail`` columns; 0 for one tile size. If ``tail`` is at least 32,
+            blocks with at most ``tail / 2`` pairs use ``tail / 2`` columns.
         separate: whether the two blocks of a chunk have separate accumulators: shorter dependency chains of MMAs, more registers.
     """
 
@@ -66,8 +67,8 @@ class Options(NamedTuple):
         gated: whether this is the first GEMM, whose inputs are gathered from the tokens.
         activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
-        dtype: Triton's dtype of the dots' operands.
-        ptx, drain: see `_mxfp4_decode_device.decode`.
+        dtype: Triton's dtype of the MMA operands.
+        ptx, drain: whether weights are decoded by inline PTX, and only after outstanding WGMMAs, see `_mxfp4_decode_device.decode`.
     """
 
     scaled: bool
@@ -80,9 +81,10 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Tile constants of `product_kernel`, from a `Tile`.
+    """Compile-time tile sizes of `product_kernel`, from a `Tile`.
 
-    ``tail`` equals ``columns`` for one size; ``unroll`` divides the number of chunks; ``whole_k``: whether chunks divide all of k.
+    ``tail`` equals ``columns`` if there is one tile size. ``unroll`` divides the number of chunks. ``whole_k``: whether the chunk
+    size divides the weight's k.
     """
 
     rows: int
@@ -96,22 +98,23 @@ class Program(NamedTuple):
 
 
 class Regime(NamedTuple):
-    """Tiles of both GEMMs, used up to ``pairs_per_expert`` (token, slot) pairs per expert."""
+    """The tiles of both GEMMs for calls with a mean of at most ``pairs_per_expert`` (token, slot) pairs per expert."""
 
     pairs_per_expert: float
     first: Tile
     second: Tile
 
 
-# Up to this many pairs, each program searches all ids for its pairs. That is cheaper than a separate launch.
+# Up to this many (token, slot) pairs, each program searches all expert ids for its pairs. The search is cheaper than a separate
+# launch.
 _DIRECT_PAIRS = 64
 
 # Up to this many pairs, the grid does not fill the device without split-K.
 _FEW_PAIRS = 8
 
 # Times are microseconds of the first and the second GEMM of a GPT-OSS-120B layer on an H200. Times in brackets belong to
-# alternatives. With two warps dots compile to mma.sync. WGMMA, unlike mma.sync, needs waits. So mma.sync is faster while weight
-# loads bound the time. (16 tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
+# alternatives. With two warps, `tl.dot` compiles to mma.sync. WGMMA, unlike mma.sync, needs waits. So mma.sync is faster while
+# weight loads bound the time. (16 tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
 _FEW = {
     # One token: 14 and 10; 17 for the second with the reduction of partial sums (without split-K 18 and 18).
     "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
@@ -130,7 +133,7 @@ _REGIMES = {
         # 8192: 2234 and 1100 (128 x 128 with eight warps 2305 and 1245, one size 2512 and 1173).
         Regime(math.inf, Tile(64, 128, 4, 3, tail=64, separate=False), Tile(64, 128, 4, 4, tail=64, separate=False)),
     ),
-    # Never timed: tiles that compile for every target without register spills.
+    # Not measured: tiles that compile for every target without register spills.
     "any": (
         Regime(10, Tile(64, 16, 4, 2, separate=False), Tile(64, 16, 4, 2, separate=False)),
         Regime(40, Tile(64, 32, 4, 2, separate=False), Tile(64, 32, 4, 2, separate=False)),
@@ -140,7 +143,11 @@ _REGIMES = {
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Rejects split-K for many pairs, because its memory grows with the pairs, and wide tiles for few pairs (empty columns)."""
+    """Returns why the tunable regime does not suit the call's number of (token, slot) pairs; None if it does.
+
+    Split-K is rejected for many pairs, because its memory grows with the pairs. Wide tiles are rejected for few pairs, because
+    most of their columns would be empty.
+    """
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["regime_index"] < 2 and pairs > 256:
         return f"sums in parts of {pairs} pairs"
@@ -213,7 +220,7 @@ def moe_apply_as(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`moe_apply` with these tiles."""
+    """Computes `moe_apply` with the tiles of ``regime``."""
     tokens, hidden = x.shape
     pairs = topk_ids.numel()
     if out is None:
@@ -280,7 +287,7 @@ def _project(
     *,
     gated: bool,
 ) -> None:
-    """Launches one grouped GEMM; ``out`` is ``[parts, pairs, features]``."""
+    """Launches one grouped GEMM of the layer. ``out`` is ``[parts, pairs, features]``, with one part per split of k."""
     x, x_scale = rows_and_scale
     weight, scale, epilogue = projection
     pairs, k = topk_ids.numel(), x.shape[1]

@@ -13,9 +13,10 @@ from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
 
 @triton.jit
 def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The expert of pair ``me``, and the block that begins with ``me`` among that expert's pairs.
+    """Finds the expert of pair ``me``, and the block of that expert's pairs that begins with ``me``.
 
-    The expert is -1 if no block begins with ``me``.
+    Returns ``(expert, pair, valid)``; ``valid`` masks the block's columns that have a pair. The expert is -1 if no block begins
+    with ``me``.
     """
     other = tl.arange(0, PAIRS)
     token = other // top_k
@@ -31,7 +32,7 @@ def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.c
 
 
 class Inputs(NamedTuple):
-    """The input rows ``[rows, k]``, and their float32 scales if there are any."""
+    """The input rows ``[rows, k]``, and their float32 scales, one per row, if OPTIONS.scaled."""
 
     first: Any  # a pointer to the first element
     row_stride: Any
@@ -40,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Pointers to one expert's words, exponents, and row factors and biases, in the layout of `_mxfp4_layout`."""
+    """Pointers to one expert's weight in the layout of `_mxfp4_layout`: its words, exponents, and row factors with biases."""
 
     words: Any
     exponents: Any
@@ -48,14 +49,17 @@ class Weight(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Results: ``[pairs, features]`` with unit stride along features."""
+    """The output ``[pairs, features]``, with unit stride along features."""
 
     first: Any
     pair_stride: Any
 
 
 class Part(NamedTuple):
-    """A program's part of the GEMM: a tile of rows and a range of chunks of k. The split with ``index`` 0 adds the bias."""
+    """A program's part of the GEMM: a tile of weight rows, and a range of chunks of k (split-K).
+
+    ``index`` is the number of the split; split 0 adds the bias.
+    """
 
     row_tile: Any
     index: Any
@@ -64,7 +68,7 @@ class Part(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Pairs of weight rows, elements along k, experts per token."""
+    """Sizes of a GEMM. ``rows``: number of pairs of weight rows; ``k``: elements along k; ``top_k``: experts per token."""
 
     rows: Any
     k: Any
@@ -72,7 +76,7 @@ class Sizes(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """Parameters of the activation."""
+    """The parameters of the gated activation, see `_activated`."""
 
     alpha: Any
     limit: Any
@@ -100,7 +104,7 @@ def _multiply_tile(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of one expert's GEMM. ``pair``, ``valid``: each column's pair, and whether the column has one."""
+    """Computes a tile of one expert's GEMM. ``pair``, ``valid``: each column's (token, slot) pair, and which columns have one."""
     ROWS: tl.constexpr = TILE.rows
     SEPARATE: tl.constexpr = TILE.separate
     UNROLL: tl.constexpr = TILE.unroll
@@ -202,7 +206,9 @@ def product_kernel(
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """A tile of one grouped GEMM. PAIRS: without a schedule an upper bound of the number of pairs, else 0."""
+    """Computes a tile of one grouped GEMM. PAIRS: 0 with a schedule (``block_expert``), else an upper bound of the number of
+    pairs.
+    """
     COLUMNS: tl.constexpr = TILE.columns
     TAIL: tl.constexpr = TILE.tail
     UNROLL: tl.constexpr = TILE.unroll

@@ -112,7 +112,7 @@ def moe_topk(
 
 
 def _tile(tokens: int, padded: int, sm_count: int) -> tuple[int, int]:
-    """Tokens and warps per program."""
+    """Returns the number of tokens per program, and of warps per program. ``padded``: padded logits of a token."""
     config = TopkConfig()
     if tokens > 4 * sm_count and padded < config.elements:
         return config.elements // padded, config.warps

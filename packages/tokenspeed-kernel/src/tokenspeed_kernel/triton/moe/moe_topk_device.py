@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
 
-# The key of padding, excluded groups and already chosen experts. This key is below the key of every float, including minus
-# infinity.
+# The sort key of padding, of excluded groups and of experts that are already chosen. It is below the sort key of every float,
+# including minus infinity.
 _REMOVED = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
 _SMALLEST_SUM = tl.constexpr(1e-20)
@@ -17,7 +17,7 @@ _UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _key(value):
-    """int32 keys that sort as the float32 values do, with NaN above all."""
+    """int32 sort keys: they sort as the float32 values do, with NaN above all."""
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)  # -0
@@ -26,14 +26,17 @@ def _key(value):
 
 @triton.jit
 def _value(key):
-    """The float32 value of a key."""
+    """The float32 value of a sort key: inverts `_key`."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_with_id(logits, ids):
-    """Keys of 16-bit floats in the upper 16 bits, the inverted expert id in the lower 16. The largest key contains the expert."""
+    """int32 sort keys: the sort key of a 16-bit float in the upper 16 bits, the inverted expert id in the lower 16.
+
+    So the largest key also contains its expert id.
+    """
     infinity: tl.constexpr = 0x7C00 if logits.dtype == tl.float16 else 0x7F80
     bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
     key = bits ^ ((bits >> 31) & 0x7FFF)
@@ -44,7 +47,7 @@ def _key_with_id(logits, ids):
 
 @triton.jit
 def _exp(x):
-    """exp within one ulp of the rounded result. ``tl.exp`` may be tens of ulps off, which can change the chosen experts."""
+    """exp with an error of at most one ulp. ``tl.exp`` may be tens of ulps off, which can change the chosen experts."""
     whole = tl.minimum(tl.maximum(tl.floor(x * 1.4426950216293335), -126.0), 126.0)
     rest = tl.fma(x, 1.4426950216293335, -whole)
     rest = tl.fma(x, 1.9259629911266175e-08, rest)
@@ -73,7 +76,7 @@ def _sqrtsoftplus(x):
 
 @triton.jit
 def _score(x, SCORING: tl.constexpr):
-    """The element-wise score of logits."""
+    """The score of each logit: its sigmoid or its sqrt-softplus, by ``SCORING``."""
     if SCORING == "sigmoid":
         return _sigmoid(x)
     return _sqrtsoftplus(x)
@@ -88,9 +91,9 @@ def _softmax(x):
 
 @triton.jit
 def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
-    """Puts the id of each row's largest key into ``chosen[:, slot]``, the lowest id among equal keys, and removes the key.
+    """Writes the expert id of each row's largest key to ``chosen[:, slot]``, and removes the key. Ties go to the lowest id.
 
-    Returns the updated keys and ids.
+    Returns the updated keys and chosen ids.
     """
     best = tl.max(keys, axis=1)[:, None]
     if PACKED:
@@ -104,7 +107,7 @@ def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
 
 @triton.jit
 def _best(keys, ids, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, PACKED: tl.constexpr):
-    """The ids of the ``COUNT`` largest keys of each row, largest first."""
+    """The expert ids of the ``COUNT`` largest sort keys of each row, largest first."""
     slots = tl.arange(0, COUNT_PADDED)[None, :]
     chosen = tl.zeros([keys.shape[0], COUNT_PADDED], tl.int32)
     if COUNT <= _UNROLLED:
@@ -126,7 +129,7 @@ def _close_groups(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Sets the keys ``[rows, groups * group]`` outside of the best groups to ``_REMOVED``.
+    """Sets the sort keys ``[rows, groups * group]`` of experts outside the TOP_GROUPS best groups to ``_REMOVED``.
 
     The score of a group is its largest score; if ``TWO``, the sum of its two largest scores.
     """
@@ -178,7 +181,7 @@ def route(
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Chooses the experts of tokens, int64 ``[rows]``, and stores their ids and weights."""
+    """Chooses the experts of tokens, and stores their ids and routing weights. ``token``: the tokens' indices, int64 ``[rows]``."""
     group_size: tl.constexpr = EXPERTS // GROUPS
     real = (token < num_tokens)[:, None]
     # Each group is padded, so that a reshape can make groups an axis. Positions rise with expert ids.

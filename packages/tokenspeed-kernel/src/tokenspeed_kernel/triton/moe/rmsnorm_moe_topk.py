@@ -24,12 +24,13 @@ from tokenspeed_kernel_base.workspace import keeper
 
 device_code = DeviceModule(__name__ + "_device")
 
-# For each token, the router weights are read again, from L2. Above this many tokens, one GEMM of all tokens is faster.
+# The largest number of tokens of an eligible call. Each token's programs read the router weights again, from L2. With more
+# tokens, one GEMM of all tokens is faster.
 MOST_TOKENS = 16
 
 
 class Tile(NamedTuple):
-    """The tile of one program.
+    """How much of a token one program computes.
 
     Attributes:
         experts: the number of experts for which a program computes the logits of its token.
@@ -45,13 +46,13 @@ class Tile(NamedTuple):
 # 4 experts and 8 warps 4.5, 4.7, 5.2, 8.0; 1 expert and 1 warp 6.0, 6.2, 7.1, 11.3. Three separate kernels (rmsnorm, a cuBLAS GEMM,
 # moe_topk) take 10.5, 10.8, 10.8, 11.2.
 _FEW, _WARPS = 8, 4
-# Most weights that a program holds in registers: 256 per thread.
+# The largest number of router weights that a program holds in registers: 256 per thread.
 _MOST_ELEMENTS = 32768
 
 
 @functools.cache
 def tile_for(tokens: int, hidden: int) -> Tile:
-    """The tile for ``tokens`` tokens of size ``hidden``."""
+    """Returns the tile for a call with ``tokens`` tokens of hidden size ``hidden``."""
     experts = 4 if tokens <= _FEW else 8
     return Tile(max(1, min(experts, _MOST_ELEMENTS // next_power_of_2(hidden))), _WARPS)
 

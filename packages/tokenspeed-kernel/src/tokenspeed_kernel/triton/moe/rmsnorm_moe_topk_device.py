@@ -43,7 +43,9 @@ def rmsnorm_moe_topk_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and ``BLOCK`` experts."""
+    """Normalises one token and computes its router logits of ``BLOCK`` experts. The token's last program to finish routes the
+    token.
+    """
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HIDDEN_PADDED)[None, :]
     inside = column < hidden

@@ -25,9 +25,9 @@ def _scaled(
 
 @triton.jit
 def _mean_and_inverse(source, row_inside, row, column, hidden, eps, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the mean and 1 / sqrt(variance + eps) of rows that do not fit in registers. Reads them twice.
+    """Returns the mean and 1 / sqrt(variance + eps) of rows that do not fit in registers. Reads the rows twice.
 
-    The squares are squared differences from the mean, because sums of x^2 lose accuracy if the mean is far from 0.
+    The variance is the mean of squared differences from the mean, because sums of x^2 lose accuracy if the mean is far from 0.
     """
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(0, hidden, BLOCK):

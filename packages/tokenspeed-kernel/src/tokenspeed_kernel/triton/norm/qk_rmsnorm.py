@@ -1,4 +1,4 @@
-"""RMSNorm of the heads of q and k in one launch: a program normalises a tile of heads of either q or k."""
+"""RMSNorm of the heads of q and k in one launch. A program normalises a tile of heads of either q or k."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNALIGNED_ELEMENTS_A_WARP = 256
 
 @functools.cache
 def tile_for(head_dim: int) -> Tile:
-    """Returns the tile for heads of this size."""
+    """Returns the tile for heads of dimension ``head_dim``."""
     block = next_power_of_2(head_dim)
     heads = max(1, _ELEMENTS // block)
     elements = _UNALIGNED_ELEMENTS_A_WARP if head_dim % 8 else _ELEMENTS_A_WARP

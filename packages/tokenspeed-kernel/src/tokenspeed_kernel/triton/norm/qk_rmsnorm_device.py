@@ -23,7 +23,7 @@ def _normalise_heads(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalises heads ``first`` to ``first + TILE - 1``, counting the heads of all tokens in order."""
+    """Normalises heads ``first`` to ``first + TILE - 1``. Heads are numbered across all tokens, token by token."""
     head = first + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     token, head = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 @triton.jit
 def inverse_root(squares, hidden, eps):
-    """Returns 1 / sqrt(squares / hidden + eps), given sums of squares."""
+    """Returns 1 / sqrt(squares / hidden + eps). ``squares``: each row's sum of squares."""
     return tl.rsqrt(squares / hidden + eps)
 
 
@@ -23,7 +23,7 @@ def inverse_rms(x, hidden, eps):
 
 @triton.jit
 def load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Loads x, or x plus the residual, rounded to the residual's dtype; 0 outside."""
+    """Loads x; with a residual, returns x + residual, rounded to the residual's dtype. 0 outside the mask ``inside``."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
@@ -49,9 +49,9 @@ def normalise_rows(
     HAS_RESIDUAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Normalises whole rows, and stores the sum with the residual if there is one.
+    """Normalises rows that fit in one tile. With a residual, also stores x + residual to ``residual_out``.
 
-    Takes int64 rows ``[ROWS, 1]`` and columns ``[1, BLOCK]``. Returns float32 ``[ROWS, BLOCK]``, 0 outside.
+    ``row`` and ``column`` are indices, int64 ``[ROWS, 1]`` and ``[1, BLOCK]``. Returns float32 ``[ROWS, BLOCK]``, 0 outside x.
     """
     inside = (row < rows) & (column < hidden)
     at, residual_at = row * x_stride + column, row * residual_stride + column

@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A program holds the gate's row and x's row, so both limits are half of `rmsnorm`'s.
+# A program holds the gate's row and x's row in registers, so both limits are half of `rmsnorm`'s.
 _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
 # 8 elements per thread, that is two 16-byte loads. With more elements, ptxas moves the loads of gates behind the sums of squares to
 # save registers. A program then waits for both loads in sequence. On an H100, 2048 rows of 128 take 2.0 us, and 3.7 us with 32
@@ -47,7 +47,9 @@ class Tile(NamedTuple):
 
 @functools.cache
 def tile_for(hidden: int, many: bool) -> Tile:
-    """Returns the tile for few or many rows of this length. Both have the same number of a row's elements per thread."""
+    """Returns the tile for few or ``many`` rows of ``hidden`` elements. Both tiles have the same number of a row's elements per
+    thread.
+    """
     block = next_power_of_2(hidden)
     together = max(1, _ELEMENTS // block)
     warps = min(together * block // _ELEMENTS_A_WARP, _MOST_WARPS)
@@ -63,7 +65,7 @@ def _as_heads(x: Tensor) -> Tensor:
 
 
 def _like_tokens(x: Tensor) -> bool:
-    """Whether tokens and heads of ``[tokens, heads, hidden]`` can be merged into one axis of equal strides."""
+    """Whether the token and head axes of x ``[tokens, heads, hidden]`` can be merged into one axis with a single stride."""
     return x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 

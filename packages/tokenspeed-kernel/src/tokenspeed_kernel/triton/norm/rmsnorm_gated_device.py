@@ -39,8 +39,8 @@ def rmsnorm_gated_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Normalises a tile of rows. With ``HEADS``, the rows are several heads of one token; otherwise one head each of several
-    tokens.
+    """Normalises and gates a tile of rows. With ``HEADS``, the rows are heads of one token; otherwise each token has one head, and
+    the rows are tokens.
     """
     start(EARLY)
     if HEADS:

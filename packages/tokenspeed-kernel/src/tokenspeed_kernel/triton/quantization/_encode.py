@@ -2,7 +2,8 @@
 
 8-bit floats and e2m1 values are uint8 here, so that no kernel depends on the compiler's support for a format. Kernels use hardware
 conversions where these follow the specification: e4m3fn and e5m2 on NVIDIA from sm_89 on (round to nearest even, saturating, NaN to
-``0x7f``). For other formats and devices, kernels use integer arithmetic. The host decides (`abilities`).
+``0x7f``). For other formats and devices, kernels use integer arithmetic. The host decides which of the two a kernel uses, see
+`abilities`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.flo
 
 
 class Abilities(NamedTuple):
-    """Capabilities of a device.
+    """Capabilities of a device that decide how kernels convert narrow formats.
 
     Attributes:
-        native: converts float32 to and from e4m3fn and e5m2 in hardware, as specified.
-        bfloat16_pairs: has packed bf16x2 arithmetic, for `pack_scaled_e2m1`.
-        interpreted: kernels run in Triton's interpreter, which rounds twice in ``tl.fma`` and does not round to bfloat16.
+        native: whether the device converts float32 to and from e4m3fn and e5m2 in hardware, as specified.
+        bfloat16_pairs: whether the device has packed bf16x2 arithmetic, for `pack_scaled_e2m1`.
+        interpreted: whether kernels run in Triton's interpreter, which rounds twice in ``tl.fma`` and does not round to bfloat16.
     """
 
     native: bool
@@ -47,7 +48,7 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def division_steps(dtype: torch.dtype) -> int:
-    """Returns the number of corrections that `divide` needs for values of this dtype.
+    """Returns the number of corrections that `divide` needs for dividends of this dtype.
 
     After one correction, the quotient before rounding is within 2^-23 ulp of the exact quotient. That is too far in one case: the
     exact quotient is that close to the midpoint of two float32 values next to a rounding boundary of the narrow format. If x has at

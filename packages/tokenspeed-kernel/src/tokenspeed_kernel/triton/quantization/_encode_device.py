@@ -21,7 +21,7 @@ def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     NAN_CODE: tl.constexpr = 0x80 if FORMAT == "e4m3fnuz" else 0x7F
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    # A float32 whose ulp is the spacing of the format's subnormals. Adding this float32 rounds to a multiple of the spacing.
+    # A float32 whose ulp is the spacing of the format's subnormals. Adding it rounds a magnitude to a multiple of the spacing.
     ALIGNED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -52,7 +52,7 @@ def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Rounds float32 to a 16-bit float (or float32) to nearest even."""
+    """Rounds float32 to dtype DTYPE, a 16-bit float or float32, to nearest even."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x != x, bits, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -76,8 +76,9 @@ def encode_e2m1(x, sign_of):
 
 @triton.jit
 def pack_e2m1(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Packs e2m1 values, int32 ``[ROWS, COLUMNS]``, into bytes (int32) ``[ROWS, COLUMNS / 2]``, the lower index in the lower
-    nibble."""
+    """Packs e2m1 values, int32 ``[ROWS, COLUMNS]``, into bytes (as int32) ``[ROWS, COLUMNS / 2]``. The even column is the low
+    nibble.
+    """
     low, high = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
     return low | (high << 4)
 
@@ -173,13 +174,13 @@ def blocks_of_program(
     UNIT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Locates the blocks of a program, see `_rows.blocks_of`. A block has ``LENGTH`` elements, which are loaded in groups of
-    ``UNIT``.
+    """Locates the blocks of x that a program quantises, see `_rows.blocks_of`. A block has ``LENGTH`` elements, which are loaded in
+    groups of ``UNIT``.
 
     Returns:
-        The program's first element of x, and each block's offset from it in groups of ``UNIT`` elements. The number of the
-        program's first block, and each block's offset from this number. The index of the first scale; further scales follow
-        contiguously. A mask of the blocks that exist, and a mask of the scales to store.
+        The index of the program's first element of x, and each block's offset from this element, in groups of ``UNIT`` elements.
+        The number of the program's first block, and each block's offset from this number. The index of the program's first scale;
+        further scales follow contiguously. A mask of the blocks that exist, and a mask of the scales to store.
     """
     programs = tl.cdiv(count, BLOCKS)
     outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS

@@ -31,7 +31,7 @@ DECLARED: dict[str, Any] = {
     "signatures": format_signatures("x", "dense", FLOATS),
     "priority": Priority.PORTABLE,
 }
-"""Arguments of `register_kernel` common to these kernels."""
+"""Arguments of `register_kernel` that all fused kernels with quantised output share."""
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,11 +40,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"scales_rounded_up": any, "scales_in_tiles": any},
     "nvfp4": {"scales_in_tiles": any},
 }
-"""The formats to which these kernels quantise, with the traits of each. One launcher is registered once per format."""
+"""The formats to which these kernels quantise, with the traits of each. A launcher is registered once for each format."""
 
 
 class Form(NamedTuple):
-    """The quantised format of rows.
+    """The format to which a fused kernel quantises its rows.
 
     Attributes:
         name: "fp8", "mxfp8" or "nvfp4".
@@ -54,7 +54,8 @@ class Form(NamedTuple):
         limit: the largest finite value of that 8-bit float.
         group: consecutive elements that share a scale; or `ROW`, or `GIVEN`.
         up: whether mxfp8's e8m0 scales are rounded up.
-        native, interpreted: see `abilities` of the encoder.
+        native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
+            kernel, see `Abilities`.
         steps: see `division_steps` of the encoder.
     """
 
@@ -71,7 +72,7 @@ class Form(NamedTuple):
 
 
 def form_of(x: Tensor, quantization: Quantization) -> Form:
-    """The form of the intermediate result that is computed from x, and rounded to x's dtype before it is quantised."""
+    """Returns the `Form` of a call that quantises a result computed from x, and rounded to x's dtype before it is quantised."""
     fp8, granularity = quantization.format == "fp8", quantization.granularity
     dtype = quantization.dtype if fp8 else torch.float8_e4m3fn
     able = abilities(x.device)
@@ -90,12 +91,12 @@ def form_of(x: Tensor, quantization: Quantization) -> Form:
 
 
 def least_columns(form: Form) -> int:
-    """Returns the fewest columns of a tile: one group, or four groups where four scales of a row are stored together."""
+    """Returns the fewest columns of a tile: one group, or four groups if four scales of a row are stored together."""
     return form.group if form.scales == "rows" else 4 * form.group
 
 
 class Rows(NamedTuple):
-    """The distribution of rows over programs.
+    """The distribution of x's rows over programs.
 
     Attributes:
         per_matrix: rows per matrix. All rows count as one matrix, unless scales are in tiles, which matrices do not share.
@@ -109,7 +110,7 @@ class Rows(NamedTuple):
 
 
 def rows_for(x: Tensor, rows: int, form: Form, per_program: int) -> Rows:
-    """Distributes ``rows`` rows of x over programs, ``per_program`` each."""
+    """Returns the distribution of x's ``rows`` rows over programs, with ``per_program`` rows each."""
     if form.scales != "tiles":
         return Rows(rows, cdiv(rows, per_program), 1)
     count = x.shape[-2]
@@ -117,7 +118,7 @@ def rows_for(x: Tensor, rows: int, form: Form, per_program: int) -> Rows:
 
 
 class Stored(NamedTuple):
-    """The output tensors of a kernel.
+    """The output tensors of a fused kernel that quantises.
 
     Attributes:
         codes: the quantised values, contiguous ``[..., columns]``, packed for fp4.
@@ -136,7 +137,10 @@ class Stored(NamedTuple):
 def stored_for(
     x: Tensor, shape: Sequence[int], form: Form, dtype: torch.dtype, out: Tensor | None, scale_out: Tensor | None = None
 ) -> Stored:
-    """Returns output tensors for rows of ``shape``: the caller's where contiguous, else new ones. ``dtype``: of the values."""
+    """Returns the output tensors for rows of ``shape``: the caller's if contiguous, else new ones.
+
+    ``dtype``: the dtype of the quantised values.
+    """
     *lead, columns = shape
     codes = (*lead, columns // 2) if form.name == "nvfp4" else tuple(shape)
     made = out if out is not None and out.is_contiguous() else x.new_empty(codes, dtype=dtype)

@@ -20,7 +20,7 @@ from tokenspeed_kernel.triton.quantization.quantize_nvfp4_device import nvfp4_of
 
 @triton.jit
 def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Returns a program's first row within its matrix, and the matrix's first row (int64) among all rows; see `Rows`."""
+    """Returns a program's first row, relative to its matrix, and the index of that matrix's first row (int64); see `Rows`."""
     if FORM.scales == "tiles":
         return program % programs * ROWS, (program // programs).to(tl.int64) * rows
     return program * ROWS, tl.zeros((), tl.int64)
@@ -28,7 +28,7 @@ def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
-    """Returns pointers to the quantised values and scales of the matrix that starts at row ``before``."""
+    """Returns pointers to one matrix's quantised values and scales. ``before``: the number of rows in the matrices before it."""
     if FORM.scales == "tiles":
         across = tl.cdiv(tl.cdiv(columns, FORM.group), 4)
         scales += before // rows * tl.cdiv(rows, 128) * across * 512
@@ -37,9 +37,12 @@ def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
 
 @triton.jit
 def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Zero-fills the rows of 128x4 tiles that no program covers. The programs of a tile row divide the tiles among themselves.
+    """Zero-fills the scale rows of 128x4 tiles that no program covers.
 
-    ``first``: the first of the ``TILES`` tiles that contain this program's scales. ``across``: tiles per row of tiles.
+    The programs that cover a row of tiles divide the row's tiles among themselves.
+
+    ``first``: the column of the first of the ``TILES`` tiles that contain this program's scales. ``across``: tiles per row of
+    tiles.
     """
     top = row // 128
     programs = tl.cdiv(rows - top * 128, ROWS)
@@ -53,14 +56,13 @@ def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES:
 
 @triton.jit
 def store_quantised(values, row, first, rows, columns, codes, scales, given, FORM: tl.constexpr):
-    """Quantises a tile, and stores the quantised values and the scales.
+    """Quantises a tile in registers, and stores the quantised values and their scales.
 
     With one scale per row, the tile must hold whole rows. If scales are packed or in tiles of 128x4, the tile's columns must be a
-    multiple of four groups. Positions without a scale are zero-filled.
-
-    ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside. ``row``, ``first``: the tile's first
-    row and column within ``rows`` and ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the caller passes,
-    or the global scale of nvfp4.
+    multiple of four groups. Padding scales are zero-filled.
+    ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside the matrix. ``row``, ``first``: the
+    tile's first row and column within ``rows`` and ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the
+    caller passes, or the global scale of nvfp4.
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]

@@ -1,4 +1,4 @@
-"""Splits tensors into equally strided groups, and chooses tiles, for all quantisation launchers."""
+"""Splits tensors into groups with a constant stride, and chooses tiles, for all quantisation launchers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def config_for(elements: int) -> Config:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a tensor's rows.
+    """The split of a tensor's rows into groups of elements that share a scale.
 
     Attributes:
         outer, count: number of outer rows, and groups per outer row. An outer row is one row of the tensor, or several rows with a
             constant stride.
         length: elements per group.
-        limit: elements per outer row; its last group ends there.
+        limit: elements per outer row, where the outer row's last group ends.
         stride, outer_stride: distance in elements from one group to the next, and from one outer row to the next.
     """
 
@@ -66,7 +66,7 @@ def groups_of(x: Tensor, length: int) -> Groups:
 
 
 def packed_groups_of(x: Tensor, length: int) -> Groups:
-    """Like `groups_of`, with empty groups appended to each row up to a multiple of four."""
+    """Like `groups_of`, but empty groups are appended to each row up to a multiple of four groups."""
     rows, k = x.shape
     if cdiv(k, length) % 4 == 0:
         return groups_of(x, length)
@@ -78,7 +78,7 @@ def grid(groups: Groups, per_program: int) -> tuple[int]:
 
 
 def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: bool) -> tuple[tuple[int], tuple[int, ...]]:
-    """Returns the grid and the arguments of `blocks_of_program`, for blocks of ``length`` elements of x. ``rows``: x as a matrix.
+    """Returns the grid, and the arguments of `blocks_of_program` for blocks of ``length`` elements of x. ``rows``: x as a matrix.
 
     With ``tiles``, programs follow the 128x4 tiles of the scales. So the padding of the tiles is written, too.
     """
@@ -98,14 +98,14 @@ def made_or(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like
 
 
 def finish(made: Tensor, out: Tensor | None) -> Tensor:
-    """Returns ``made``, or ``out`` after copying ``made`` into it."""
+    """Copies ``made`` to the caller's ``out``, if there is one and it is another tensor. Returns the tensor with the result."""
     if out is None or out is made:
         return made
     return out.copy_(made)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Like `as_rows`, with 8-bit floats viewed as uint8."""
+    """Like `as_rows`, but views 8-bit floats as uint8."""
     return as_rows(x.view(torch.uint8) if x.element_size() == 1 else x)
 
 
@@ -116,14 +116,17 @@ class MatrixTile(NamedTuple):
 
 
 def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
-    """Reshapes ``[..., k]`` to ``[rows, k]`` with a last stride of 1; with ``whole`` to ``[1, elements]`` if that is a view."""
+    """Reshapes ``[..., k]`` to ``[rows, k]`` with a last stride of 1. With ``whole``, reshapes a contiguous x to ``[1,
+    elements]``.
+    """
     x = x.view(torch.uint8) if x.element_size() == 1 else x
     return x.reshape(1, -1) if whole and x.is_contiguous() else as_rows(x)
 
 
 def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
-    """Returns a tile for elementwise kernels. ``most_columns`` limits the tile's columns; without effect unless it is a power of
-    two of at least 32.
+    """Returns a tile for elementwise kernels on ``matrix``.
+
+    ``most_columns`` limits the tile's columns, if it is a power of two of at least 32; otherwise it has no effect.
     """
     config = config_for(matrix.numel())
     columns = min(next_power_of_2(matrix.shape[1]), config.tile)

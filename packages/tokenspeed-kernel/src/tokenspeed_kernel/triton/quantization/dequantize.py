@@ -1,4 +1,6 @@
-"""dequantize_fp8, dequantize_mxfp8, dequantize_mxfp4, dequantize_nvfp4: decode, multiply by the scale, and round once."""
+"""dequantize_fp8, dequantize_mxfp8, dequantize_mxfp4, dequantize_nvfp4: the kernels decode values, multiply them by their scales,
+and round once.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def decode_blocks(
         global_scale: float32, one element, a factor of all scales, or None.
         block: elements that share a scale.
         out_dtype: dtype of the result.
-        out: receives the result.
+        out: the output tensor, or None for a new one.
 
     Returns:
         ``out_dtype [..., k]``.

@@ -38,7 +38,9 @@ def dequantize_fp8_kernel(
     LAYOUT: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    """Dequantises one tile. Matrices have ``matrix_rows`` rows each; ``block_rows`` by ``block_columns`` elements share a scale."""
+    """Dequantises one fp8 tile. A matrix has ``matrix_rows`` rows, and ``block_rows`` by ``block_columns`` elements share a
+    scale.
+    """
     across = tl.cdiv(columns, COLUMNS)
     index = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None]
     row = index.to(tl.int64)
@@ -83,7 +85,7 @@ def dequantize_blocks_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Dequantises ``BLOCKS`` blocks of one outer row. Scales and result are contiguous. FORMAT: e2m1 or an 8-bit float's name.
+    """Dequantises ``BLOCKS`` blocks of one outer row of q. Scales and output are contiguous. FORMAT: e2m1 or an 8-bit float's name.
 
     ``SWIZZLED``: the scales belong to one matrix with ``columns`` scales per row, in tiles of 128x4.
     """

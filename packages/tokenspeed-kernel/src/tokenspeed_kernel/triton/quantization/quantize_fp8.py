@@ -39,13 +39,13 @@ _HELD, _REGION_HELD = 16384, 16384
 _REGION_WARPS = 16
 # Elements per chunk of data that is read twice, and warps.
 _CHUNK, _CHUNK_WARPS = 4096, 8
-# Elements per thread if one group fills a program's tile: rows reach 3.93 TB/s, and 3.38 TB/s with 16 elements.
+# Elements per thread if one group fills a program's tile. Scales per row reach 3.93 TB/s, and 3.38 TB/s with 16 elements.
 _EACH = 32
 # For one scale per tensor, every program reduces all partial maxima. So large tensors get larger tiles (2.39 rather than 2.21
 # TB/s).
 _WHOLE_LARGE, _WHOLE_SMALL = Config(8192, 8), Config(2048, 4)
-# Programs per SM/CU in the launch for partial maxima, and the limit of the number of partial maxima. Every program of the second
-# launch reduces all of them.
+# Programs per SM/CU in the launch for partial maxima, and the most partial maxima. Every program of the second launch reduces all
+# partial maxima.
 _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
 
 

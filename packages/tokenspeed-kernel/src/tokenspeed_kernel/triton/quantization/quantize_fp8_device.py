@@ -14,14 +14,16 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr):
-    """Returns the scale of a group, given its amax. LIMIT: the largest finite value of the 8-bit format."""
+    """Returns the float32 scale of a group, given its amax. LIMIT: the largest finite value of the 8-bit format."""
     scale = tl.div_rn(amax, LIMIT)
     return tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
-    """Returns the scales of groups with these amax, in their stored form, and the three values per group that `_encoded` needs."""
+    """Returns the scales of groups, given their amax, in the form in which they are stored, and the factors that `_encoded`
+    needs.
+    """
     if E8M0:
         exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
         scale, factor, reciprocal = exponent.to(tl.uint8), bits.to(tl.float32, bitcast=True), divisor
@@ -61,7 +63,9 @@ def fp8_of_groups(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Quantises groups, float32 ``[GROUPS, LENGTH]``, to fp8. Also returns scales ``[GROUPS]``: float32, or uint8 with ``E8M0``."""
+    """Quantises groups, float32 ``[GROUPS, LENGTH]``, to fp8. Also returns their scales ``[GROUPS]``: float32, or uint8 with
+    ``E8M0``.
+    """
     scale, factor, divisor, reciprocal = _stored_and_prepared(largest(x, 1), FORMAT, LIMIT, INTERPRETED, E8M0)
     code = _encoded(x, factor[:, None], divisor[:, None], reciprocal[:, None], FORMAT, NATIVE, INTERPRETED, STEPS, E8M0)
     return code, scale
@@ -69,7 +73,10 @@ def fp8_of_groups(
 
 @triton.jit
 def _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED: tl.constexpr):
-    """Stores the scale of a region. ``PACKED``: as a byte of an int32; a row's last region also stores the padding zeros."""
+    """Stores the scale of a region of the matrix.
+
+    ``PACKED``: four one-byte scales share an int32, and the last region of a row of regions also stores the padding zeros.
+    """
     if PACKED:
         pitch = tl.cdiv(regions_k, 4) * 4
         column = region % regions_k
@@ -102,8 +109,9 @@ def quantize_groups_kernel(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Quantises ``GROUPS`` groups of one outer row. q and the scales are contiguous. Padding groups of packed scales get scale
-    0."""
+    """Quantises ``GROUPS`` groups at one index of x's outer axis. q and the scales are contiguous. Packed scales are padded with
+    groups of scale 0.
+    """
     programs = tl.cdiv(count, GROUPS)
     outer = (tl.program_id(0) // programs).to(tl.int64)
     group = (tl.program_id(0) % programs) * GROUPS + tl.arange(0, GROUPS)

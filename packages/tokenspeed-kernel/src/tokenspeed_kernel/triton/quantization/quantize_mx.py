@@ -1,4 +1,4 @@
-"""quantize_mxfp8 and quantize_mxfp4: a program holds a tile of whole blocks."""
+"""quantize_mxfp8 and quantize_mxfp4. A program quantises a tile of whole blocks, which it holds in registers."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def _launch(
 
 
 def _has_pairs(rows: Tensor) -> bool:
-    """Whether neighbouring elements are aligned bfloat16 pairs. Such a pair can be loaded as one int32."""
+    """Whether each pair of neighbouring elements of x is two bfloat16, aligned so that one int32 load reads both."""
     return rows.dtype == torch.bfloat16 and rows.data_ptr() % 4 == 0 and rows.stride(0) % 2 == 0

@@ -65,7 +65,7 @@ def quantize_mx_kernel(
     NATIVE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantises ``BLOCKS`` blocks of one outer row; with ``TILES``, of one matrix. q and the scales are contiguous.
+    """Quantises ``BLOCKS`` blocks of one outer row of x; with ``TILES``, of one matrix. q and the scales are contiguous.
 
     ``UP``: round up the scales of e4m3.
     """

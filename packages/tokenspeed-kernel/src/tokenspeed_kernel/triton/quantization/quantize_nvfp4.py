@@ -1,4 +1,4 @@
-"""quantize_nvfp4: a program holds a tile of whole blocks."""
+"""quantize_nvfp4. A program quantises a tile of whole blocks, which it holds in registers."""
 
 from __future__ import annotations
 

@@ -26,8 +26,11 @@ _SIXTH = tl.constexpr(1 / 6)
 
 @triton.jit
 def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Quantises blocks, float32 ``[BLOCKS, 16]``, to packed e2m1 ``[BLOCKS, 8]``; also returns e4m3 scales ``[BLOCKS]``. Both
-    uint8."""
+    """Quantises blocks, float32 ``[BLOCKS, 16]``, to packed e2m1 ``[BLOCKS, 8]``, and returns them and their e4m3 scales
+    ``[BLOCKS]``.
+
+    Both results are uint8.
+    """
     scale, step = _scale_of_blocks(largest(x, 1), global_scale, NATIVE, INTERPRETED, STEPS)
     code = _codes(x, prepare_divisor(step, INTERPRETED), INTERPRETED, STEPS)
     return (code & _kept(step)).to(tl.uint8), scale
@@ -35,7 +38,10 @@ def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.const
 
 @triton.jit
 def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Returns the e4m3 scales (uint8) of blocks, given their amax, and the steps: the decoded scales times the global scale."""
+    """Returns the e4m3 scales (uint8) of blocks, given their amax, and their steps.
+
+    A block's step is its decoded scale times the global scale: the value that its elements are divided by.
+    """
     if INTERPRETED or STEPS > 1:
         sixth = tl.div_rn(amax, 6.0)
         wanted = tl.div_rn(sixth, global_scale)
@@ -55,7 +61,10 @@ def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.c
 
 @triton.jit
 def _codes(x, prepared, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Encodes whole blocks or halves of them as pairs of e2m1 values, int32. ``prepared``: `prepare_divisor` of their steps."""
+    """Divides blocks (or half blocks) by their steps, and encodes the quotients as pairs of e2m1 values, one byte per int32.
+
+    ``prepared``: the result of `prepare_divisor` for the steps.
+    """
     factor, divisor, reciprocal = prepared
     # A quotient that overflows may be NaN, which saturates like infinity. Blocks with step 0 become zeros, see `_kept`.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
@@ -64,7 +73,7 @@ def _codes(x, prepared, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _kept(step):
-    """Returns a mask for the encoded blocks: 0 for a block whose step is 0 or NaN."""
+    """Returns a bit mask for the encoded bytes of each block: 0 if the block's step is 0 or NaN, so that its bytes become 0."""
     return tl.where(step > 0, 255, 0)[:, None]
 
 
@@ -85,7 +94,7 @@ def quantize_nvfp4_kernel(
     STEPS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantises ``BLOCKS`` blocks of one outer row; with ``TILES``, of one matrix. q and the scales are contiguous."""
+    """Quantises ``BLOCKS`` blocks of one outer row of x; with ``TILES``, of one matrix. q and the scales are contiguous."""
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
     )

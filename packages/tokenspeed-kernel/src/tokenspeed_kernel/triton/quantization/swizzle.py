@@ -1,4 +1,4 @@
-"""swizzle_scales, unswizzle_scales: a program moves whole 128x4 tiles of scales."""
+"""swizzle_scales, unswizzle_scales: conversion of scales between rows and 128x4 tiles. A program copies whole tiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# For rows of whole words of four scales: a program's warps, and its number of tiles, which hold 128 bytes of each row.
+# If a row consists of whole 32-bit words of four scales: the number of tiles of a program, which hold 128 bytes of each row, and
+# the program's warps.
 _ACROSS, _WARPS = 32, 4
-# Otherwise the bytes of a program: eight neighbouring tiles hold 32 bytes of each row, one memory sector.
+# For other rows: the bytes that a program copies. Its eight neighbouring tiles hold 32 bytes of each row, one memory sector.
 _BYTES = 4096
 
 
@@ -54,7 +55,7 @@ def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None)
 
 
 def _launch(linear: Tensor, tiles: Tensor, to_tiles: bool) -> None:
-    """Converts ``[..., rows, columns]`` to tiles or back. The tiles and the destination are contiguous."""
+    """Copies scales ``[..., rows, columns]`` to 128x4 tiles, or back. The tiles and the destination are contiguous."""
     if not linear.numel():
         return
     matrices = linear.view(torch.uint8)

@@ -21,7 +21,11 @@ def swizzle_kernel(
     BYTES: tl.constexpr,
     TO_TILES: tl.constexpr,
 ):
-    """Moves ``BYTES`` bytes of one matrix's tiles, which have ``size`` bytes in total."""
+    """Copies ``BYTES`` bytes of scales between one matrix's row-major scales and its 128x4 tiles, which have ``size`` bytes in
+    total.
+
+    ``TO_TILES``: the direction.
+    """
     programs = tl.cdiv(size, BYTES)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BYTES + tl.arange(0, BYTES)
@@ -46,9 +50,10 @@ def swizzle_words_kernel(
     ACROSS: tl.constexpr,
     TO_TILES: tl.constexpr,
 ):
-    """Moves ``ACROSS`` neighbouring tiles, in words of four scales (int32). A row has ``columns`` words.
+    """Copies ``ACROSS`` neighbouring 128x4 tiles of scales from or to row-major scales; ``TO_TILES`` is the direction.
 
-    Within a tile, word ``4 * r + q`` belongs to row ``r + 32 * q``.
+    The kernel copies int32 words of four scales. A row has ``columns`` words. Within a tile, word ``4 * r + q`` belongs to row
+    ``r + 32 * q``.
     """
     down, across = tl.cdiv(rows, 128), tl.cdiv(columns, ACROSS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)

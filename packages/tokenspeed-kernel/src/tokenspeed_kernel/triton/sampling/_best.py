@@ -1,4 +1,4 @@
-"""Argmax of each row in two stages: the best token of each span, then the best of these tokens."""
+"""Argmax of each row in two stages: the token with the largest logit of each span, then the largest of these."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _BLOCK = 512
 
 
 def write_best(logits: Tensor, tokens: Tensor, values: Tensor | None = None, first_token: int = 0) -> None:
-    """Writes the best token of each row, offset by first_token, and the token's logit. Rows of one span take one launch, longer
-    rows two launches.
+    """Writes the token with the largest logit of each row, plus ``first_token``, to ``tokens``, and the logit to ``values``.
+
+    Rows of one span take one launch, longer rows two launches.
     """
     rows, vocab = logits.shape
     if rows == 0:

@@ -32,10 +32,10 @@ def best_of_spans_kernel(
     BLOCK: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """Finds the token with the largest logit in each span, and the logit.
+    """Finds the token with the largest logit in one span of a row, and this logit.
 
-    best: int64 [rows, spans], receives them `packed`. With FINAL a row is one span, and the result goes to ``tokens`` and
-        ``values``.
+    best: int64 [rows, spans], output: the spans' logits and tokens, `packed`. With FINAL, a row is one span, and the kernel writes
+    ``tokens`` and ``values`` instead.
     """
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans

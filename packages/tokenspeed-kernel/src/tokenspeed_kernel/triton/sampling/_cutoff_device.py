@@ -1,7 +1,8 @@
 """The cutoff search: finds the last token that top-k and top-p keep, in order of descending logit (the cutoff token).
 
-The search uses either the copied tokens, among which the cutoff is expected, or the whole row. One program per row narrows the
-range of sort keys that holds the cutoff. Each step splits the range into `_PARTS` parts and keeps one part, until one key is left.
+The search reads either the copied tokens, among which the cutoff is expected, or the whole row. One program per row narrows the
+range of sort keys that contains the cutoff. Each step splits the range into `_PARTS` parts and keeps one part, until one key is
+left.
 Once few tokens are in the range, their keys are copied. Later steps then read a short list. The last few keys are compared
 pairwise.
 """
@@ -21,15 +22,16 @@ _PART_BITS = tl.constexpr(3)
 FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
-# The number of tokens whose count and total weight certainly fit into one int64; see `_state_device`.
+# The number of tokens whose count and total weight always fit into one int64; see `_state_device`.
 _CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
 def _keys(keys, vocab_stride, index, number):
-    """Loads sort keys from a row's logits, from copied tokens (int64, see `copied`), or from sort keys (int32).
+    """Loads sort keys of tokens. ``keys`` points to a row's logits, to copied tokens (int64, see `copied`), or to sort keys
+    (int32).
 
-    Positions at or beyond ``number`` get the smallest key.
+    Positions at or beyond ``number`` get the smallest sort key.
     """
     live = index < number
     if keys.dtype.element_ty == tl.int32:
@@ -63,8 +65,9 @@ def number_of(pair):
 
 @triton.jit
 def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: tl.constexpr):
-    """For each element of ``ends``, returns int64 [_PARTS] counts and weights of the tokens with keys between this element and
-    ``high``.
+    """Returns, for each element of ``ends``, the number and the total weight of the tokens with keys from this element to ``high``.
+
+    Both results are int64 [_PARTS].
     """
     counts = tl.zeros([_PARTS], tl.int64)
     weights = tl.zeros([_PARTS], tl.int64)
@@ -115,7 +118,7 @@ def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, large
 
 @triton.jit
 def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
-    """Copies the keys in [low, high]. Returns the number of copied keys, int32, and the smallest and largest copied key, int64."""
+    """Copies the sort keys in [low, high] to ``to``. Returns their number, int32, and the smallest and the largest, int64."""
     copied = tl.zeros([], tl.int32)
     least = tl.full([LANES], 0x7FFFFFFF, tl.int32)
     greatest = tl.full([LANES], _NO_KEY, tl.int32)
@@ -133,7 +136,7 @@ def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
 
 @triton.jit
 def _ties_needed(base, weight, ties, limit):
-    """Returns how many of ``ties`` tokens of equal weight, added to base, reach a limit; at least 1."""
+    """Returns the smallest n, from 1 to ``ties``, such that ``base + n * weight`` reaches the limit; ``ties`` if none does."""
     low = ties * 0 + 1
     high = ties
     while low < high:
@@ -147,7 +150,7 @@ def _ties_needed(base, weight, ties, limit):
 
 @triton.jit
 def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.constexpr):
-    """Returns the id of the needed-th token, in id order, among the tokens with a key. needed: int64, at least 1."""
+    """Returns the id of the needed-th token, in id order, among the tokens whose sort key is ``key``. needed: int64, at least 1."""
     part = tl.arange(0, _PARTS)
     low = tl.zeros([], tl.int32)
     high = low + vocab - 1
@@ -174,15 +177,16 @@ def _narrow(
     counts, weights, ends, last, row, vocab_stride, short, left, is_short, low, high, above_count, above_weight,
     stage, k, limit, largest, scale, floor, LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Narrows the range to its part ``last``. Then copies the range's keys if they are few, or compares all pairs of the last few
-    keys.
+    """Narrows the range of sort keys to its part number ``last``. Then copies the range's keys if they are few, or compares all
+    pairs of the last few keys.
 
     Args:
-        counts, weights: number and weight of the tokens from each element of ``ends`` on.
-        left: the number of tokens to read, of ``short`` if ``is_short``, else of ``row``.
+        counts, weights: number and total weight of the tokens whose sort key is >= each element of ``ends``.
+        left: the number of tokens that remain to be read, from ``short`` if ``is_short``, else from ``row``.
 
     Returns:
-        ``(low, high, above_count, above_weight, inside, left, is_short)``
+        ``(low, high, above_count, above_weight, inside, left, is_short)``: the new range, the number and weight of the tokens above
+        it, the number of tokens in it, and the updated ``left`` and ``is_short``.
     """
     if last < _PARTS - 1:
         above_count = at_index(counts, last + 1)
@@ -208,7 +212,9 @@ def _search(
     row, vocab_stride, short, number, low_key, high_key, first, reach, base_count, base_weight, stage, k, limit,
     largest, scale, floor, LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Searches for the cutoff of one stage, see `find_cutoff`. ``first``, ``reach``: the first logit, and the logits per part.
+    """Searches for the cutoff token of one stage (0: top-k, 1: top-p), see `find_cutoff`.
+
+    ``first`` and ``reach`` split the range for the first step: part i begins at logit ``first + i * reach``.
 
     Returns whether the cutoff is in the range, whether the tokens above the range stay below the limit, the cutoff's key, the
     number and the weight of the tokens above this key, and the number of tokens with this key.
@@ -219,7 +225,7 @@ def _search(
     above_count = base_count
     above_weight = base_weight
     inside = low * 0
-    # The first step splits the range of logits into equal parts, later steps split the range of keys.
+    # The first step splits the range of logits into equal parts; later steps split the range of sort keys.
     ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
     ends = tl.minimum(tl.maximum(ends, low), high)
     # If the range is a guess, the tokens above the range may reach the limit already.
@@ -238,7 +244,7 @@ def _search(
         crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
         last = tl.sum(crossed.to(tl.int32), axis=0) - 1
         if last < 0:
-            # Fewer than k tokens have a weight, or the guessed range was wrong.
+            # No part contains the cutoff: fewer than k tokens have a weight, or the guessed range was wrong.
             found = going * 0
             going = going * 0
         else:
@@ -276,10 +282,11 @@ def find_cutoff(
     """Searches for the cutoff token.
 
     Args:
-        row: pointer to the row's logits, or to tokens that were `copied`.
-        short: int32 [SHORT + FEW], a buffer for copied keys.
-        number: tokens at ``row``.
-        low_key, high_key: int64, the range of keys to search, both of finite logits; ``row`` has all tokens within this range.
+        row: pointer to the row's logits, or to `copied` tokens of the row.
+        short: int32 [SHORT + FEW], a scratch buffer for copied sort keys.
+        number: the number of logits that ``row`` points to.
+        low_key, high_key: int64, the range of sort keys to search; both are keys of finite logits. ``row`` has all tokens in this
+            range.
         base_count, base_weight: int64, number and weight of the tokens above the range, which are kept.
         total: the weight of all of the row's tokens.
         restricted, k, p: whether top-k is in effect, top-k, and top-p.

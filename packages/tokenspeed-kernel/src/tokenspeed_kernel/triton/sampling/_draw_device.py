@@ -19,7 +19,7 @@ _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 
 @triton.jit
 def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
-    """Draws from a row's listed tokens.
+    """Draws a token from the list of a row's largest tokens, if the list determines the result.
 
     The list decides the row if every possible weight of the unlisted tokens gives the same cutoff token. Comparing all pairs of
     tokens gives each token's rank and the weight of the tokens before it. This needs no sorting and few dependent steps.
@@ -31,7 +31,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
         least: an upper bound of the weight of an unlisted token.
         keeps: number of tokens that top-k keeps, at most the vocabulary; int64.
         p, u: top-p, and the random number; if u is None no token is drawn.
-        largest, scale, floor: see `token_weights`.
+        largest, scale, floor: the row's largest logit, and the scale and floor of its weights, see `token_weights`.
         PAIRED: the number of tokens that one step compares with all listed tokens.
 
     Returns:
@@ -88,7 +88,7 @@ def kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff
 
 @triton.jit
 def is_kept(key, token, cutoff_key, cutoff_token):
-    """Whether tokens are kept: at or before the cutoff token in order of descending logit and ascending id."""
+    """Whether top-k and top-p keep a token: it is the cutoff token, or precedes it by descending logit, then ascending id."""
     return (key > cutoff_key) | ((key == cutoff_key) & (token <= cutoff_token))
 
 
@@ -108,8 +108,9 @@ def draw_from_row(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Draws a token from a whole row, int64. totals: int64 [chunks], the weight of the kept tokens in each chunk of CHUNK
-    tokens."""
+    """Draws a token (int64) from a whole row. totals: int64 [chunks], the weight of the kept tokens of each chunk of CHUNK
+    tokens.
+    """
     chunk = tl.arange(0, CHUNKS)
     weights = tl.load(totals + chunk, mask=chunk < chunks, other=0)
     after = tl.cumsum(weights, axis=0)

@@ -1,8 +1,9 @@
-"""Estimates the distribution of a row's tokens. This gives the range of logits that holds the cutoff token.
+"""Estimates the distribution of a row's logits, and from it the range of logits that contains the cutoff token.
 
-The histogram has bins of octaves: a token's octaves are the log2 of the largest weight over its own. The maximum of every group of
-a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, that range
-is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range is a guess with a margin of four
+The bins of the histogram are ranges of octaves. A token's octaves are log2 of the row's largest weight divided by the token's.
+The maximum of every group of a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough
+tokens into a range, that range is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range
+is a guess with a margin of four
 standard errors. A wrong guess is detected and repaired: it costs time, but changes no result.
 """
 
@@ -45,7 +46,7 @@ _UNSEEN = tl.constexpr(2.0)
 
 @triton.jit
 def bins_of(key, live, largest, scale):
-    """Returns the int32 bins of tokens, given their sort keys."""
+    """Returns the int32 histogram bins of tokens, given their sort keys."""
     octaves = (largest - from_sort_key(tl.where(live, key, sort_key(largest)))) * scale
     return tl.where(live & (octaves < WEIGHTLESS), octaves * (1.0 / _WIDTH) + _HALF, _LAST).to(tl.int32)
 
@@ -62,7 +63,7 @@ def weights_of_bins(floor):
 
 @triton.jit
 def end_of(bins, largest, scale):
-    """Returns the int64 sort key of the lower end of the first ``bins`` bins; it is a finite logit's."""
+    """Returns the int64 sort key of the lower end of the first ``bins`` bins. The lower end is a finite logit."""
     octaves = (bins.to(tl.float64) - _HALF + _MARGIN) * _WIDTH
     x = tl.maximum(largest.to(tl.float64) - octaves / scale.to(tl.float64), _LEAST_LOGIT)
     return sort_key(x.to(tl.float32)).to(tl.int64)
@@ -95,7 +96,9 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Returns int32 token ids: the ``index``-th token when groups are concatenated. ``group``: the group of the token."""
+    """Returns int32 token ids: of the ``index``-th token if groups were concatenated. ``group``: the number of the token's
+    group.
+    """
     member = index % (BLOCKS * RUN)
     RUNS: tl.constexpr = BLOCK // RUN
     return (group // RUNS) * length + (member // RUN) * BLOCK + (group % RUNS) * RUN + member % RUN
@@ -118,7 +121,7 @@ def _count_sample(
     SAMPLE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Returns int32 [BINS]: the histogram of the tokens of every step-th group, without each group's maximum."""
+    """Returns int32 [BINS]: the histogram of the tokens of every ``step``-th group, without each group's largest token."""
     SIZE: tl.constexpr = BLOCKS * RUN
     counts = tl.zeros([BINS], tl.int32)
     for begin in range(0, SAMPLE, LANES):
@@ -159,8 +162,8 @@ def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total,
     hidden = above * above / (2.0 * groups)
     hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
     error += hidden * at_index(weight, cutoff)
-    # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens weigh w or
-    # more. Together these bound the variance of the hidden weight among the few largest tokens.
+    # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens have weight w
+    # or more. These two facts bound the variance of the weight of the tokens that larger tokens hide, among the few largest tokens.
     few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
     error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
     return error
@@ -195,10 +198,10 @@ def range_of_cutoff(
 
     Args:
         maxima: int32 [groups], the sort keys of the group maxima.
-        counts: `group_counts` of maxima.
+        counts: the result of `group_counts` for ``maxima``: the histogram of the group maxima.
         groups, length: number of groups, and tokens per span.
         restricted, k: whether top-k keeps fewer than all tokens, and top-k.
-        p: top-p.
+        p: the row's top-p, the probability that the kept tokens reach together.
         rank: for top-p alone, the range starts at the largest logit if the cutoff is likely within this many group maxima.
         largest_key, scale, floor: the row's largest sort key, and the scale and floor of its weights, see `token_weights`.
         SAMPLE, LANES: tokens to sample, and tokens per loop step.

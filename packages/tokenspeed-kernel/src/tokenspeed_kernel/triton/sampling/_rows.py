@@ -20,7 +20,7 @@ _SPAN_MULTIPLE = 512
 
 @dataclass(frozen=True)
 class Spans:
-    """The split of rows into spans.
+    """The split of each row into spans of tokens.
 
     Attributes:
         count: spans per row.
@@ -64,7 +64,7 @@ class Groups:
     Attributes:
         spans: spans (programs) per row.
         block: tokens per block, which a program loads at once.
-        blocks: blocks per span, a power of two.
+        blocks: number of blocks in each span, a power of two.
         run: tokens per run, a power of two.
     """
 

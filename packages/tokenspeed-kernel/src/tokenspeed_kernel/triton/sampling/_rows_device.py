@@ -8,27 +8,28 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 PARTS = tl.constexpr(16)
-"""Parts that a threshold search splits a range of keys into per step."""
+"""The number of parts into which one step of a threshold search splits a range of sort keys."""
 
 _REMOVED = tl.constexpr(-(2**63))  # below any pair
 
 
 @triton.jit
 def sort_key(x):
-    """Maps float32 to int32 keys with the same order: NaN is the largest, and both zeros are equal."""
+    """Maps float32 to int32 sort keys, which have the same order as the values. NaN is the largest, and both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def from_sort_key(key):
-    """Inverts `sort_key`. The key of NaN yields some NaN."""
+    """Inverts `sort_key`. The sort key of NaN yields a NaN, whose bits may differ from the original's."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def packed(key, token):
-    """Packs (key, token) pairs into int64 that sort by key, then by descending token id: the first of tied tokens is the largest.
+    """Packs a sort key and a token id into an int64. The int64 sort by key, then by descending id: the first of tied tokens is
+    largest.
 
     The upper half is the key, the lower half is 2^31 - 1 - token.
     """
@@ -59,7 +60,9 @@ def largest_pairs(pairs, K: tl.constexpr):
 
 @triton.jit
 def larger_pairs(one, other):
-    """Merges two results of `largest_pairs` of equal length. Returns the largest pairs of both, with the same length and order."""
+    """Merges two results of `largest_pairs` of equal length. Returns the largest pairs of the two results together, in the same
+    number and order.
+    """
     return largest_pairs(tl.reshape(tl.join(one, other), [2 * one.shape[0]]), one.shape[0])
 
 
@@ -85,14 +88,15 @@ def at_index(values, index):
 
 @triton.jit
 def part_that_holds(low, high, reaching, wanted):
-    """One step of a threshold search. The threshold is the largest value that at least ``wanted`` keys reach; the step selects the
-    part of [low, high] that contains it.
+    """One step of a threshold search: selects the part of [low, high] that contains the threshold.
+
+    The threshold is the largest value such that at least ``wanted`` sort keys are >= it.
 
     Args:
         low, high: int64; at least ``wanted`` keys are >= low.
         reaching: int32 ``[PARTS]``, the number of keys >= the start of each part, ``low + i * stride`` with
             ``stride = ((high - low) // PARTS) + 1``.
-        wanted: number of keys that must reach the threshold, at least 1.
+        wanted: the number of keys that must be >= the threshold, at least 1.
 
     Returns:
         The part's smallest and largest key, int64, and the number of keys >= the smallest, int32.
@@ -106,10 +110,10 @@ def part_that_holds(low, high, reaching, wanted):
 
 @triton.jit
 def threshold_of(keys, live, wanted, spare):
-    """Finds a threshold that at least ``wanted`` and, if possible, at most ``wanted + spare`` live keys are >= to.
+    """Finds a threshold: at least ``wanted`` and, if possible, at most ``wanted + spare`` live sort keys are >= it.
 
-    With fewer than ``wanted`` live keys, the threshold is the smallest live key. With ties, it is the largest threshold that
-    ``wanted`` keys reach. Keys that are not live must be smaller than all live keys.
+    With fewer than ``wanted`` live keys, the threshold is the smallest live key. With ties, it is the largest value such that at
+    least ``wanted`` keys are >= it. Keys that are not live must be smaller than all live keys.
 
     Returns:
         The threshold, int64, and the number of keys >= it, int32.

@@ -1,7 +1,7 @@
 """Sizes of the per-row state of the sampling kernels."""
 
 STATE = 8
-"""int64 fields of a row's state; `_state_device` names them."""
+"""The number of int64 fields of a row's state; `_state_device` names them."""
 
 FEW = 128
-"""The cutoff search compares at most this many keys pairwise in its last step."""
+"""The largest number of sort keys that the cutoff search compares pairwise in its last step."""

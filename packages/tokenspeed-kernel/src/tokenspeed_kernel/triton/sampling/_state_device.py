@@ -1,4 +1,4 @@
-"""A row's state, which one sampling kernel passes to the next: int64 ``[rows, STATE]`` with these fields."""
+"""The state of each row, which one sampling kernel passes to the next: int64 ``[rows, STATE]`` with these fields."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tokenspeed_kernel.triton.sampling import _state
 LARGEST = tl.constexpr(0)  # sort key of the largest logit
 DECIDED = tl.constexpr(1)  # 1 if the row needs no further kernel
 LOW = tl.constexpr(2)  # the smallest sort key that the cutoff token is expected to have
-HIGH = tl.constexpr(3)  # the largest such sort key; less than LOW if no range is expected
-COPIED = tl.constexpr(4)  # the number of tokens with keys in [LOW, HIGH]
+HIGH = tl.constexpr(3)  # the largest sort key that the cutoff token is expected to have; less than LOW if no range is expected
+COPIED = tl.constexpr(4)  # the number of tokens with sort keys in [LOW, HIGH], which are copied
 LAST = tl.constexpr(5)  # the cutoff token, `packed`; written only if the caller wants no drawn token
 KEPT = tl.constexpr(6)  # the total weight of all tokens kept, written like LAST; 0 for a greedy row
 STATE = tl.constexpr(_state.STATE)

@@ -31,9 +31,9 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def token_weights(x, largest, scale, floor):
-    """Returns the int64 weights of float32 logits, bit-identical to the definition; 0 for weights below floor, which may be None.
+    """Returns the int64 weights of tokens with float32 logits x, bit-identical to the definition. Weights below ``floor`` become 0.
 
-    largest, scale: float32.
+    largest, scale: the row's largest logit and the result of `scale_of`, float32. floor: the result of `floor_of`, or None.
     """
     y = tl.maximum((x - largest) * scale, _LEAST_EXPONENT)
     shifted = y + _ROUNDER
@@ -51,13 +51,13 @@ def token_weights(x, largest, scale, floor):
 
 @triton.jit
 def lowest_of(largest, scale):
-    """Returns a finite logit, float64, below which tokens have weight 0. So it does not matter which of those tokens are kept."""
+    """Returns a finite logit, float64. Tokens with a smaller logit have weight 0, so it does not matter which of them are kept."""
     return tl.maximum(largest.to(tl.float64) - WEIGHTLESS / scale.to(tl.float64), _LEAST_LOGIT)
 
 
 @triton.jit
 def most_below(key, largest, scale, floor):
-    """Returns an int64 upper bound of the weight of any token with a smaller sort key.
+    """Returns an int64 upper bound of the weight of any token whose sort key is below ``key``.
 
     The bound has a margin, because rounding may give a lower logit a slightly larger weight.
     """
@@ -70,8 +70,8 @@ def most_below(key, largest, scale, floor):
 
 @triton.jit
 def floor_of(min_p, row):
-    """Returns the smallest int64 weight that min-p keeps; at most the weight of the largest logit. None if the pointer min_p is
-    None.
+    """Returns the smallest weight that min-p keeps, int64, at most the weight of the largest logit. None without min-p (a None
+    pointer).
     """
     floor = None
     if min_p is not None:
@@ -84,7 +84,7 @@ def floor_of(min_p, row):
 
 @triton.jit
 def floor_octaves(floor):
-    """Returns how many powers of 2 a floor is below the largest weight, float32; `WEIGHTLESS` for a floor of 0."""
+    """Returns log2 of the largest weight over the floor, float32; `WEIGHTLESS` for a floor of 0."""
     octaves = _WEIGHT_BITS - tl.log2(tl.maximum(floor, 1).to(tl.float32))
     return tl.where(floor > 0, octaves, WEIGHTLESS)
 
@@ -99,7 +99,9 @@ def uniform(seed, offset):
 
 @triton.jit
 def is_drawn(temperature, largest_key):
-    """Whether a row is sampled rather than greedy."""
+    """Whether a row's token is drawn at random, and not the greedy one. A row is greedy if its temperature is not positive and
+    finite, or if its largest logit is not finite.
+    """
     warmth = temperature.to(tl.float64)
     warm = (warmth > 0.0) & (warmth < float("inf"))
     return warm & (largest_key < _INFINITE_KEY) & (largest_key > _KEY_OF_MINUS_INFINITY)
@@ -121,5 +123,7 @@ def limit_of(top_p, weight):
 
 @triton.jit
 def target_of(number, weight):
-    """Returns the target of the draw. The drawn token is the first whose running sum of weights exceeds the target."""
+    """Returns the target of a draw with the random number ``number``. The first token whose running sum of weights exceeds the
+    target is drawn.
+    """
     return (number * weight.to(tl.float64)).to(tl.int64)

@@ -1,4 +1,6 @@
-"""Penalties and biases: only listed logits are read and written, unless the result goes to another tensor."""
+"""Penalties and biases of logits. The kernel reads and writes only the logits of listed tokens. All logits are copied first if the
+result goes to another tensor.
+"""
 
 from __future__ import annotations
 

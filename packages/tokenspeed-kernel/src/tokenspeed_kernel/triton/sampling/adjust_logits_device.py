@@ -27,7 +27,9 @@ def adjust_logits_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Adjusts the logits of one block of a row's listed tokens. Biases, counts and penalties may be None."""
+    """Adds biases to, and applies penalties to, the logits of one block of a row's listed tokens. Any of these inputs may be
+    None.
+    """
     start(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     entry = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Greedy sampling."""
+"""Greedy sampling: the token with the largest logit of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy sampling within one shard of a vocabulary."""
+"""Greedy sampling within one shard of a vocabulary: the token with the largest logit, and this logit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges the best tokens of vocabulary shards, with one thread per row."""
+"""Merges the shards' results of `argmax_with_value` to one token per row, with one thread per row."""
 
 from __future__ import annotations
 

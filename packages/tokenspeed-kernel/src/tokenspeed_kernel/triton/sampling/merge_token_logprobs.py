@@ -1,4 +1,4 @@
-"""Merges the log-probabilities of vocabulary shards, with one program per row."""
+"""Merges the shards' results of `token_logprobs` to log-probabilities over the whole vocabulary, with one program per row."""
 
 from __future__ import annotations
 

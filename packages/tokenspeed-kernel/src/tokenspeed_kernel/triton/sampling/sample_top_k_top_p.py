@@ -1,10 +1,11 @@
-"""Sampling without sorting rows. Mostly the largest logits decide a row; otherwise the logits around the cutoff token do.
+"""Sampling without sorting rows. For most rows, the largest logits determine the result; for others, the logits around the cutoff
+token do.
 
 Top-k and top-p keep the tokens down to the cutoff token, in order of descending logit. One of the kept tokens is drawn, by running
 sums of integer weights in the order of token ids. Integer sums are exact in any order of addition.
 
 1. `group_maxima_kernel` splits a row into groups and finds the largest logit of each.
-2. `decide_kernel` lists the tokens of the groups whose maxima reach a threshold, and compares them pairwise. The threshold selects
+2. `decide_kernel` lists the tokens of the groups whose maximum is >= a threshold, and compares them pairwise. The threshold selects
    about k groups, or enough groups to make the weight of all other tokens negligible. The list decides greedy rows, rows with top-k
    up to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
    For the remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain
@@ -49,21 +50,23 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tiles(NamedTuple):
-    """Tile sizes and warps.
+    """Tile sizes and warps of the sampling kernels.
 
     Attributes:
         group_warps: warps of `group_maxima_kernel`.
-        lanes: keys that `decide_kernel` folds the group maxima into before the threshold search.
+        lanes: the number of keys into which `decide_kernel` folds the group maxima before the threshold search.
         decide_warps: warps of `decide_kernel`.
-        few, tokens: powers of two: the list lengths of the faster comparison and of the longest list in `decide_kernel`.
+        few, tokens: powers of two. `decide_kernel` compares the tokens of its list pairwise, if the list has at most ``few`` or
+            else at most ``tokens`` tokens. A longer list does not decide the row's result.
         pairs: pairs of tokens that `decide_kernel` compares per step.
-        rank: the number of group maxima that bound a certain range for top-p, if the cutoff token is likely among them.
+        rank: for top-p, the range of the cutoff token starts at the largest logit if the cutoff token is likely among this many
+            group maxima.
         sample, read: tokens that `decide_kernel` samples to guess the range of the cutoff token, and tokens per step.
         chunk: tokens per chunk, for which `weigh_kernel` sums weights.
         weigh_warps, weigh_programs: warps of a program of `weigh_kernel`, and programs per SM/CU.
         finish_warps: warps of `finish_kernel`.
         cutoff_lanes: tokens per step of the cutoff search in `finish_kernel`.
-        short: the most keys that the cutoff search copies to a short list.
+        short: the largest number of sort keys that the cutoff search copies to a short list.
         some, slots: how many chunks, and how many copied tokens of each chunk, `finish_kernel` sums per step.
     """
 
@@ -93,7 +96,7 @@ _TILES = {
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# The most chunks per program of `weigh_kernel`.
+# The largest number of chunks per program of `weigh_kernel`.
 _MOST_TOGETHER = 20
 
 
@@ -127,7 +130,7 @@ def sample_top_k_top_p(
 
 
 class Drawing(NamedTuple):
-    """The inputs and the output of drawing tokens: the random generator's seed and offset, and the tokens."""
+    """The inputs and the output of drawing tokens: each row's seed and offset of the random generator, and the drawn tokens."""
 
     seed: Tensor
     offset: Tensor
@@ -137,7 +140,8 @@ class Drawing(NamedTuple):
 def decide_rows(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, drawing: Drawing | None = None
 ) -> Tensor:
-    """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens instead.
+    """Draws a token for each row of logits. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens
+    of each row instead.
 
     Args:
         logits: the logits; at least one row.

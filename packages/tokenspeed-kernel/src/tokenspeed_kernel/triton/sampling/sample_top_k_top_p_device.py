@@ -21,11 +21,11 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
     uniform,
 )
 
-# The threshold search stops once at most k / 2^_SLACK surplus maxima reach the threshold.
+# The threshold search stops once at most k + k / 2^_SLACK group maxima are >= the threshold.
 _SLACK = tl.constexpr(3)
-# Tokens are listed until an upper bound of the unlisted tokens' weight is this fraction of the listed weight; see `bins_to_list`.
+# Tokens are listed until the unlisted tokens weigh at most this fraction of the listed tokens' weight; see `bins_to_list`.
 _NEGLIGIBLE = tl.constexpr(2e-3)
-# The smallest fraction of the total weight that such a list contains, with a margin for the rounding to bins.
+# Such a list contains at least this fraction of the row's total weight, with a margin for the rounding to bins.
 _OUTWEIGHING = tl.constexpr(0.99)
 # Two counts are summed in one int32. One count occupies the bits from this bit on.
 _UPPER_BITS = tl.constexpr(16)
@@ -50,7 +50,7 @@ def group_maxima_kernel(
 ):
     """Finds each group's largest logit. A group consists of one run of RUN tokens in each block of a span.
 
-    maxima: int32 [rows, spans, BLOCK // RUN], receives sort keys.
+    maxima: int32 [rows, spans, BLOCK // RUN], output: the sort keys of the groups' largest logits.
     """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
@@ -69,11 +69,13 @@ def group_maxima_kernel(
 
 @triton.jit
 def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, lists, small, TOKENS: tl.constexpr):
-    """``(threshold, counts, lists)``: the key that a row's tokens must reach to be listed, and whether few enough tokens do.
+    """Returns ``(threshold, counts, lists)``: tokens whose sort key is >= the threshold are to be listed, if ``lists``.
+
+    ``lists`` is false if too many tokens would be listed.
 
     Args:
-        maxima: sort keys of all group maxima; ``keys``: fewer keys, each the largest of several groups.
-        lists: whether the row's tokens are listed at all.
+        maxima: sort keys of all group maxima. ``keys``: fewer sort keys, each the largest of several groups.
+        lists: whether the row's result may come from a list of its largest tokens.
         small: whether k is so small that the group maxima alone give a threshold. Otherwise ``counts`` is the histogram of the
             group maxima.
     """
@@ -92,7 +94,7 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
 
 @triton.jit
 def _list_groups(maxima, threshold, groups, listed, GROUPS: tl.constexpr):
-    """Lists the groups whose maximum reaches the threshold, and returns their number."""
+    """Writes to ``listed`` the groups whose maximum is >= the threshold, and returns their number."""
     group = tl.arange(0, GROUPS)
     reaches = (maxima >= threshold) & (group < groups)
     tl.store(listed + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
@@ -106,10 +108,10 @@ def _list_tokens(
     logits, vocab_stride, vocab, threshold, listed, reaching, length, draws, scratch,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Lists, in ``scratch``, the first TOKENS tokens of the listed groups that reach the threshold.
+    """Lists, in ``scratch``, the first TOKENS tokens of the listed groups whose sort key is >= the threshold.
 
-    Returns the number of tokens that reach the threshold, which may exceed TOKENS. For a greedy row the function lists nothing, and
-    also returns the smallest id.
+    Returns ``(count, first)``: the number of such tokens, which may exceed TOKENS, and for a greedy row the smallest ids that
+    each lane has found. For a greedy row the function lists nothing.
     """
     SIZE: tl.constexpr = BLOCKS * RUN
     lane = tl.arange(0, LANES)
@@ -136,8 +138,9 @@ def _list_tokens(
 def _draw_from_list(
     scratch, count, least, keeps, p, u, largest, scale, floor, FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """`draw_listed` with the smaller of two tile sizes that holds ``count`` tokens. In ``scratch``, the listed tokens precede the
-    drawable tokens.
+    """Calls `draw_listed` with the smaller tile size that holds ``count`` tokens: FEW or TOKENS.
+
+    In ``scratch``, the listed tokens precede the drawable tokens.
     """
     drawable = scratch + TOKENS
     if count <= FEW:
@@ -158,9 +161,10 @@ def _decide(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     FEW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens that reach the threshold. If possible, finds the row's result among the listed tokens.
+    """Lists the tokens whose sort key is >= the threshold. If these tokens suffice to choose the row's token, returns the chosen
+    token.
 
-    Returns the token, whether the row is decided, and the results ``last`` and ``kept`` of its state.
+    Returns the token, whether the row is decided, and the values for the fields LAST and KEPT of the row's state.
     """
     largest = from_sort_key(largest_key)
     token = tl.full([], _NO_TOKEN, tl.int64)
@@ -191,7 +195,7 @@ def _decide(
 
 @triton.jit
 def _store_state(state, largest_key, decided, low, high, last, kept, RESULT: tl.constexpr):
-    """Stores the state of a row, including the result ``last``, ``kept`` unless it is stored elsewhere."""
+    """Stores the initial state of a row. With RESULT, the state includes ``last`` and ``kept``."""
     field = tl.arange(0, STATE)
     initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
     initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
@@ -223,9 +227,9 @@ def decide_kernel(
 ):  # fmt: skip
     """Initialises a row's state. Finishes greedy rows, and rows whose result follows from their largest logits.
 
-    For a decided row the kernel writes the token; without ``out``, the cutoff token and the kept weight. The kernel reads only
-    groups whose maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of
-    the cutoff token.
+    For a decided row the kernel writes the token; without ``out``, the cutoff token and the kept weight. The kernel reads only the
+    logits of groups whose maximum is >= the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the
+    range of the cutoff token.
 
     scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: listed tokens, then the groups or the drawable tokens. PAIRS: pairs of
     tokens compared per step.
@@ -237,7 +241,7 @@ def decide_kernel(
     group = tl.arange(0, GROUPS)
     largest_of_group = maxima + row * groups
     maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
-    # Fold several groups into one key, to shorten the search.
+    # Replace the maxima of several groups by the largest of them, so that the search reads fewer keys.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
     largest = from_sort_key(largest_key)
@@ -307,8 +311,8 @@ def weigh_kernel(
 
     Decided rows are skipped. A program processes ``together`` consecutive chunks of a row.
 
-    totals: int64 [rows, chunks], the weight of each chunk. above: int64 [rows, chunks], the weight of a chunk's tokens above the
-    range.
+    totals: int64 [rows, chunks], the total weight of each chunk. above: int64 [rows, chunks], the weight of each chunk's tokens
+    above the range.
     segments: int32 [rows, chunks, 3]: the start of a chunk's copied tokens, their number, and the number of tokens above the range.
     pairs: int64 [rows, vocab], the `copied` tokens. ALIGNED: whether rows begin and end at multiples of 16 tokens.
     """
@@ -324,8 +328,8 @@ def weigh_kernel(
         floor = floor_of(min_p, row)
         logits += row * row_stride
         if ALIGNED:
-            # This changes no value, but tells the compiler that masks are uniform across neighbours. So the compiler vectorises
-            # loads.
+            # This changes no value, but tells the compiler that a mask is the same for all neighbouring tokens that a
+            # thread loads. So the compiler vectorises loads.
             vocab = vocab // 16 * 16
         # Each row of the tile holds WIDE neighbouring tokens of one thread. So counting within a row needs no other thread.
         WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
@@ -336,7 +340,7 @@ def weigh_kernel(
         for chunk in range(begin, tl.minimum(begin + together, chunks)):
             x = following.to(tl.float32)
             ids = chunk * CHUNK + lane
-            # Prefetch the next chunk while this chunk is weighed.
+            # Prefetch the next chunk while the weights of this chunk are computed.
             after = ids + CHUNK
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)
@@ -364,7 +368,9 @@ def weigh_kernel(
 def _sum_kept_copies(
     pairs, segments, above, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, SOME: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Stores the kept weight of each chunk: the weight of its tokens above the range and of its kept copied tokens."""
+    """Stores to ``totals`` the kept weight of each chunk: the weight of its tokens above the range and of its kept copied
+    tokens.
+    """
     for begin in range(0, chunks, SOME):
         some = begin + tl.arange(0, SOME)
         inside = some < chunks
@@ -385,7 +391,7 @@ def _sum_kept_copies(
 
 @triton.jit
 def _sum_kept(logits, vocab_stride, vocab, totals, chunks, largest, scale, floor, cutoff_key, cutoff_token, CHUNK: tl.constexpr):
-    """Stores the kept weight of each chunk, from the whole row."""
+    """Stores to ``totals`` the kept weight of each chunk, computed from all logits of the row."""
     for one in range(chunks):
         ids = one * CHUNK + tl.arange(0, CHUNK)
         weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token)
@@ -398,7 +404,7 @@ def _cutoff_of(
     largest_key, scale, floor,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, SOME: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Finds a row's cutoff token, and replaces each chunk's weight by the chunk's kept weight. Returns the token's key and id."""
+    """Finds a row's cutoff token, and replaces each chunk's weight by its kept weight. Returns the token's sort key and id."""
     largest = from_sort_key(largest_key)
     cutoff_key = tl.full([], _NO_KEY, tl.int32)
     cutoff_token = tl.zeros([], tl.int32)

@@ -1,4 +1,4 @@
-"""Log-probabilities in one pass over the logits.
+"""Log-probabilities of tokens in one pass over the logits.
 
 The first kernel computes the sum of exponentials of each span and the largest logit of each group. In the second kernel, one
 program per row adds up the spans. It searches for the most probable tokens in the few groups that can hold them.
@@ -29,8 +29,8 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Keys that the group maxima are folded into before the threshold search; at least four times top_k. Fewer than top_k of these keys
-# exceed the threshold. This bounds the number of groups that a row lists.
+# The number of keys into which the group maxima are folded before the threshold search; at least four times top_k. Fewer than
+# top_k of these keys exceed the threshold. This bounds the number of groups that a row lists.
 _LANES = 256
 # Groups per loop step; at least four times the largest top_k.
 _CHUNK = 2048
@@ -48,7 +48,7 @@ _GROUP, _MOST_GROUPS = 32, 8192
 
 @dataclass(frozen=True)
 class Split:
-    """The split of rows.
+    """The split of each row into spans, and of each span into groups.
 
     Attributes:
         span: tokens per program; a row's last span may be shorter.
@@ -60,7 +60,9 @@ class Split:
 
 
 def split_of(rows: int, vocab: int, programs: int) -> Split:
-    """Returns the split for logits ``[rows, vocab]``. ``programs``: programs that fill the device. Sizes are powers of two."""
+    """Returns the split for logits ``[rows, vocab]``; its sizes are powers of two. ``programs``: how many programs fill the
+    device.
+    """
     span = _LONGEST_SPAN
     while span > _SHORTEST_SPAN and rows * cdiv(vocab, span) < programs:
         span //= 2

@@ -25,7 +25,7 @@ _LARGEST_SCALE = tl.constexpr(3.0e38)
 
 @triton.jit
 def _inverse_of(temperature, row):
-    """Returns 1 / temperature; 1 without a temperature, or if the temperature is not positive and finite."""
+    """Returns 1 / temperature of a row; 1 without a temperature, or if the temperature is not positive and finite."""
     inverse = tl.full([], 1.0, tl.float32)
     if temperature is not None:
         warmth = tl.load(temperature + row)
@@ -57,10 +57,10 @@ def logit_parts_kernel(
     TOP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes a span's largest logit, the span's sum of exponentials relative to that logit, and the maxima of the span's groups.
+    """Computes the largest logit of one span of a row, the sum of exponentials relative to it, and the maxima of the span's groups.
 
-    parts: float32 [rows, spans, 2]: largest logit and sum. maxima: int32 [rows, spans, SPAN // GROUP], as `sort_key`; a group is
-    GROUP neighbouring tokens.
+    parts: float32 [rows, spans, 2], output: the largest logit and the sum. maxima: int32 [rows, spans, SPAN // GROUP], output: sort
+    keys. A group is GROUP neighbouring tokens.
     """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
@@ -90,8 +90,8 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
-    """Merges the spans of a row. Returns the row's largest logit, the log of the sum of exponentials relative to this logit, and
-    the LSE.
+    """Merges the results of a row's spans. Returns the row's largest logit, the log of the sum of exponentials relative to this
+    logit, and the LSE.
     """
     span = tl.arange(0, SPANS)
     own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
@@ -108,10 +108,10 @@ def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
 
 @triton.jit
 def _threshold_of_groups(maxima, count, top_k, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns a key that at least top_k group maxima reach.
+    """Returns a sort key such that at least top_k group maxima are >= this key (the threshold).
 
-    The group maxima are folded into LANES keys, to shorten the search. At least top_k keys reach the threshold, so at least top_k
-    groups also do.
+    To shorten the search, the group maxima are folded into LANES keys, each the largest of several groups. At least top_k of
+    these keys are >= the threshold, so at least top_k groups are.
     """
     fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     keys = tl.full([LANES], _NO_KEY, tl.int32)
@@ -123,8 +123,10 @@ def _threshold_of_groups(maxima, count, top_k, LANES: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.constexpr):
-    """Lists the groups above a threshold, and the first top_k groups equal to it. Returns the number above, and the number
-    equal."""
+    """Lists the groups whose maximum is above the threshold, and the first top_k groups whose maximum equals it.
+
+    Returns the number of groups above the threshold, and the number equal to it.
+    """
     above, tied = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):
         group = begin + tl.arange(0, CHUNK)
@@ -146,7 +148,10 @@ def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.co
 def _best_of_groups(
     logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
 ):
-    """Returns the best K of TILE tokens of the listed groups, `packed`, best first; padded with the smallest pair."""
+    """Returns the K tokens with the largest logits among TILE tokens of the listed groups, from token ``begin`` of these groups on.
+
+    The tokens are `packed`, the largest first, and padded with the smallest pair.
+    """
     index = begin + tl.arange(0, TILE)
     entry = index // GROUP
     group = tl.load(listed + entry, mask=entry < above, other=0)
@@ -192,7 +197,8 @@ def token_logprobs_kernel(
     TILE: tl.constexpr, K: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merges the spans of a row, and finds its most probable tokens.
+    """Merges the results of a row's spans to the row's LSE, and computes the log-probabilities of its given token and of its most
+    probable tokens.
 
     ``count``: groups per row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, then groups equal to it.
     """
@@ -215,8 +221,8 @@ def token_logprobs_kernel(
         ties = listed + most_groups
         threshold = _threshold_of_groups(maxima, count, top_k, LANES, CHUNK)
         above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
-        # Each group whose maximum equals the threshold contains a token with exactly this logit. The first such tokens are in the
-        # first such groups.
+        # Each group whose maximum equals the threshold contains a token with exactly this logit. So of the tokens with this
+        # logit, those with the lowest ids are in the first of these groups.
         reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))
         tl.debug_barrier()  # the stores must be visible to the program's other threads
 

@@ -28,7 +28,7 @@ def write_probs_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the probabilities of one span of a row."""
+    """Writes the probabilities of the tokens of one span of a row."""
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans

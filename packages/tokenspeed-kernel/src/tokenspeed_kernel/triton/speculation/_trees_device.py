@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def load_parents(parents, sequence, stride_b, stride_n, nodes, NODES: tl.constexpr):
-    """Returns int32 [NODES]: each node's parent, which has a smaller index than the node; -1 for the root, invalid parents and
+    """Loads each node's parent, int32 [NODES], which has a smaller index than the node; -1 for the root, invalid parents and
     padding.
 
-    parents: a pointer, or None for a chain.
+    parents: a pointer, or None if the draft is a chain.
     """
     at = tl.arange(0, NODES)
     if parents is None:

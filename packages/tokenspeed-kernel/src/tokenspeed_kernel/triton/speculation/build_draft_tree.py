@@ -1,4 +1,6 @@
-"""Builds draft trees. One program per sequence selects the best candidates, and links each candidate to its parent's node."""
+"""Builds draft trees. One program per sequence selects the candidates with the highest scores, and links each to its parent's
+node.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _NO_KEY = tl.constexpr(-0x7F800001)  # the sort key of -inf
 
 @triton.jit
 def _of(values, node, NODES: tl.constexpr):
-    """Gathers ``values[node]``, with 0 for node -1; both [NODES]."""
+    """Gathers ``values[node]``; 0 where ``node`` is -1. ``values`` and ``node`` are [NODES]."""
     at = tl.arange(0, NODES)
     return tl.sum(tl.where(node[:, None] == at[None, :], values[None, :], 0), axis=1)
 
@@ -50,7 +50,7 @@ def build_draft_tree_kernel(
     NODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Builds the tree of one sequence."""
+    """Builds the draft tree of one sequence: its tokens, parents, masks and depths."""
     start(EARLY)
     sequence = tl.program_id(0).to(tl.int64)
     scores += sequence * scores_stride_b

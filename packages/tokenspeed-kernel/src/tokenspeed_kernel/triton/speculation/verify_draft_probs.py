@@ -1,4 +1,5 @@
-"""Speculative sampling in three launches: accept or reject draft tokens, sum the last node's residual, and draw the last token.
+"""Speculative sampling in three launches: accept or reject draft tokens, sum the residual of the last accepted node, and draw the
+last token.
 
 The first kernel walks down the tree. A program looks up two probabilities per child, and reads whole rows only where a rejected
 child has siblings. So one program per sequence is enough. For every sequence, the row of its last node is read whole. This row is

@@ -24,7 +24,7 @@ _ROUNDER_MASK = tl.constexpr((1 << 52) - 1)
 
 
 class Rows(NamedTuple):
-    """Pointers to the probabilities of a node's next tokens: the row of the target, and the row of the draft model."""
+    """Pointers to the probabilities of the token that follows a node: the target model's row, and the draft model's row."""
 
     target: Any
     draft: Any
@@ -42,8 +42,9 @@ def _uniform(seed, offset, draw):
 
 @triton.jit
 def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node):
-    """Returns the rows of a node. If the draft model has no row for the node, `Rows` points to another node's draft row, which no
-    kernel reads."""
+    """Returns pointers to the target model's and the draft model's probabilities at a node. If the draft model has no row for the
+    node, ``draft`` points to another node's row, which no kernel reads.
+    """
     target = target_probs + sequence * target_stride_b + node.to(tl.int64) * target_stride_n
     draft = draft_probs + sequence * draft_stride_b + tl.minimum(node, tl.maximum(inner - 1, 0)).to(tl.int64) * draft_stride_n
     return Rows(target, draft)
@@ -51,7 +52,7 @@ def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_
 
 @triton.jit
 def _residual(rows, at, mask, a, b):
-    """Returns the residual ``max(a * p - b * q, 0)`` of some tokens in float64, and 0 where it is not finite."""
+    """Returns the residual ``max(a * p - b * q, 0)`` of the tokens ``at`` in float64; 0 where the residual is not finite."""
     p = tl.load(rows.target + at, mask=mask, other=0.0).to(tl.float64)
     read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # a bound for ids: the interpreter cannot broadcast the scalar condition to a mask
     q = tl.load(rows.draft + at, mask=mask & (at < read), other=0.0).to(tl.float64)
@@ -61,7 +62,7 @@ def _residual(rows, at, mask, a, b):
 
 @triton.jit
 def _fixed_point(r):
-    """Converts to int64 multiples of 2^-40."""
+    """Converts residuals (float64) to int64 multiples of 2^-40."""
     return (r * _FIXED_ONE + _ROUNDER).to(tl.int64, bitcast=True) & _ROUNDER_MASK
 
 
@@ -106,7 +107,7 @@ def walk_kernel(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walks down the tree of one sequence, and writes everything but the last token."""
+    """Walks down the draft tree of one sequence, accepting or rejecting each child, and writes all outputs but the last token."""
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * tokens_in_stride_b + at * tokens_in_stride_n, mask=at < nodes, other=-1)
@@ -179,7 +180,7 @@ def sum_spans_kernel(
     length,
     BLOCK: tl.constexpr,
 ):
-    """Sums the residual over one span of the row of a sequence's last node."""
+    """Sums the residual over one span of the vocabulary, for the last node on a sequence's accepted path."""
     sequence = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     last = tl.load(counts + sequence * counts_stride) - 1
@@ -220,7 +221,7 @@ def draw_kernel(
     SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draws the last token of a sequence from the residual."""
+    """Draws the last token of a sequence from the residual of the last node on its accepted path."""
     sequence = tl.program_id(0).to(tl.int64)
     last = tl.load(counts + sequence * counts_stride) - 1
     node = tl.load(path + sequence * path_stride_b + last * path_stride_n)

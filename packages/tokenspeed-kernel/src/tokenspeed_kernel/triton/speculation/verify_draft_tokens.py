@@ -1,4 +1,4 @@
-"""Follows the target's tokens through draft trees, with one program per sequence."""
+"""Greedy verification of draft trees: accepts the path whose tokens are the target model's. One program handles one sequence."""
 
 from __future__ import annotations
 

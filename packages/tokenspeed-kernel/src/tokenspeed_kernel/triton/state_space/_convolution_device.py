@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def tap(weight, channel, inside, INDEX: tl.constexpr, SHAPE: tl.constexpr):
-    """Loads one tap of the weights for some channels, float32."""
+    """Loads tap number INDEX of the convolution's weights for the given channels, float32."""
     return tl.load(weight + channel * SHAPE.width + INDEX, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def bias_of(bias, channel, inside):
-    """Loads the bias of some channels, float32; zeros if there is no bias."""
+    """Loads the bias of the given channels, float32; 0 if there is no bias."""
     if bias is None:
         return tl.zeros(channel.shape, tl.float32)
     else:  # noqa: RET505 (the branch not taken must not be compiled)

@@ -1,4 +1,4 @@
-"""Formats and sizes for the launchers of state-space recurrences."""
+"""Operand formats and sizes that both launchers of state-space recurrences use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ TRAITS = {"D": any, "z": any, "dt_bias": any, "head_dim": at_most(256), "state_d
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes: heads, heads per group, head and state dimension; and whether softplus is applied to steps."""
+    """Sizes that a model fixes: heads, heads per group of B and C, head and state dimension; and whether softplus is applied to
+    steps.
+    """
 
     heads: int
     group: int

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common_device import softplus
 
 
 class Steps(NamedTuple):
-    """A head's parameters for step sizes and decays, float32: A, the bias of dt, and the bounds of a step."""
+    """A head's parameters for step sizes and decays, float32: A, the bias of dt, and the lower and upper bound of a step size."""
 
     A: Any
     bias: Any
@@ -30,7 +30,7 @@ def steps_of(A, dt_bias, head, dt_min, dt_max):
 
 @triton.jit
 def step_sizes(dt, steps, SHAPE: tl.constexpr):
-    """Computes step sizes from float32 dt: bias, softplus, then clamping, which keeps NaN."""
+    """Computes step sizes from float32 dt: adds the bias, applies softplus if requested, then clamps. NaN stays NaN."""
     step = dt + steps.bias
     if SHAPE.softplus:
         step = softplus(step)

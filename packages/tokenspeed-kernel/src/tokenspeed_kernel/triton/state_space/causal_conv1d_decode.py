@@ -1,4 +1,4 @@
-"""The causal convolution for decode: a program computes some channels of a few requests, token after token."""
+"""The causal convolution for decode. A program computes a range of channels of a few requests, token after token."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.state_space._convolution_device import activated, 
 
 @triton.jit
 def _keep(states, slot, slot_stride, row_stride, at, inside, first, second, third, SHAPE: tl.constexpr):
-    """Stores a state: the last inputs, ``first`` being the newest."""
+    """Stores a request's state, the last ``width - 1`` inputs. ``first`` is the newest input, ``third`` the oldest."""
     row = states + slot * slot_stride + at
     there = inside & (slot >= 0)
     element = states.dtype.element_ty
@@ -50,7 +50,7 @@ def causal_conv1d_decode_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Computes some channels of a few requests. No other program accesses these channels of these requests' states."""
+    """Computes BLOCK channels of REQUESTS requests. No other program accesses these channels of these requests' states."""
     start(EARLY)
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -62,7 +62,7 @@ def causal_conv1d_decode_kernel(
     row_stride = tl.cast(row_stride, tl.int64)
     read = states + slot * slot_stride + state_at
     there = inside & (slot >= 0)
-    # Inputs before the token, the most recent first.
+    # The inputs before the request's first new token; `first` is the most recent.
     first = tl.load(read + (SHAPE.width - 2) * row_stride, mask=there, other=0.0).to(tl.float32)
     second, third = first, first  # not used by narrower convolutions
     if SHAPE.width > 2:

@@ -1,4 +1,4 @@
-"""The causal convolution for prefill: a program computes a block of tokens of one sequence, for some channels."""
+"""The causal convolution for prefill. A program computes a block of tokens of one sequence for a range of channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ device_code = DeviceModule(__name__ + "_device")
 # A thread has four neighbouring channels. A block of 32 tokens rereads the last 3 tokens of the preceding block (for width 4). On
 # an H200, 8192 tokens of qwen3-next take 81 us, 86 us with 2 channels per thread, and 82 us with 64 tokens per block.
 _TOKENS, _CHANNELS, _WARPS = 32, 256, 2
-# Sequences per step of the search for a program's sequence.
+# Sequences that a program compares at a time when it searches for its sequence.
 _AT_ONCE = 256
 
 

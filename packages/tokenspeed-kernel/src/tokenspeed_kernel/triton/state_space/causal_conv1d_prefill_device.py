@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.state_space._convolution_device import activated, 
 
 
 class Rows(NamedTuple):
-    """Some channels of each token of a sequence.
+    """The channels that a program processes, of each token of a sequence.
 
     Fields:
         first: pointers to the channels of token 0 of all sequences.
@@ -28,7 +28,11 @@ class Rows(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """The weights of some channels, float32, the current token's first. Narrow convolutions do not use the last ones."""
+    """The convolution's weights and bias of the program's channels, float32.
+
+    ``own`` is the weight of the current token, ``nearest`` of the token before it, and so on. Narrow convolutions do not use the
+    last.
+    """
 
     own: Any
     nearest: Any
@@ -39,20 +43,20 @@ class Taps(NamedTuple):
 
 @triton.jit
 def _there(channel, holds, SHAPE: tl.constexpr):
-    """Masks the valid channels, none if the scalar condition is false."""
+    """The mask of the valid channels; all false if the scalar condition ``holds`` is false."""
     return channel < tl.where(holds, SHAPE.channels, 0)
 
 
 @triton.jit
 def _input(x, token, channel, SHAPE: tl.constexpr):
-    """Loads a token of `Rows`, float32; zeros at or beyond their end."""
+    """Loads the input of one token (relative to the sequence) of `Rows`, float32; 0 at or beyond their end."""
     there = _there(channel, token < x.end, SHAPE)
     return tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr):
-    """Loads an input before a block of tokens. An input before the sequence comes from the state."""
+    """Loads the input of a token before the program's block of tokens. An input before the sequence comes from the state."""
     there = _there(channel, token >= 0, SHAPE)
     value = tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
     there = _there(channel, started & (token < 0), SHAPE)
@@ -61,7 +65,7 @@ def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr)
 
 @triton.jit
 def _write(out, token, new, first, second, third, taps, channel, SHAPE: tl.constexpr):
-    """Computes and stores a token's result from the token's input and the inputs before it, the most recent first."""
+    """Computes and stores a token's output from its input ``new`` and the inputs before it; ``first`` is the most recent."""
     total = taps.bias
     if SHAPE.width > 3:
         total += third * taps.third
@@ -93,7 +97,7 @@ def causal_conv1d_prefill_kernel(
     SHAPE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Computes a block of tokens of one sequence for some channels, token after token.
+    """Computes a block of TOKENS tokens of one sequence for BLOCK channels, token after token.
 
     Each input is loaded once. It stays in registers while the next tokens need it. The program of a sequence's first block also
     writes the state, because it alone reads the initial state.

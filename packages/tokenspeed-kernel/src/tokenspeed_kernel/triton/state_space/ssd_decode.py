@@ -1,4 +1,4 @@
-"""The state-space recurrence for decode: a program updates some rows of a head's state, token after token."""
+"""The state-space recurrence for decode. A program updates a range of rows of a head's state, token after token."""
 
 from __future__ import annotations
 

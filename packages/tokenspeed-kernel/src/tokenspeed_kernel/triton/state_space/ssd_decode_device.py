@@ -39,7 +39,10 @@ def ssd_decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Updates some rows of one head's state of one request. No other program accesses these rows."""
+    """Updates ROWS rows of the state of one request and one head, and computes these rows of the output.
+
+    No other program accesses these rows of the state.
+    """
     request = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) % SHAPE.heads).to(tl.int64)
     group = head // SHAPE.group

@@ -49,15 +49,18 @@ _STAGES = {"amd": 1, "any": 2}
 _FLOAT32_CHUNK = 16
 # Sequences have one segment if this makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
 # SM/CU, but at most 16, because every segment adds a state that later segments read. A segment has at least 4 chunks, because the
-# first launch does a quarter of the second's work. On an H200, 8192 tokens of nemotron-h with 128 programs per segment take 728 us
-# with one segment, 557 us with two, 511 us with four, and 561 us with eight.
+# launch that computes the segments' contributions to the state does a quarter of the main launch's work. On an H200, 8192 tokens
+# of nemotron-h with 128 programs per segment take 728 us with one segment, 557 us with two, 511 us with four, and 561 us with
+# eight.
 _ENOUGH, _PROGRAMS, _SEGMENTS, _SEGMENT_CHUNKS = 1.5, 4, 16, 4
-# Sequences per step of the search for a program's sequence.
+# Sequences that a program compares at a time when it searches for its sequence.
 _AT_ONCE = 256
 
 
 def tile_for(dtype: torch.dtype, head_dim: int, state_dim: int, limits: Limits) -> Tile:
-    """Returns the tile for states of this size, within limits. An MMA's operands have at least 16 rows and columns."""
+    """Returns the tile for states ``[head_dim, state_dim]``, within ``limits``. An MMA's operands have at least 16 rows and
+    columns.
+    """
     columns = max(16, next_power_of_2(state_dim))
     rows = max(16, min(next_power_of_2(head_dim), _ROWS, limits.elements // columns))
     return Tile(_FLOAT32_CHUNK if dtype == torch.float32 else limits.chunk, rows, columns)

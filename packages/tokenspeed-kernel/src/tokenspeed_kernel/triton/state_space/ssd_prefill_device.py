@@ -15,14 +15,14 @@ __all__ = ["DTYPES", "ssd_prefill_kernel", "ssd_segments_kernel"]
 
 
 class Segment(NamedTuple):
-    """A segment of a sequence.
+    """A segment of a sequence, which one program processes.
 
     Fields:
-        sequence: its sequence.
+        sequence: the index of the sequence.
         token: the sequence's first token.
         index: the segment's index within the sequence.
-        begin, end: its range of positions in the sequence, end exclusive.
-        last: whether the sequence ends with it. An empty segment may follow.
+        begin, end: the segment's range of positions in the sequence, end exclusive.
+        last: whether the sequence ends with this segment. An empty segment may follow.
         there: whether the sequence has this segment. Every sequence has at least one.
     """
 
@@ -36,11 +36,11 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A program's tile of a head's state: some rows and all columns.
+    """A program's tile of a head's state: TILE.rows rows and all columns.
 
     Fields:
-        head: the head.
-        row, column: indices of rows and columns.
+        head: the index of the head.
+        row, column: indices of the tile's rows and columns.
         rows, columns: masks of valid rows and columns.
     """
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 @triton.jit
 def _segment_of(number, cu_seqlens, batch, size, AT_ONCE: tl.constexpr):
-    """Returns the segment with this number. ``size``: tokens per segment."""
+    """Returns segment ``number``, counted over all sequences. ``size``: tokens per segment."""
     sequence = sequence_of(number, cu_seqlens, batch, 1, size, AT_ONCE)
     token = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - token
@@ -79,14 +79,16 @@ def _in_cache(states, part, slot, slot_stride, head_stride, row_stride, column_s
 
 @triton.jit
 def _left_by(left, number, part, SHAPE: tl.constexpr):
-    """Returns pointers to a program's tile of the segments' contributions: ``[segments, heads, head_dim, state_dim]``."""
+    """Returns pointers to a program's tile of a segment's contribution in ``left``, ``[segments, heads, head_dim, state_dim]``."""
     first = left + (number.to(tl.int64) * SHAPE.heads + part.head) * (SHAPE.head_dim * SHAPE.state_dim)
     return first + part.row[:, None] * SHAPE.state_dim + part.column[None, :]
 
 
 @triton.jit
 def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state, initial_stride, part):
-    """Loads a program's tile of a sequence's initial state; ``at`` points into the slot. Zeros if there is no initial state."""
+    """Loads a program's tile of a sequence's initial state; 0 if the sequence has none. ``at``: pointers to the tile in its
+    slot.
+    """
     state = tl.zeros(at.shape, tl.float32)
     if has_initial_state is not None:
         started = tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0
@@ -97,18 +99,18 @@ def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state,
 
 @triton.jit
 def _rows_of(rows, token, head, column, inside, columns_there, DTYPE: tl.constexpr):
-    """Loads the chunk of a head of `Rows` that starts at ``token``, as an MMA operand, with zeros outside."""
+    """Loads a chunk of tokens of one head of `Rows`, from ``token`` on, as an MMA operand of dtype DTYPE; 0 outside."""
     first = rows.first + head.to(tl.int64) * rows.head_stride
     at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :].to(tl.int64) * rows.dim_stride
     return tl.load(first + at, mask=inside[:, None] & columns_there[None, :], other=0.0).to(DTYPE)
 
 
 class Decays(NamedTuple):
-    """Log decays of a chunk.
+    """The log decays of a chunk's tokens.
 
     Fields:
         whole, part: the running sums of log decays up to each token: the sum of integer parts, and the sum of fractional parts.
-        weight: ``part`` minus the logarithm of the token's step.
+        weight: ``part`` minus the logarithm of the token's step size.
         total_whole, total_part: both sums over the whole chunk.
     """
 
@@ -126,12 +128,12 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
     Token j has the factor ``exp((whole[i] - whole[j]) + (part[i] - weight[j]))`` in the result of token i. Tokens beyond the end
     have step 0.
 
-    The difference of two large sums would lose small decays, so the integer and fractional parts of the logs are summed separately.
-    Logs are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the sums of integer parts are
-    exact, and the sums of fractional parts stay below the number of tokens.
+    The difference of two large sums would lose small decays, so the integer and fractional parts of the logarithms are summed
+    separately. The logarithms are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the
+    sums of integer parts are exact, and the sums of fractional parts stay below the number of tokens.
 
-    Steps themselves are not returned. In an MMA's layout, the compiler would load and compute steps again for each column. That
-    would take registers that are needed elsewhere.
+    The step sizes themselves are not returned. In an MMA's layout, the compiler would load and compute the step sizes again for
+    each column. That would take registers that are needed elsewhere.
     """
     at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
@@ -169,7 +171,10 @@ def _state_before(left, decays, number, segment, part, SHAPE: tl.constexpr):
 
 @triton.jit
 def _chunk_result(state, x, b, c, decays, in_chunk, DTYPE: tl.constexpr):
-    """Returns (causal scores with decays) @ x + (C @ state before the chunk, decayed)."""
+    """Returns the outputs of a chunk: (causal scores C B^T with decays) @ x, plus the decayed C @ state.
+
+    ``state``: the state before the chunk.
+    """
     since = decays.whole[:, None] - decays.whole[None, :] + (decays.part[:, None] - decays.weight[None, :])
     since = tl.where(in_chunk[:, None] >= in_chunk[None, :], since, -float("inf"))
     scores = tl.dot(c, tl.trans(b), input_precision="ieee")
@@ -276,7 +281,7 @@ def ssd_prefill_kernel(
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Computes the results of one head, or of some of its channels, for one segment. The last segment also stores the state."""
+    """Computes the outputs of TILE.rows channels of one head for one segment. The last segment also stores the state."""
     BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
     number = tl.program_id(0) // BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)

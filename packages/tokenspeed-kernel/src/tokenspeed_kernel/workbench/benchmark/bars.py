@@ -1,4 +1,4 @@
-"""Acceptance bars: bounds on measured values."""
+"""Acceptance bars: bounds that a benchmark program's measured values must keep."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By shape and implementation: microseconds, or the quantity that a bar compares.
+# Measured values by shape and implementation: times in microseconds, or another quantity that a bar compares.
 Times = Mapping[str, Mapping[str, float]]
 Measure = Callable[[Times], float]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An acceptance bar.
+    """An acceptance bar: a bound on a value that is computed from measured times.
 
     Attributes:
         name: name of the bar.
-        bound: the bound.
-        most: whether the bound is an upper one.
+        bound: the largest or smallest value that passes, see ``most``.
+        most: whether ``bound`` is an upper bound.
         shapes: names of the shapes that must have been measured.
         measure: function that computes the bar's value from times.
         baselines: the baselines to compare with. Installed ones must have been measured for each shape, and at least one must be
@@ -34,7 +34,10 @@ class Bar:
     baselines: tuple[str, ...] = ()
 
     def judged(self, times: Times, absent: Iterable[str] = ()) -> dict[str, Any]:
-        """The outcome. The value is None if a measurement is missing. ``absent``: baselines that are not installed."""
+        """Returns the bar's outcome for measured times. The value is None if a measurement is missing.
+
+        ``absent``: baselines that are not installed.
+        """
         installed = {*self.baselines} - {*absent}
         known = bool(installed) or not self.baselines
         known = known and all({"ours", *installed} <= times.get(shape, {}).keys() for shape in self.shapes)
@@ -42,18 +45,21 @@ class Bar:
 
 
 def outcome(name: str, bound: float, value: float | None, *, most: bool = True) -> dict[str, Any]:
-    """The name, the bound, the value, and whether the bar holds."""
+    """Returns a bar's outcome for a report: its name, its bound, its value, and whether the value keeps the bound."""
     holds = None if value is None else value <= bound if most else value >= bound
     return {"name": name, "bound": bound, "most": most, "value": value, "holds": holds}
 
 
 def at_most(shape: str, us: float) -> Bar:
-    """A bar on this project's time at a shape."""
+    """Returns a bar: this project's kernel takes at most ``us`` microseconds at a shape."""
     return Bar(f"{shape}: us", us, True, (shape,), lambda times: times[shape]["ours"])
 
 
 def against(name: str, bound: float, shapes: Sequence[str], baselines: Sequence[str], *, mean: bool = False) -> Bar:
-    """A bar on the time of the best baseline over ours: of the worst shape, or the geometric mean."""
+    """Returns a bar: the fastest baseline's time, divided by our time, is at least ``bound``.
+
+    The ratio is that of the worst shape or, with ``mean``, the geometric mean over the shapes.
+    """
 
     def measure(times: Times) -> float:
         ratios = [min(times[shape][each] for each in baselines if each in times[shape]) / times[shape]["ours"] for shape in shapes]
@@ -63,6 +69,9 @@ def against(name: str, bound: float, shapes: Sequence[str], baselines: Sequence[
 
 
 def no_less_accurate(errors: Times) -> list[dict[str, Any]]:
-    """The outcome of the bar that compares our relative error with the portable kernel's. Empty if no shape has both errors."""
+    """Returns the outcome of the bar that compares our kernel's relative error with the portable kernel's, as a list of one.
+
+    The list is empty if no shape has both errors.
+    """
     ratios = [of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys()]
     return [outcome("relative error over the portable kernel's, worst shape", 1.2, max(ratios))] if ratios else []

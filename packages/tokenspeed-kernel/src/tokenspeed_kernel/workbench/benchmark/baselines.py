@@ -80,13 +80,13 @@ def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline: a kernel of another project.
+    """A baseline: a function that calls a kernel of another project for an operator's arguments.
 
     Attributes:
-        name: its name in tables.
+        name: the baseline's name in tables.
         operator: ``"family.mode"``.
         function: the baseline's function, which takes the operator's parameters that it names.
-        wanted: the names of these parameters.
+        wanted: the names of the operator's parameters that ``function`` takes.
         takes_rest: whether the function has ``**rest``, and so receives all parameters.
         setup: whether ``function`` returns the function to time.
         package: the distribution whose version is reported; empty for no distribution.
@@ -102,7 +102,7 @@ class Baseline:
 
     @property
     def version(self) -> str:
-        """The version of its package; empty if unknown."""
+        """The version of the baseline's package; empty if unknown."""
         return package_version(self.package) if self.package else ""
 
     @property
@@ -114,7 +114,7 @@ class Baseline:
         return self.function(*args, **kwargs)
 
     def refusal(self, op: Operator[Any, Any], arguments: Mapping[str, Any]) -> str | None:
-        """Returns why the baseline does not support a case with these complete arguments; None if it does."""
+        """Returns why the baseline does not support a call with these arguments, given completely; None if it does."""
         if self.takes_rest:
             return None
         others = [p for p in op.parameters if p.name not in self.wanted and p.kind is not Kind.HINT]
@@ -122,14 +122,14 @@ class Baseline:
         return f"does not take {', '.join(given)}" if given else None
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """Returns the call to time. Raises whatever the baseline's setup raises."""
+        """Returns the call to time, a function without parameters. Raises whatever the baseline's setup raises."""
         chosen = dict(arguments) if self.takes_rest else {name: arguments[name] for name in arguments if name in self.wanted}
         call = functools.partial(self.function, **chosen)
         return call() if self.setup else call
 
 
 def _given(parameter: Parameter, value: Any) -> bool:
-    """Whether an argument differs from its default."""
+    """Whether an argument differs from its parameter's default; true for a required parameter."""
     if parameter.required:
         return True
     return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))

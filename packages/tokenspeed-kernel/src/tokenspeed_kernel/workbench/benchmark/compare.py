@@ -13,9 +13,10 @@ would claim more precision than they have.
 With many rows, some intervals exclude 1 by chance. At 95%, these are about 3 of 58 rows even if nothing changed. So verdicts
 account for the number of rows. Holm's procedure (1979) bounds, at 5%, the probability that any row of an unchanged program is
 called slower or faster. The bound holds for any number of rows and any dependence between them. Holm's procedure needs a p-value
-per row. The p-value of U is exact. With seven rounds per side it cannot be below 1 in 1716, which is too large for a hundred rows.
+per row. The p-value of U is exact. With seven rounds per side the p-value cannot be below 1 in 1716, which is too large for a
+hundred rows.
 If every round of one side is slower than every round of the other, Student's t-test of the logarithms may lower the p-value. Only
-this t-test assumes normal noise. With heavier tails it misses differences rather than inventing them.
+this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing them.
 
 Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
 addition, a reference workload is timed before every round. The verdict is left open if the reference workload changed too, and the
@@ -42,7 +43,7 @@ _MACHINE = 0.02
 
 
 class Verdict(str, enum.Enum):
-    """The verdict on one row."""
+    """The verdict on one row of two reports: how B's time differs from A's."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -59,8 +60,7 @@ class Ratio:
     high: float | None = None
 
     def verdict(self, threshold: float) -> Verdict:
-        """Returns slower or faster if the interval excludes 1 and the ratio reaches the threshold, symmetrically in both
-        directions."""
+        """Returns slower or faster if the confidence interval excludes 1 and the ratio is at least the threshold away from 1."""
         if self.low is None or self.high is None:
             return Verdict.UNCLEAR
         if self.low > 1 and self.value >= 1 + threshold:
@@ -70,7 +70,9 @@ class Ratio:
         return Verdict.SAME
 
     def hidden(self, threshold: float) -> float | None:
-        """Returns the largest difference that the interval does not exclude; None unless it is beyond the threshold."""
+        """Returns the largest relative difference that the confidence interval does not exclude; None if it is within the
+        threshold.
+        """
         if self.low is None or self.high is None:
             return None
         most = max(self.high, 1 / self.low) - 1
@@ -79,9 +81,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """One row that both reports have.
+    """The comparison of a row that both reports have.
 
-    ``chance``: the probability that any row shows a difference this clear if nothing changed; None without rounds.
+    ``chance``: the probability that any row of the reports shows a difference this clear if nothing changed; None without rounds.
     """
 
     operator: str
@@ -97,7 +99,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports, A and B.
+    """The comparison of two reports, A and B.
 
     Attributes:
         differences: the rows that were measured in both, in A's order.
@@ -119,14 +121,14 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether anything is slower or broken."""
+        """Whether any row became slower, or has no time in B."""
         return bool(self.broken) or any(difference.verdict is Verdict.SLOWER for difference in self.differences)
 
     def count(self, verdict: Verdict) -> int:
         return sum(difference.verdict is verdict for difference in self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the comparison as plain values, for JSON."""
         return {**asdict(self), "broken": [asdict(row) for row in self.broken], "worse": self.worse}
 
 
@@ -181,8 +183,10 @@ def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDE
 
 @functools.cache
 def _cut(n: int, m: int, confidence: float) -> int | None:
-    """Returns how many of the n * m ratios to trim at each end of the interval. None if even the untrimmed interval does not reach
-    the confidence."""
+    """Returns how many of the n * m sorted ratios to trim at each end, so that the rest spans the confidence interval.
+
+    Returns None if even all ratios do not reach the confidence.
+    """
     arrangements = _arrangements(n, m)
     outside, cut = 0, None
     for beyond, count in enumerate(arrangements):
@@ -194,7 +198,10 @@ def _cut(n: int, m: int, confidence: float) -> int | None:
 
 
 def _arrangements(n: int, m: int) -> list[int]:
-    """Returns the number of orderings of n and m items for which U is 0, 1, ..., n * m: the Gaussian binomial's coefficients."""
+    """Returns, for U = 0, 1, ..., n * m, the number of orderings of n and m items that have this Mann-Whitney U.
+
+    These are the coefficients of the Gaussian binomial.
+    """
     counts = [1] + [0] * (n * m)
     for i in range(1, n + 1):
         for u in range(n * m, m + i - 1, -1):
@@ -221,7 +228,7 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _t_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """Returns the two-sided p-value of Student's t-test of the logarithms."""
+    """Returns the two-sided p-value of Student's t-test of the logarithms of both sides' round times."""
     logs = [list(map(math.log, side)) for side in (a, b)]
     freedom = len(a) + len(b) - 2
     squares = sum(statistics.variance(side) * (len(side) - 1) for side in logs if len(side) > 1)
@@ -297,8 +304,9 @@ def _percent(ratio: Ratio) -> str:
 
 
 def _mean(pairs: Sequence[tuple[Row, Row]], confidence: float) -> Ratio | None:
-    """Returns the geometric mean over rows. One round of the mean combines a round of all rows. So drift that all rows share does
-    not cancel.
+    """Returns the geometric mean of the rows' ratios of B to A, with its interval.
+
+    Round i of the mean combines round i of all rows. So drift that all rows share does not cancel.
     """
     if not pairs:
         return None

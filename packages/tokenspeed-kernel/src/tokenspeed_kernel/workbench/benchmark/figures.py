@@ -1,4 +1,4 @@
-"""Plots and tables of a benchmark program's report: this project's kernels and baselines side by side, and the bars."""
+"""Plots and tables of a benchmark program's report: this project's kernels and the baselines side by side, and acceptance bars."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Found = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One row of bars.
+    """One panel of a plot: a bar chart, with a group of bars per shape and a bar per implementation.
 
     Attributes:
         title: title of the panel.
         values: the plotted values, by shape and implementation.
         ticks: labels of the shapes.
-        digits: decimals of the values above our bars.
-        one: whether to draw a line at 1.
+        digits: decimals of the values that stand above this project's bars.
+        one: whether to draw a horizontal line at the value 1.
     """
 
     title: str
@@ -44,18 +44,18 @@ class Panel:
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks around a generated section of a page."""
+    """The texts that mark the beginning and the end of a generated section of a page."""
 
     begin: str
     end: str
 
     def inside(self, text: str) -> str:
-        """The section between the marks; empty if there is no such section."""
+        """Returns the section of a page between the marks; empty if the page has no such section."""
         begin, end = text.find(self.begin), text.find(self.end)
         return text[begin + len(self.begin) : end].strip() if 0 <= begin < end else ""
 
     def replaced(self, text: str, made: str) -> str:
-        """The page with the section replaced; it must have at least the first mark."""
+        """Returns the page ``text`` with its section replaced by ``made``. The page must have at least the first mark."""
         begin = text.index(self.begin) + len(self.begin)
         end = text.find(self.end, begin)
         after = text[end:] if end >= 0 else self.end + text[begin:]
@@ -63,7 +63,7 @@ class Marks:
 
 
 def measured(report: Report, shapes: Sequence[str]) -> Found:
-    """The timed rows of these shapes, in the shapes' order."""
+    """Returns a report's timed rows of these shapes, by shape and implementation, in the shapes' order."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {name: {} for name in shapes}
     for row in report["rows"]:
         if row["case"] in found and row["timing"] is not None:
@@ -80,8 +80,11 @@ def three_digits(value: float) -> str:
 
 
 def note(report: Report, how: str = "") -> str:
-    """Describes in sentences how the times were taken. ``how``: the description for a kernel between calls other than the small
-    one; contains the placeholder ``{took}``."""
+    """Describes in sentences how a report's times were taken.
+
+    ``how``: describes the kernel between calls, if it is not the usual small one. The placeholder ``{took}`` in this text is
+    replaced by that kernel's time.
+    """
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]
     said = how or "Each time is a median. A CUDA graph makes several calls, on copies of the inputs that exceed the caches."
@@ -103,16 +106,17 @@ class Figure:
     """The plot and the table of a benchmark program.
 
     Attributes:
-        title: precedes the device's name above the panels.
-        heading: heading of the section in the README.
+        title: the plot's title, which precedes the device's name above the panels.
+        heading: heading of the generated section in the README.
         alt: the plot's text for screen readers.
-        baselines: labels and colours, in the order of a shape's bars; this project's kernels are added.
-        shapes: their names, in the table's order.
-        panels: the plot's.
-        marks: around the section.
-        readme: the page.
-        how: see `note`.
-        columns: further ones before the times: title, and text from any row of the shape.
+        baselines: the baselines' labels and colours by name, in the order of a shape's bars; this project's kernels are added.
+        shapes: the names of the shapes, in the table's order.
+        panels: makes the plot's panels from a report.
+        marks: the marks at the beginning and at the end of the generated section.
+        readme: the page that has the generated section.
+        how: the argument ``how`` of `note`.
+        columns: further columns of the table before the times: a title, and a function that makes the text from any row of the
+            shape.
     """
 
     title: str
@@ -131,7 +135,7 @@ class Figure:
         return {"ours": ("this package", _OURS), **self.baselines, "triton": ("portable (Triton)", _PORTABLE)}
 
     def draw(self, report: Report, file: Path) -> None:
-        """Draws the panels into a file. The file's suffix selects the format."""
+        """Draws the report's plot into a file. The file's suffix selects the format."""
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):
@@ -188,7 +192,9 @@ class Figure:
             axes.axhline(1, color=_FAINT, linewidth=0.8)
 
     def table(self, report: Report) -> str:
-        """Markdown: hardware, software and method, one row per shape in microseconds, and the bars with their measurements."""
+        """Returns Markdown: hardware, software and method, a table of times in microseconds with a row per shape, and the
+        acceptance bars with their measured values.
+        """
         metadata, more = report["metadata"], self.columns(report)
         names = [name for name in self.legend if any(row["kernel"] == name and row["timing"] is not None for row in report["rows"])]
         columns = ["microseconds", *more, *(self.legend[name][0] for name in names), "best baseline / ours"]
@@ -218,10 +224,10 @@ class Figure:
         return "\n".join(lines)
 
     def section(self, report: Report, picture: str) -> str:
-        """The README's section between the marks."""
+        """Returns the Markdown of the generated section: heading, picture and table."""
         return f"{self.heading}\n\n![{self.alt}]({picture})\n\n{self.table(report)}"
 
     def write(self, report: Report, picture: Path) -> None:
-        """Puts the section into the README."""
+        """Replaces the generated section in the README."""
         made = self.section(report, picture.resolve().relative_to(self.readme.parent).as_posix())
         self.readme.write_text(self.marks.replaced(self.readme.read_text(), made))

@@ -1,4 +1,4 @@
-"""The state of the machine during timing: clocks, throttle reasons, and a reference workload whose time reflects both."""
+"""The state of the machine during timing: GPU clocks, throttle reasons, and a reference workload whose time shows their effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GpuState:
     held_back: tuple[str, ...] = ()
 
 
-# Reads the state of a GPU in less than a millisecond; None if that fails.
+# A function that reads a GPU's state in less than a millisecond, and returns None if that fails.
 Monitor = Callable[[], GpuState | None]
 
 

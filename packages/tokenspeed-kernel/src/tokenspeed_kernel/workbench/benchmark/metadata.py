@@ -48,7 +48,7 @@ def write_result(file: Path | None, device: torch.device | str | None = None, *,
 
     Args:
         file: the JSON file.
-        device: see `collect_metadata`.
+        device: the measured device; `default_device` if not given.
         command: the command line that repeats the measurement; this process's command line if omitted.
         values: the measured values by name.
     """

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.timing import Timing
 
-# Limits beyond which a difference of a few percent is meaningless. A quiet GPU stays below a tenth of these.
+# Limits beyond which a difference of a few percent is meaningless. On a GPU without other work, the values stay below a tenth of
+# these limits.
 _SPREAD = 0.10
 _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05
@@ -20,7 +21,7 @@ _MACHINE = 0.03
 _SEPARATION = 4.0
 _MINORITY = 0.10
 _APART = 0.05
-# With fewer samples, no pattern is reported.
+# With fewer samples in a round (or in all rounds), no drift (or bimodality) is reported.
 _FEWEST = 12
 
 
@@ -32,7 +33,8 @@ class Noise:
         spread: difference between the 90th and the 10th percentile within a round; the median over rounds.
         drift: difference between the last and the first third of a round, signed; the median over rounds.
         between_rounds: difference between the slowest and the fastest round.
-        modes_apart: the distance between two groups of times that both occur in most rounds; 0 if there is only one group.
+        modes_apart: the distance between the means of two groups of times that both occur in most rounds; 0 if there is only one
+            group.
     """
 
     spread: float
@@ -42,7 +44,7 @@ class Noise:
 
 
 def noise_of(timing: Timing) -> Noise | None:
-    """Computes the noise of a measurement; None if no samples were kept."""
+    """Computes the `Noise` of a measurement from its kept samples; None if no samples were kept."""
     rounds = [of_one.samples_us for of_one in timing.rounds if len(of_one.samples_us) > 1]
     if not rounds or timing.median_us <= 0:
         return None
@@ -102,7 +104,8 @@ def _drift(samples: Sequence[float]) -> float:
 
 
 def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
-    """Splits all samples in two groups of least variance (Otsu, 1979), and returns the distance of the means; 0 if it is small.
+    """Splits all samples into two groups of least variance (Otsu, 1979), and returns the distance of the groups' means, relative
+    to the median; 0 if it is small.
 
     If each round falls into one group, the rounds differ but the times are not bimodal. The result is then 0.
     """
@@ -116,7 +119,7 @@ def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
         squares.append(squares[-1] + value * value)
 
     def spread(first: int, last: int) -> tuple[float, float]:
-        """Returns the mean and the sum of squared deviations of a range."""
+        """Returns the mean and the sum of squared deviations of the sorted samples from ``first`` to ``last`` (exclusive)."""
         count, total = last - first, sums[last] - sums[first]
         return total / count, max(squares[last] - squares[first] - total * total / count, 0.0)
 

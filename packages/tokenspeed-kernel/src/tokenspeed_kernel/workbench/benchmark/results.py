@@ -29,9 +29,9 @@ class Method:
     """How calls are timed.
 
     Attributes:
-        cache: see `measure`.
-        graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
-        copies: how many copies of the arguments calls cycle through, as far as they fit in a few GB.
+        cache: the caches' state before each call, see `measure`.
+            graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
+        copies: through how many copies of the arguments the calls cycle, as far as the copies fit in a few GB.
         budget_s: seconds of timing per row, over all rounds.
         rounds: rounds per row. Between two rounds of one row, all other rows are measured. Each round builds the arguments again.
             Seven is the smallest number of rounds with which `compare` can still decide if one round is spoilt.
@@ -62,15 +62,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one kernel on one case.
+    """The result of one kernel on one case of its operator.
 
     Attributes:
-        kernel, operator, case: names.
+        kernel, operator, case: names of the kernel, the operator and the case.
         status: ``"measured"``, or the status of the verification if the case was not timed.
-        reason: why it was not timed.
+        reason: why the kernel was not timed.
         timing: None if the kernel was not timed.
         tflops, gb_per_s: rates, computed from the operator's cost; None if the operator declares no cost.
-        solution: the backend.
+        solution: the kernel's backend.
         share: the fraction of the roofline that the kernel reaches; None without a cost or a roofline.
         launch: launch overhead; None on a CPU.
         warnings: why the measurement may be unreliable.
@@ -120,7 +120,14 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, the hardware and software, the device's roofline (None: not measured), and the timing method (None: an old file)."""
+    """A benchmark report.
+
+    Attributes:
+        metadata: the hardware and software.
+        rows: the results.
+        roofline: the device's roofline; None if it was not measured.
+        method: how calls were timed; None in a report of format 1.
+    """
 
     metadata: Metadata
     rows: tuple[Row, ...]
@@ -131,7 +138,7 @@ class Report:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     def write(self, file: Path) -> None:
-        """Writes a file atomically."""
+        """Writes the report to a JSON file, atomically."""
         replace_file(file, as_text(self.to_dict()))
 
 

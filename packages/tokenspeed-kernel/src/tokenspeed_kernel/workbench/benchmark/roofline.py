@@ -1,4 +1,4 @@
-"""The measured roofline of a device: the rates that kernels are compared with."""
+"""The measured roofline of a device: the peak rates with which kernels are compared."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ class Roofline:
 
     @property
     def memory_gb_per_s(self) -> float:
-        """The faster of copy and read: kernels do both."""
+        """The peak memory rate: the faster of copy and read, because kernels do both."""
         return max(self.copy_gb_per_s, self.read_gb_per_s)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The fraction of the roofline that a kernel reaches (1 is all), and the bound: ``"memory"`` or a dtype."""
+    """The fraction of the roofline that a kernel reaches (``part``; 1 is the roofline), and what bounds the kernel: ``"memory"``,
+    or the dtype whose peak arithmetic rate does.
+    """
 
     part: float
     bound: str
@@ -58,7 +60,7 @@ def share_of(cost: Cost, time_us: float, operands: Iterable[torch.dtype], roofli
         cost: the call's cost.
         time_us: the call's time in microseconds.
         operands: dtypes of the operands. The widest dtype with a known peak decides, because narrower operands are converted to it.
-            Packed formats are ignored, so the other operand decides.
+            Packed formats have no known peak, so with one packed operand the other operand's dtype decides.
         roofline: the device's roofline.
     """
     memory = Share(cost.bytes / time_us / 1e3 / roofline.memory_gb_per_s, "memory")
@@ -83,7 +85,7 @@ def measure_roofline(device: torch.device | str) -> Roofline:
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """Returns the GB/s of a copy and of a sum."""
+    """Measures the memory rates of a copy and of a sum, in GB/s."""
     source = torch.ones(_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device, budget_s=0.1).median_us
@@ -92,7 +94,7 @@ def _memory(device: torch.device) -> tuple[float, float]:
 
 
 def _matmuls(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yields the TFLOP/s of GEMMs by operand dtype."""
+    """Measures GEMMs, and yields each operand dtype's name and its rate in TFLOP/s."""
 
     def rate(product: Call) -> float:
         return 2 * _MATRIX**3 / measure(product, device, budget_s=0.1).median_us / 1e6

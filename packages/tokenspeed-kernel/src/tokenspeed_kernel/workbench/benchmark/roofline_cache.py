@@ -37,10 +37,10 @@ def cached_roofline(
     """Returns the result of `measure_roofline`, from the cache if possible. Without a cache directory, every call measures.
 
     Args:
-        device: a GPU.
+        device: the GPU to measure.
         remeasure: measure again and update the cache.
         directory: the cache directory; the user's if not given.
-        measured: the function that measures.
+        measured: the function that measures the roofline if the cache has no result.
 
     Warns:
         StorageWarning: the file is damaged. The damaged file is set aside and replaced.
@@ -65,7 +65,9 @@ def cached_roofline(
 
 
 def kept_roofline(platform: PlatformInfo, directory: Path | None = None) -> Roofline | None:
-    """Returns the roofline in the cache for a device of this machine; None if none was measured, or if there is no device."""
+    """Returns the cached roofline of a device of this machine; None if none is cached, or if the machine does not have the
+    device.
+    """
     key = _key(platform)
     file = None if platform.is_cpu or platform.pretended or platform.emulated else _file(key, directory)
     return None if file is None else _read(file, key)
@@ -88,7 +90,7 @@ def _key(platform: PlatformInfo) -> dict[str, str]:
 
 
 def _read(file: Path, key: dict[str, str]) -> Roofline | None:
-    """Reads a file; None for a file that is absent, unreadable or damaged."""
+    """Reads a cached roofline for ``key`` from a file; None if the file is absent, unreadable or damaged."""
     try:
         table = json.loads(file.read_bytes())
         if (table["format"], table["key"]) != (_FORMAT, key):

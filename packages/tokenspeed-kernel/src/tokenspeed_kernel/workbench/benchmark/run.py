@@ -32,7 +32,7 @@ _COPIED_BYTES = 8 << 30
 _FEWEST, _MOST = 10, 1000
 # Enough to measure launch overhead.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
-# In a graph of this length, launching the graph takes a negligible part of the time. More calls would only take longer.
+# The length of a graph for which launching the graph takes a negligible part of the time. More calls would only take longer.
 _GRAPH_US = 5000.0
 
 Competitor = KernelSpec | Baseline
@@ -66,7 +66,7 @@ def bench_case(spec: Competitor, case: Case, device: torch.device | str | None =
 
 
 def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
-    """Times kernels on cases for which their results are correct. Returns one row each, in order.
+    """Times kernels on cases for which their results are correct. Returns a row for each kernel and case in ``runs``, in order.
 
     The timed function is the kernel that `Operator.bind` returns. It includes the allocation of outputs, but not dispatch.
 
@@ -96,7 +96,8 @@ def method_for(device: torch.device, **options: Any) -> Method:
 def run_rounds(
     measurements: Sequence[Measurement], begin: Callable[[str], None] = lambda step: None, after: Callable[[], None] = lambda: None
 ) -> None:
-    """Measures rows in rounds: every row once, then every row again, so that drift shows between a row's rounds.
+    """Measures report rows in rounds: every row once, then every row again, and so on. So a slow drift of the machine makes a
+    row's rounds differ, and is noticed.
 
     Args:
         measurements: the rows; all with one `Method`. `rows_of` converts them to rows, also between two steps.
@@ -114,7 +115,7 @@ def run_rounds(
 
 
 def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = None) -> list[Row]:
-    """Returns a row for each measurement that has started. ``roofline``: for the rows' fractions of peak."""
+    """Returns a report row for each measurement that has started. ``roofline``: the peak rates, for each row's fraction of peak."""
     measurements = [measurement for measurement in measurements if measurement.status]
     times = [time_us for measurement in measurements for time_us in measurement.reference_us]
     usual_us = statistics.median(times) if times else None
@@ -123,7 +124,7 @@ def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = Non
 
 @dataclass
 class Measurement:
-    """The state of a row's measurement."""
+    """The measurement of a report row, while it is in progress."""
 
     competitor: Competitor
     case: Case
@@ -139,7 +140,7 @@ class Measurement:
     launch: Launch | None = None
 
     def verify(self) -> None:
-        """Verifies the results. A kernel with wrong results is not timed."""
+        """Verifies the results of the kernel or baseline. With wrong results, it is not timed."""
         result: CaseResult
         if isinstance(self.competitor, Baseline):
             result = verify_baseline(self.competitor, self.case, self.device)
@@ -227,8 +228,10 @@ class Measurement:
             self.rounds.append(sample(calls, self.device, **options))
 
     def _expected_us(self, calls: list[Call]) -> float | None:
-        """Estimates a call's time in a world, whose ranks must all make the same number of calls. Outside a world None, which lets
-        `sample` estimate the time."""
+        """Estimates a call's time in a world, whose ranks must all make the same number of calls.
+
+        Returns None outside a world, where `sample` estimates the time itself.
+        """
         if worlds.current_size() == 1:
             return None
         few = sample(calls, self.device, budget_s=0.0, cache=self.method.cache, fewest=3, most=3, expected_us=1.0)
@@ -264,7 +267,7 @@ class Measurement:
 
 
 def _measure_as_rank(kernel: str, case_name: str, device: str, method: Method) -> dict[str, Any]:
-    """Measures in one rank of a world, and returns the attributes of the `Measurement`."""
+    """Measures a kernel as one rank of a world, and returns the attributes of the resulting `Measurement` by name."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == case_name)
     measurement = Measurement(spec, case, default_device() if device == "cuda" else torch.device(device), method, "measured")

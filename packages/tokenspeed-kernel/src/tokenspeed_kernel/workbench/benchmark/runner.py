@@ -43,7 +43,7 @@ from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.storage import replace_file
 
 Call = Callable[[], Any]
-# The output of a call to its relative error, in all and in the worst row.
+# A function from a call's output to two relative errors: over all elements, and of the worst row.
 Errors = Callable[[Any], tuple[float, float]]
 JsonRow = Mapping[str, Any]
 
@@ -60,7 +60,8 @@ _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with program
 
 
 class Shape(Protocol):
-    """The description of one call of an operator. Its name is unique. Tables and plots show calls by group."""
+    """A shape: the description of one call of an operator. Its name is unique. Tables and plots list shapes of equal ``group``
+    together."""
 
     @property
     def name(self) -> str: ...
@@ -72,7 +73,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One of this project's kernels, or a baseline, as measured by a program.
+    """One of this project's kernels, or a baseline, as a benchmark program measures it.
 
     Attributes:
         name: name of the implementation in tables.
@@ -100,7 +101,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest allowed errors: of all rows together, and of the worst row."""
+    """The largest allowed relative errors of a call's output: over all elements, and of the worst row."""
 
     error: float
     row_error: float
@@ -120,7 +121,7 @@ class Between:
     """The kernel that follows each call in a graph: an ordinary kernel, on 32 values of its own.
 
     Attributes:
-        us: the kernel's microseconds, including the gap between kernels; None if no kernel follows.
+        us: the time of this kernel, including the gap between kernels, in microseconds; None if no kernel follows.
     """
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
@@ -133,7 +134,7 @@ class Between:
         return functools.partial(torch.zeros(32, device=device).add_, 1.0)
 
     def after(self, call: Call) -> Call:
-        """The call, followed by this kernel."""
+        """Returns a function that makes the call, then launches this kernel."""
         if self.us is None:
             return call
 
@@ -169,7 +170,10 @@ class Measurement:
             self.status, self.reason = failure or (self.status, self.reason)
 
     def check(self, make: Callable[[], Call], errors_of: Errors, limits: Limits) -> None:
-        """Compares a call's result with the reference: its error, and the worst row's. Over several checks the largest are kept."""
+        """Makes a call and compares its output with the reference. Keeps the largest errors over several checks.
+
+        If an error exceeds its limit, the measurement is marked as failed.
+        """
         start = time.perf_counter()
         result = make()()
         if torch.cuda.is_available():
@@ -184,7 +188,7 @@ class Measurement:
             self.status, self.reason = "failed", f"relative error {self.row_error:.2g} of the worst row is above {limits.row_error}"
 
     def time(self, task: Task, device: torch.device, between: Between, monitor: Monitor | None, effort: Effort) -> None:
-        """One round. The monitor samples the device meanwhile."""
+        """Times one round of calls. The monitor reads the device's state meanwhile."""
         fewest, budget_s = effort.fewest, effort.budget_s
         if not self.rounds:
             self.calls = task.calls(self.implementation)
@@ -203,12 +207,14 @@ class Measurement:
         self.rounds.append(self.timed(task.in_graph, device, between, **options))
 
     def timed(self, in_graph: int, device: torch.device, between: Between, **options: Any) -> list[float]:
-        """Microseconds of a call in graphs of ``in_graph`` calls, without the kernel between them."""
+        """Returns a call's times in microseconds, measured in graphs of ``in_graph`` calls. The time of the kernel between calls is
+        subtracted.
+        """
         several = [between.after(self.calls[index % len(self.calls)]) for index in range(in_graph)]
         return [time_us - (between.us or 0.0) for time_us in sample_graph(several, device, **options)]
 
     def row(self, cost: Cost) -> dict[str, Any]:
-        """A `Row` of the workbench's reports, with additional values.
+        """Returns a `Row` of the workbench's reports as a dict, with additional values.
 
         ``first_ms`` is the time of the first call, which may include compiling a kernel or loading it from a cache.
         """
@@ -228,26 +234,28 @@ class Measurement:
 
 
 def with_times(row: Row, rounds: Sequence[Sequence[float]], cost: Cost) -> Row:
-    """The row, completed with the median and spread of its rounds, and with the rates for this cost."""
+    """Returns the row with the median and spread of its rounds, and with the rates that follow from the call's cost."""
     timing = Timing.of(rounds).without_samples()
     tflops, gb_per_s = cost.flops / timing.median_us / 1e6, cost.bytes / timing.median_us / 1e3
     return dataclasses.replace(row, timing=timing, tflops=tflops, gb_per_s=gb_per_s)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of the expected values; infinite if there is a NaN."""
+    """Returns the norm of ``got - expected``, divided by the norm of ``expected``; infinite if there is a NaN."""
     error = float((got.float() - expected).norm() / expected.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def worst_row_error(got: Tensor, expected: Tensor) -> float:
-    """The largest `relative_error` of any row along the last axis. An average would hide one wrong row among many correct rows."""
+    """Returns the largest `relative_error` of any row along the last axis. An average would hide one wrong row among many correct
+    rows.
+    """
     errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
 
 
 def errors_against(expected: Tensor) -> Errors:
-    """Both errors of a result: relative_error over all elements, and the worst row's."""
+    """Returns a function that computes both errors of an output: `relative_error` over all elements, and `worst_row_error`."""
     return lambda got: (relative_error(got, expected), worst_row_error(got, expected))
 
 
@@ -256,12 +264,12 @@ class Task:
     """Describes the measurements at one shape.
 
     Attributes:
-        cost: for the rates.
+        cost: the cost of a call, from which rates are computed.
         checks: the checks of an implementation before it is timed: a function that makes the call, the errors of the call's output,
             and their limits.
-        calls: makes an implementation's calls, each on its own inputs.
-        in_graph: calls in a graph.
-        more: further values of an implementation's row, measured after all rounds.
+        calls: makes an implementation's calls, each on its own copy of the inputs.
+        in_graph: the number of calls in a graph.
+        more: returns further values of an implementation's row, measured after all rounds.
     """
 
     shape: Shape
@@ -273,7 +281,9 @@ class Task:
 
 
 def in_graph_of(least_us: float, copies: int = 1) -> int:
-    """The number of calls in a graph, given a lower bound of a call's time; at least one for each copy of the inputs."""
+    """Returns the number of calls in a graph, given a lower bound of a call's time; at least one call for each copy of the
+    inputs.
+    """
     return max(copies, min(IN_GRAPH, math.ceil(GRAPH_US / least_us)))
 
 
@@ -281,7 +291,7 @@ def in_graph_of(least_us: float, copies: int = 1) -> int:
 
 
 def values_of(rows: Iterable[JsonRow], name: str = "") -> Times:
-    """A value of the rows (by default the median time in microseconds), by shape and implementation."""
+    """Returns the value ``name`` of the rows (by default the median time in microseconds), by shape and implementation."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         value = row[name] if name else row["timing"] and row["timing"]["median_us"]
@@ -291,12 +301,14 @@ def values_of(rows: Iterable[JsonRow], name: str = "") -> Times:
 
 
 def absent_of(rows: Iterable[JsonRow]) -> dict[str, str]:
-    """Implementations that are not installed, and the reason."""
+    """Returns the implementations that are not installed, each with the reason."""
     return {row["kernel"]: row["reason"] for row in rows if row["status"] == "absent"}
 
 
 def lost(device: torch.device) -> str:
-    """Why the process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
+    """Returns why the process cannot measure any more, because a kernel has broken it; empty if it can. Frees cached device
+    memory.
+    """
     if device.type != "cuda":
         return ""
     try:
@@ -308,7 +320,9 @@ def lost(device: torch.device) -> str:
 
 
 def metadata_of(given: argparse.Namespace, command: str, device: torch.device) -> Any:
-    """The metadata of a report. ``--commit`` replaces the commit of a copy without its own checkout."""
+    """Returns the metadata of a report. The option ``--commit`` replaces the commit, for code that is a copy without a checkout
+    of its own.
+    """
     metadata = collect_metadata(command, device)
     return dataclasses.replace(metadata, git_commit=given.commit) if given.commit else metadata
 
@@ -318,24 +332,24 @@ def metadata_of(given: argparse.Namespace, command: str, device: torch.device) -
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a program declares.
+    """The declaration of a benchmark program.
 
     Attributes:
-        file: the program's file; the report and the plot stand beside it.
-        description: its help text.
-        shapes: all of them, in the order of the report.
-        implementations: all implementations for the given options; this project's come first.
-        tasks: the tasks of some shapes for some implementations, in the order of measurement.
-        bars: the bars.
-        judged: further bars and their outcomes, from the rows.
-        rate: the text of a row's rate.
-        figure: the plot and the table.
-        about: describes a shape in its line of output, from any of the shape's rows.
-        copies: the number of copies of the inputs, for the report.
-        options: function that adds the program's own command-line options.
-        chosen: whether options select a shape.
-        between: the kernel between calls.
-        between_is: a description of the kernel between calls, unless it is the small one.
+        file: the program's file; the report and the plot are beside it.
+        description: the program's help text.
+        shapes: all shapes, in the order of the report.
+        implementations: returns all implementations for the given options; this project's come first.
+        tasks: yields the tasks of the given shapes and implementations, in the order of measurement.
+        bars: the acceptance bars.
+        judged: returns the outcomes of further bars, computed from the rows.
+        rate: returns the text of a row's rate.
+        figure: the plot and the table of a report.
+        about: returns a description of a shape for its line of output, from any of the shape's rows.
+        copies: the number of copies of the inputs that the report states.
+        options: adds the program's own command-line options.
+        chosen: returns whether the options select a shape.
+        between: the class of the kernel between calls.
+        between_is: a description of the kernel between calls, if it is not the usual small one.
     """
 
     file: str
@@ -357,7 +371,7 @@ class Benchmark:
     # -- measuring ---------------------------------------------------------------------------------------------------------------
 
     def measure(self, task: Task, who: Iterable[Implementation], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
-        """Measures implementations at one shape, in alternating rounds. Returns their rows."""
+        """Measures implementations at one shape, in alternating rounds. Returns a report row per implementation."""
         measurements = [Measurement(each, task.shape) for each in who]
         for each in measurements:
             for check in task.checks(each.implementation):
@@ -379,7 +393,7 @@ class Benchmark:
         report: Report,
         output: Path | None = None,
     ) -> dict[str, Any]:
-        """Measures all shapes, and prints a line for each. Returns the document.
+        """Measures the shapes, and prints a line for each. Returns the report's document, see `document`.
 
         The document is written after each shape, so that an interrupted run keeps its results. Measuring stops once a kernel has
         broken the process.
@@ -401,14 +415,16 @@ class Benchmark:
         return made
 
     def judge(self, rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-        """The outcome of every bar."""
+        """Returns the outcome of every acceptance bar."""
         times, absent = values_of(rows), {*absent_of(rows)}
         return [*(bar.judged(times, absent) for bar in self.bars), *self.judged(rows)]
 
     def document(
         self, rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
     ) -> dict[str, Any]:
-        """The document to write: a report that `load_report` reads, with additional values. Rows have the shapes' order."""
+        """Returns the JSON document to write: a report that `load_report` reads, with additional values. Rows are in the shapes'
+        order.
+        """
         places, made = {shape.name: place for place, shape in enumerate(self.shapes)}, report.to_dict()
         absent = absent_of(rows)
         return {
@@ -423,7 +439,7 @@ class Benchmark:
     # -- printing ----------------------------------------------------------------------------------------------------------------
 
     def line(self, rows: Sequence[JsonRow]) -> str:
-        """One line for a shape: microseconds, rate and error of each implementation, or its failure."""
+        """Returns a line of output for a shape: each implementation's time in microseconds, rate and error, or its failure."""
         said = []
         for row in rows:
             error = row["relative_error"]
@@ -438,7 +454,7 @@ class Benchmark:
 
     @staticmethod
     def table(rows: Sequence[JsonRow]) -> str:
-        """Returns the microseconds, a line per shape, to print at the end."""
+        """Returns a text table of times in microseconds, with a line per shape, to print at the end."""
         names = list(dict.fromkeys(row["kernel"] for row in rows))
         lines = [f"{'us':44}" + "".join(f"{name[:14]:>15}" for name in names)]
         for shape, found in itertools.groupby(rows, lambda row: row["case"]):
@@ -448,7 +464,7 @@ class Benchmark:
         return "\n".join(lines)
 
     def outcome(self, made: Mapping[str, Any]) -> str:
-        """The failures, the absent implementations, the bars, and the table."""
+        """Returns the text to print at the end: failures, absent implementations, acceptance bars, and the table of times."""
         failed = {row["kernel"]: row for row in made["rows"] if row["status"] in ("error", "failed", "skipped")}
         lines = [f"{row['status']}: {name} at {row['case']}: {row['reason']}" for name, row in failed.items()]
         lines += [f"absent: {name}: {reason}" for name, reason in made["absent"].items()]
@@ -507,7 +523,7 @@ class Benchmark:
         return Effort(0 if given.check else rounds, fewest, budget_s, given.back_to_back)
 
     def empty_report(self, given: argparse.Namespace, effort: Effort, words: Sequence[str], device: torch.device) -> Report:
-        """A report without rows. ``words``: the command line, the program first."""
+        """Returns a report without rows. ``words``: the command line, which begins with the program."""
         method = Method("cold", IN_GRAPH, self.copies, effort.budget_s * effort.rounds, effort.rounds)
         metadata = metadata_of(given, shlex.join([Path(sys.executable).name, *words]), device)
         return Report(metadata, (), None if given.quick or given.check else measure_roofline(device), method)

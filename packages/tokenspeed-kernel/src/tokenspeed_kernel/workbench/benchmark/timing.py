@@ -23,13 +23,13 @@ _FLUSHED_BYTES = 512 << 20
 # With warm caches no buffer is overwritten. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# The most samples that a round keeps, evenly spaced. The median of these samples is the median of all samples.
+# A round keeps at most this many samples, evenly spaced. The median of these samples is the median of all samples.
 _KEPT = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """Consecutive calls.
+    """Consecutive timed calls.
 
     Attributes:
         median_us: the median time of all calls, in microseconds.
@@ -53,19 +53,19 @@ class Timing:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> Timing:
-        """Summarises the times of one or more rounds, in microseconds; no round may be empty."""
+        """Summarises the times of one or more rounds of calls, in microseconds. No round may be empty."""
         kept = tuple(Round(_five_digits(statistics.median(of_one)), _thinned(of_one)) for of_one in rounds)
         return cls._of([time_us for of_one in rounds for time_us in of_one], kept)
 
     @classmethod
     def joined(cls, first: Timing, second: Timing) -> Timing:
-        """Merges the rounds of both. Median and percentiles are computed from the kept samples."""
+        """Merges the rounds of two timings. Median and percentiles are computed from the kept samples of both timings."""
         kept = (*first.rounds, *second.rounds)
         made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
         return replace(made, repeats=first.repeats + second.repeats)
 
     def without_samples(self) -> Timing:
-        """The median and spread of all calls, and each round's median."""
+        """Returns the timing without its samples: median and percentiles of all calls, and each round's median."""
         return replace(self, rounds=tuple(Round(of_one.median_us) for of_one in self.rounds))
 
     @classmethod
@@ -80,7 +80,7 @@ def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 def _five_digits(value: float) -> float:
-    """Rounds to five significant digits: more would be noise, and would enlarge reports."""
+    """Rounds a time to five significant digits: more would be noise, and would enlarge reports."""
     return float(f"{value:.5g}")
 
 
@@ -127,7 +127,7 @@ def measure_graph(
             microseconds, is spread over them.
         device: a GPU.
         budget_s: seconds of timing, without warm-up and capture; the graph runs at least 10 and at most 1000 times.
-        cache: see `measure`.
+        cache: ``"cold"`` or ``"warm"``, see `measure`.
 
     Returns:
         The average time of one call.
@@ -174,8 +174,10 @@ def sample(
 
 
 def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: float | None = None, **options: Any) -> list[float]:
-    """Returns the times that `measure_graph` summarises, in microseconds per call, in order. ``expected_us``: per call; see
-    `sample`."""
+    """Returns the times that `measure_graph` summarises, in microseconds per call, in order.
+
+    ``expected_us``: the expected time of one call, see `sample`.
+    """
     if device.type != "cuda" or not calls:
         raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {device}")
     replay = captured(calls, device)
@@ -268,7 +270,9 @@ def _gpu_times(
 
 
 def _before_each(device: torch.device, cache: Cache) -> Call:
-    """Returns a call that keeps the device busy while the host queues the next call."""
+    """Returns a function to call before each timed call. It keeps the device busy while the host queues that call, and evicts the
+    caches if they are to be cold.
+    """
     if cache == "warm":
         return functools.partial(torch.cuda._sleep, _SPUN_CYCLES)
     return torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device).zero_

@@ -140,7 +140,8 @@ def _runs(
     large: bool,
     captured: Path | None,
 ) -> list[tuple[Competitor, Case]]:
-    """Returns the kernels of these backends (all kernels, if no backend is named) and the baselines, each with its cases.
+    """Returns pairs of a kernel or baseline and a case: the kernels of the named backends (of all, if none is named) and the
+    baselines, each with its cases.
 
     With baselines or several backends, the order is by case, so that rows to be compared are measured one after the other.
     """
@@ -168,7 +169,9 @@ def _roofline(where: torch.device, no_cache: bool, remeasure: bool) -> Roofline 
 
 
 def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
-    """Returns the report to append to: with --append the report in ``output`` if this file exists, else the empty report."""
+    """Returns the report to which results are appended: with --append the one in file ``output``, if it exists; else an empty
+    report.
+    """
     if not append:
         return empty
     if output is None:
@@ -186,7 +189,9 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 def _measured(
     runs: Sequence[tuple[Competitor, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures the runs. The results are written to ``output`` periodically, so that a failure loses little."""
+    """Measures each kernel or baseline on its case. The results are written to ``output`` periodically, so that a failure loses
+    little.
+    """
     method = empty.method
     assert method is not None
     measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]

@@ -12,7 +12,7 @@ DIFFERENCE_COLUMNS = ["kernel", "case", "verdict", "A us", "B us", "B / A", "int
 
 
 def row_cells(row: Row) -> list[str]:
-    """Returns the cells for `ROW_COLUMNS`."""
+    """Returns a report row's cells for the columns `ROW_COLUMNS`."""
     if row.timing is None:
         return [row.kernel, row.case, row.status, *[""] * 7, row.reason]
     timing = row.timing
@@ -33,7 +33,7 @@ def _launch(row: Row) -> str:
 
 
 def machine_lines(report: Report) -> list[str]:
-    """Describes the device and its roofline."""
+    """Returns lines of text that describe a report's device and its roofline."""
     lines = []
     if report.roofline is not None:
         roofline = report.roofline
@@ -52,7 +52,7 @@ def machine_lines(report: Report) -> list[str]:
 
 
 def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows: one row per case, one column per backend with its fastest kernel's median.
+    """Returns a table's columns and rows: one row per case, and one column per backend with the median time of its fastest kernel.
 
     All backends but the first also show their time relative to the first backend's: 0.5 is half the time. A ``~`` means that the
     rounds show no significant difference. A case for which no backend is eligible is left out.
@@ -71,8 +71,9 @@ def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[st
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
-    """Returns the fastest measured row. If no row was measured, returns a row with the reason: a failed row rather than a skipped
-    one."""
+    """Returns the fastest measured row. If no row was measured, returns a failed row if there is one, else a skipped row, which
+    states the reason.
+    """
     timed = [(row.timing.median_us, index) for index, row in enumerate(rows) if row.timing is not None]
     if timed:
         return rows[min(timed)[1]]
@@ -97,7 +98,9 @@ def _beside(row: Row | None, first: Row | None) -> str:
 
 
 def difference_cells(comparison: Comparison) -> list[list[str]]:
-    """Returns the cells for `DIFFERENCE_COLUMNS`: broken rows first, then by verdict, the largest change first."""
+    """Returns a comparison's cells for the columns `DIFFERENCE_COLUMNS`: broken rows first, then by verdict, the largest change
+    first.
+    """
     order = [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME, Verdict.UNCLEAR]
     cells = [[row.kernel, row.case, row.status, "", "", "", "", row.reason] for row in comparison.broken]
     for found in sorted(comparison.differences, key=lambda d: (order.index(d.verdict), -max(d.ratio.value, 1 / d.ratio.value))):
@@ -112,7 +115,7 @@ def _ratio_cells(ratio: Ratio) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Summarises a comparison as text."""
+    """Returns lines of text that summarise a comparison of two reports."""
     counts = [(len(comparison.broken), "broken"), *((comparison.count(verdict), verdict.value) for verdict in Verdict)]
     said = ", ".join(f"{count} {what}" for count, what in counts if count) or "no row is in both"
     lines = [f"{said}; by {comparison.threshold:.3g} and more, at {comparison.confidence:.3g} confidence"]

@@ -87,7 +87,7 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """Returns the device with this name; None for None. "gpu" means PyTorch's "cuda", which is also ROCm's name.
+    """Returns the device with this name, or None for no name. "gpu" means PyTorch's "cuda", which is also ROCm's name.
 
     If this machine does not have the device, the command ends.
     """

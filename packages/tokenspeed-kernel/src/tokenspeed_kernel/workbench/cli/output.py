@@ -39,7 +39,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints rows under headings. In a pipe each row is one line, without truncation."""
+    """Prints a table: rows under column headings. In a pipe each row is one line, without truncation."""
     listed = [tuple(" ".join(cell.split()) for cell in row) for row in rows]
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(columns, *listed, strict=True)]
@@ -108,7 +108,7 @@ def unknown(what: str, name: str, known: Iterable[str], many: str = "") -> NoRet
         what: the kind of name.
         name: the unknown name.
         known: the known names; up to eight are printed.
-        many: where more than eight known names are listed.
+        many: a hint where to find the known names, printed instead of them if there are more than eight.
     """
     names = list(known)
     apart = "; " if any("," in each for each in names) else ", "

@@ -1,4 +1,4 @@
-"""``pack``: makes kernel packs, and says what a pack has and lacks."""
+"""``pack``: makes kernel packs, and shows which compiled programs a pack has and lacks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _jobs(given: int | None) -> int:
 
 
 def _followed(source: Source, outcomes: Iterator[Outcome], what: str) -> list[Outcome]:
-    """All outcomes, with a progress bar."""
+    """Returns all outcomes of the calls of ``source``, and shows a progress bar until the last arrives."""
     done = []
     try:
         with progress(len(source.calls()), what) as begin:

@@ -71,14 +71,16 @@ def _sorted(found: list[CallTime], by: str | None) -> list[CallTime]:
 
 
 def _device_us(each: CallTime) -> float | None:
-    """Extrapolates the device time of all calls of a kind from the calls that were timed on the device. Returns None if no call was
-    timed there."""
+    """Returns the device time of all calls of a kind, extrapolated from the calls that were timed on the device; None if none was
+    timed there.
+    """
     return each.device.total_us / each.device.count * each.host.count if each.device.count else None
 
 
 def _fractions(found: Sequence[CallTime]) -> list[float | None]:
-    """Returns each kind's fraction of the total time: of the device time if any call was timed on the device, else of the host
-    time."""
+    """Returns the fraction of the total time that the calls of each kind take: of the device time if any call was timed on the
+    device, else of the host time.
+    """
     on_device = [_device_us(each) for each in found]
     if not any(on_device):
         on_device = [each.host.total_us for each in found]

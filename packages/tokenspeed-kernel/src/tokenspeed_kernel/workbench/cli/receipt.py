@@ -1,4 +1,4 @@
-"""``receipt``: shows which kernel serves which call, and what differs between two receipts."""
+"""``receipt``: shows which kernel runs for which call, and the differences between two receipts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def receipt(
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """A model's dtype by its name."""
+    """Returns the dtype with this name. If it is not one of the dtypes that models may have, the command ends."""
     if name not in _DTYPES:
         unknown("dtype", name, _DTYPES)
     found: torch.dtype = getattr(torch, name)

@@ -1,4 +1,4 @@
-"""``report``: renders benchmark reports as one page."""
+"""``report``: renders benchmark reports as one HTML page."""
 
 from __future__ import annotations
 

@@ -86,12 +86,12 @@ def ops(name: str | None, as_json: bool) -> None:
 
 
 def purpose(op: Operator[Any, Any]) -> str:
-    """Returns the first line of an operator's docstring."""
+    """Returns an operator's purpose: the first line of its docstring."""
     return inspect.cleandoc(op.body.__doc__ or "").partition("\n")[0]
 
 
 def _plain_purpose(op: Operator[Any, Any]) -> str:
-    """Returns `purpose` without backticks."""
+    """Returns an operator's `purpose` without backticks, for plain text."""
     return purpose(op).replace("`", "")
 
 
@@ -174,7 +174,7 @@ def explain(
 
 
 def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
-    """Returns the cases to start from: the case with this name, or all small cases, the typical ones first."""
+    """Returns the operator's cases to start from: the case with this name, or all small cases, the typical ones first."""
     if name is None:
         return typical_cases(op) or fail(f"{op} has no small case: name one with --case")
     cases = op.all_cases()
@@ -183,17 +183,18 @@ def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
 
 
 def _request(op: Operator[Any, Any], case: Case) -> Request:
-    """Returns the request of a case."""
+    """Returns the selection request of a case's call."""
     return _request_and_arguments(op, case)[0]
 
 
 def _request_and_arguments(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """Returns the request of a case, and the case's arguments. The arguments of a large case are fake tensors if possible."""
+    """Returns the selection request of a case's call, and the call's arguments. Tensors of a large case are fake if possible."""
     return (request_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:
-    """Returns a case with the wanted traits and operands, made by changing the recipe of the first starting case that allows this.
+    """Returns a case with the traits and operand dtypes that ``changes`` name. The case is made by changing the recipe of the first
+    starting case that allows this.
 
     A recipe draws all arguments of a call, so its formats, sizes and traits stay consistent.
     """
@@ -210,7 +211,7 @@ def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[st
 
 
 def _possible_request(op: Operator[Any, Any], case: Case) -> Request | None:
-    """Returns the request of a case; None if the operator rejects the case."""
+    """Returns the selection request of a case's call; None if the operator rejects the call."""
     try:
         return _request(op, case)
     except Exception:  # a recipe may raise anything for inconsistent values
@@ -218,7 +219,7 @@ def _possible_request(op: Operator[Any, Any], case: Case) -> Request | None:
 
 
 def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
-    """Parses a change: a trait and its value, or an operand and its dtype."""
+    """Parses a change on the command line, ``name=value``: a trait and its value, or an operand and its dtype."""
     name, equals, text = change.partition("=")
     if not equals or not text:
         fail(f"a change is written trait=value or role=dtype, got {change!r}")
@@ -284,7 +285,9 @@ _FEW = 3
 
 
 def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> None:
-    """Prints the request, then the rejected kernels by reason, then the eligible kernels. The last line is the selected kernel."""
+    """Prints the selection request, then the rejected kernels by reason, then the eligible kernels, of which the last is
+    selected.
+    """
     request = explanation.request
     facts = {
         "case": case,
@@ -323,7 +326,7 @@ def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> 
 
 
 def _counted(reason: str, kernels: int) -> str:
-    """Returns a reason for rejection; for several kernels, a sentence with their number.
+    """Returns the reason for which kernels are rejected; for several kernels, as a sentence with their number.
 
     >>> _counted("needs an AMD device", 28)
     '28 kernels need an AMD device'

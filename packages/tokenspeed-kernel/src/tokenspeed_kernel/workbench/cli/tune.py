@@ -62,7 +62,9 @@ def tune(
 
 
 def _kernels(wanted: Sequence[str], operators: set[str]) -> set[str]:
-    """Returns the kernels that implement the tuned operators and that ``wanted`` names, by the kernel's or the operator's name."""
+    """Returns the names of the kernels to tune: kernels of the tuned ``operators`` that ``wanted`` names, by the kernel's or the
+    operator's name.
+    """
     found: set[str] = set()
     for name in wanted:
         mine = {spec.name for spec in find_kernels(name) if spec.operator in operators}

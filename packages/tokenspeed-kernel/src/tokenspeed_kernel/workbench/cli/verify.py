@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
-# Failures of at most this many kernels are shrunk. If many kernels fail for one reason, a few examples show the reason.
+# The failing calls of at most this many kernels are shrunk. If many kernels fail for one reason, a few examples show the reason.
 _MOST_SHRUNK = 3
 
 
@@ -106,7 +106,9 @@ def _last_line(findings: Sequence[Finding]) -> None:
 def _compare(
     runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, repeat: int | None, seed: int, seconds: float
 ) -> tuple[list[CaseResult], list[Shrunk | None]]:
-    """Returns the result of each run, and for a few failed runs the smallest call that has the same fault."""
+    """Verifies each kernel of ``runs`` on its case. Returns the results, and for a few failed runs the smallest call with the same
+    fault.
+    """
     results: list[CaseResult] = []
     smallest: list[Shrunk | None] = []
     shrunk: set[str] = set()
@@ -124,7 +126,7 @@ def _compare(
 def _unreached(
     specs: Sequence[KernelSpec], results: Sequence[CaseResult], device: torch.device | None, large: bool
 ) -> list[CaseResult]:
-    """Returns results for the kernels that no case reached."""
+    """Returns a failed result for each kernel that no case reached."""
     platform = platform_of(default_device() if device is None else device)
     told = (unreached(s, [r for r in results if r.kernel == s.name], platform, large=large) for s in specs)
     return [each for each in told if each is not None]
@@ -140,7 +142,7 @@ def _show_results(findings: Sequence[Finding], *, fold: bool) -> None:
 
 
 def _explained(finding: Finding) -> Iterator[str]:
-    """Yields all details of a failure, line by line."""
+    """Yields all details of a failed finding, line by line."""
     (result,) = finding.results
     yield f"{result.kernel}, {result.case}:"
     if not result.comparisons and not result.traceback:
@@ -161,7 +163,7 @@ def _smallest(shrunk: Shrunk) -> Iterator[str]:
 
 
 def describe_comparison(comparison: Comparison) -> Iterator[str]:
-    """Yields the details of a failed comparison, line by line."""
+    """Yields the details of an output's failed comparison with the reference, line by line."""
     yield f"{comparison.name}: {comparison.fault}"
     yield (
         f"  max abs {comparison.max_abs_error:.3g}, relative Frobenius {comparison.relative_error:.3g}, "
@@ -181,7 +183,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
 
 
 def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
-    """Returns one row per result. With ``fold``, all cases that a kernel skips because of the same gate share a row."""
+    """Returns one table row per result. With ``fold``, all cases for which the same gate rejects a kernel share a row."""
     rows: list[list[str]] = []
     skipped: dict[tuple[str, str], tuple[int, list[CaseResult]]] = {}
     for result in results:
@@ -239,7 +241,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _folded(rows: list[list[str]]) -> Iterator[list[str]]:
-    """Folds the rows of a kernel into one row if all its checks are skipped for the same reason, such as another platform."""
+    """Folds the table rows of a kernel into one row if all its checks are skipped for the same reason, such as another platform."""
     for kernel in dict.fromkeys(row[0] for row in rows):
         mine = [row for row in rows if row[0] == kernel]
         if len(mine) > 1 and len({(row[2], row[3]) for row in mine}) == 1 and mine[0][2] == Status.SKIPPED.value:

@@ -1,4 +1,4 @@
-"""``warmup``: compiles, ahead of time, the kernels that plugins would otherwise compile at the first call."""
+"""``warmup``: compiles plugins' kernels ahead of time, which would otherwise be compiled at their first call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The operator calls of one step of a model: a decode step or the prefill of one prompt.
 
 Large tensors are fake, because only their shapes count. Lengths and positions are real, because costs depend on their values. A
-runtime can combine steps in one operator. The calls here use the operators that combine most steps, as `tools/gpt_oss` in this
-repository does.
+runtime can use operators that fuse several operations. The calls here use the operators that fuse most operations, as
+`tools/gpt_oss` in this repository does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import cpu_platform
 
-# Sequences of decode steps and tokens of prefills, unless a caller names others.
+# Default sizes: the numbers of sequences of decode steps, and of prompt tokens of prefills.
 DECODE_SIZES = (1, 4, 16, 64, 256)
 PREFILL_SIZES = (128, 1024, 4096, 8192)
 _FP8, _BLOCK = torch.float8_e4m3fn, 128
@@ -29,7 +29,7 @@ _MX = 32
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass.
+    """One forward pass of a model: a decode step or a prefill.
 
     Attributes:
         phase: ``"decode"``: one new token for each of ``size`` sequences; ``"prefill"``: a prompt of ``size`` tokens.
@@ -55,18 +55,18 @@ class Step:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens in the cache after this step, for each sequence."""
+        """The number of tokens of each sequence that are in the cache after this step."""
         return [self.context] * self.size if self.decodes else [self.size]
 
 
 def steps_of(
     decode_sizes: Iterable[int] = DECODE_SIZES, prefill_sizes: Iterable[int] = PREFILL_SIZES, **options: Any
 ) -> list[Step]:
-    """A decode step of each number of sequences, then a prefill of each number of tokens.
+    """Returns a decode step for each number of sequences, then a prefill for each number of prompt tokens.
 
     Args:
-        decode_sizes, prefill_sizes: the sizes, in any order.
-        options: fields of all steps, see `Step`.
+        decode_sizes, prefill_sizes: the numbers of sequences and of prompt tokens, in any order.
+        options: further fields of every `Step`.
     """
     sizes = (("decode", decode_sizes), ("prefill", prefill_sizes))
     return [Step(phase, size, **options) for phase, some in sizes for size in sorted(set(some))]
@@ -74,12 +74,12 @@ def steps_of(
 
 @dataclass(frozen=True)
 class Call:
-    """An operator call of a step.
+    """An operator call that a model makes in a step.
 
     Attributes:
         operator: the operator's name, ``"mode"``.
         role: where the model makes the call: ``"router"``, ``"lm head"``...
-        times: number of such calls in a step.
+        times: how many times a step makes the call.
         arguments: the call's arguments by name. Large tensors are fake.
     """
 
@@ -90,7 +90,7 @@ class Call:
 
 
 def calls_of(model: Model, step: Step) -> list[Call]:
-    """Returns the calls of a step, in the order in which a layer makes them."""
+    """Returns the operator calls of a model's step, in the order in which a layer makes them."""
     return list(_Calls(model, step))
 
 
@@ -290,7 +290,8 @@ class _Calls:
     def _moe_apply(self, experts: Experts) -> dict[str, Any]:
         tokens, hidden, inner, count = self._tokens, self.model.hidden, experts.intermediate, experts.count
         operator = get_operator("moe_apply")
-        # The plan is made for the reference, which reads the canonical layout. Selection derives each kernel's own layout from it.
+        # The plan is made for the reference, which reads the canonical layout. Selection derives each kernel's own layout from
+        # the plan.
         plan = operator.function.plan(
             count,
             experts.top_k,
@@ -332,7 +333,7 @@ class _Calls:
 
 
 def _class_of(operator: str, parameter: str) -> Any:
-    """Returns the class that an operator declares for a parameter."""
+    """Returns the class that an operator declares for the object that it takes as a parameter."""
     return next(each.cls for each in get_operator(operator).parameters if each.name == parameter)
 
 

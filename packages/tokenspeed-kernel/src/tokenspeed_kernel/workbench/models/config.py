@@ -27,10 +27,10 @@ class Experts:
         count: number of experts per layer.
         top_k: number of experts per token.
         intermediate: intermediate size of an expert.
-        weight_format: see `MoEPlan`.
+        weight_format: the format of the experts' weights, see `MoEPlan`.
         options: further arguments of `moe_apply.plan`.
         routing: further arguments of `moe_topk`, except the correction bias.
-        router_bias, correction_bias: whether the router has this bias.
+        router_bias, correction_bias: whether the router has a bias of its logits, and a correction bias for the selection.
         shared: intermediate size of all shared experts together; 0 if there are none.
         dense_layers: number of leading layers without experts.
     """
@@ -95,8 +95,11 @@ class Model:
         return sum(self.windows.values())
 
     def on_rank(self, ranks: int) -> Model:
-        """Returns the model with the sizes of one rank under tensor parallelism. Raises ModelError if a size is not divisible by
-        ``ranks``."""
+        """Returns the model with the sizes of one rank under tensor parallelism.
+
+        Raises:
+            ModelError: a size is not divisible by ``ranks``.
+        """
         experts = self.experts
         if experts is not None:
             experts = replace(
@@ -121,7 +124,8 @@ def _share(name: str, size: int, ranks: int) -> int:
 
 
 def model_of(source: str | Path | Mapping[str, Any]) -> Model:
-    """Returns a model. The source is the name of a preset, the path of a config.json or its folder, or a config.json's contents.
+    """Returns the model that ``source`` describes: the name of a preset, the path of a config.json or of its folder, or a
+    config.json's contents.
 
     Raises:
         ModelError: the model is unknown or its configuration cannot be used.
@@ -198,7 +202,7 @@ _METHODS: Mapping[Any, tuple[str, ...]] = {
 
 
 def _windows(table: Mapping[str, Any], layers: int) -> Mapping[int, int]:
-    """Returns the number of layers for each ``window_left``.
+    """Returns, for each ``window_left`` of a model's attention layers, the number of layers with it; -1 is full attention.
 
     A configuration of GPT-OSS without layer types alternates windowed and full layers. Other configurations without layer types
     ignore the window unless ``use_sliding_window`` is set.

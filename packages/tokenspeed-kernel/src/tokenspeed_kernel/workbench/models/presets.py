@@ -1,4 +1,4 @@
-"""Configurations of published models: the fields of their config.json that determine operator calls."""
+"""Configurations of published models: the fields of their config.json that determine the models' operator calls."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
 # Elements per comparison step, in float64; a KV cache may have 10^9 elements.
 _CHUNK = 1 << 24
-# With fewer elements, the norm adds nothing to the elementwise comparison.
+# With fewer elements, comparing the error's norm adds nothing to the elementwise comparison.
 _FEWEST_FOR_NORM = 64
 # Number of worst elements to report.
 _SHOWN = 5
-# Upper ends of the histogram's buckets, in ulp: 0, 1, 2, 3-4, 5-8 and so on.
+# Upper ends of the buckets of the error histogram, in ulp: 0, 1, 2, 3-4, 5-8 and so on.
 _BUCKETS = (0, *(2**n for n in range(21)))
 
 
@@ -48,17 +48,18 @@ class Comparison:
 
     Attributes:
         name: name of the output, or of the argument that was written to.
-        fault: the error, described; empty if there is none.
-        max_abs_error: largest difference; inf if there is an unexpected NaN or infinity.
-        relative_error: Frobenius norm of the difference over that of the expected tensor; inf likewise.
+        fault: describes the error; empty if the output is correct.
+        max_abs_error: largest absolute difference; inf if there is an unexpected NaN or infinity.
+        relative_error: Frobenius norm of the difference over the norm of the expected tensor; inf if there is an unexpected NaN or
+            infinity.
         beyond: fraction of elements beyond the tolerance.
         worst: the element with the largest error relative to the element's tolerance; None if nothing differs.
         tolerance: the tolerance that was applied.
         cosine: cosine similarity over the elements that are finite in both tensors; 1 if there are no such elements.
         ulps: histogram of distances in ulp, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...); nonempty buckets only, and for
             floats only. ``"not finite"``: NaN or infinite in only one of the two.
-        several: the elements with the largest errors, the worst first; at most 5. If any element is beyond the tolerance, only such
-            elements.
+        several: at most 5 elements with the largest errors, the worst first. If any element is beyond the tolerance, only elements
+            beyond the tolerance.
         places: describes the locations of elements beyond the tolerance; empty if there are none.
         relation: describes a simple relation of the whole result to the expected result, such as a factor; empty if there is none.
     """
@@ -81,12 +82,12 @@ class Comparison:
         return not self.fault
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values. Numbers that JSON cannot represent become text."""
+        """Returns the comparison as plain values. Numbers that JSON cannot represent become text."""
         return {**plain_fields(self), "passed": self.passed, "ulps": dict(self.ulps)}
 
 
 def plain_fields(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass as JSON values, by name."""
+    """Returns the fields of a dataclass instance as JSON values, by name."""
     return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
@@ -116,7 +117,7 @@ def compare_results(
     tolerance: Tolerance | ToleranceOf,
     written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
 ) -> list[Comparison]:
-    """Like `compare`, for results of an operator's calls with these arguments, without padding rows.
+    """Like `compare`, for two results of an operator's call with these arguments. Padding rows are left out.
 
     If the operator can decode its outputs, decoded values are compared, unless the comparison is exact.
     """
@@ -129,7 +130,7 @@ def compare_results(
 
 
 def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], results: Any) -> Any:
-    """Returns the results of a call with these arguments, without padding rows."""
+    """Returns the results of an operator's call with these arguments, without the rows that only pad the batch."""
     listed = _outputs(results)
     if op.padded is None or listed is None or not all(isinstance(t, Tensor) and t.ndim for t in listed):
         return results
@@ -137,7 +138,7 @@ def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], result
 
 
 def decoded_outputs(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
-    """Decodes the outputs of a call with these arguments by the operator's hook ``decoded``."""
+    """Decodes the quantised outputs of a call with these arguments, by the operator's hook ``decoded``."""
     made = {**arguments, **dict.fromkeys(op.outs), **op.named(arguments, outputs)}
     return tuple(op.run_hook("decoded", made))
 
@@ -153,7 +154,7 @@ def compare(
     Args:
         got: the result under test, of any type.
         expected: the expected result.
-        tolerance: for all outputs, or a function of an output's dtype.
+        tolerance: the tolerance for all outputs, or a function that returns it for an output's dtype.
         written: the tensors that the call wrote to, by name, each with its expected value.
 
     Returns:
@@ -202,7 +203,7 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
     except for the payload of NaNs.
 
     Args:
-        name: the name in the result.
+        name: the tensor's name, for the comparison that is returned.
         got: the value under test, of any type.
         expected: the expected tensor.
         tolerance: the allowed difference.
@@ -240,14 +241,14 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
 
 
 def _alike(got: Any, expected: Tensor) -> bool:
-    """Whether a value is a tensor with the expected shape, dtype and device."""
+    """Whether a value is a tensor with the shape, dtype and device of the expected tensor."""
     said = expected.shape, expected.dtype, expected.device
     return isinstance(got, Tensor) and (got.shape, got.dtype, got.device) == said
 
 
 @dataclass
 class _Measured:
-    """Statistics that accumulate over chunks."""
+    """Statistics of a comparison of two tensors, which accumulate over chunks of elements."""
 
     beyond: int = 0
     strange: int = 0  # NaN or infinite in only one of the two
@@ -344,7 +345,7 @@ def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor
 
 
 def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
-    """Counts elements by their distance in ulp.
+    """Counts elements of two tensors by their distance in ulp.
 
     The last two counts are elements beyond the largest bucket, and ``strange`` elements, which are finite in only one of the two
     tensors. ``differing``: a mask of elements that are finite and differ.
@@ -362,7 +363,7 @@ def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tenso
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """Maps finite floats to int64 in the same order. Neighbours are one apart, and both zeros map to 0."""
+    """Maps finite floats to int64 in the same order. Neighbouring floats map to neighbouring integers, and both zeros to 0."""
     bits = _bits(tensor).long()
     if tensor.element_size() == 1:
         bits = torch.where(bits >= 128, bits - 256, bits)

@@ -1,7 +1,6 @@
-"""Derives smaller calls from a given call. Keeps only its first items, or reduces the size of an axis that several of its tensors
-have.
-
-The operator's ``check`` names the axes: a tensor that it checks against ``"tokens heads head_dim"`` has those axes.
+"""Derives smaller calls from an operator's call: keeps only the first items of its batch, or reduces the size of an axis that
+several of its tensors have. The operator's ``check`` names the axes: a tensor that it checks against ``"tokens heads head_dim"``
+has those axes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ROWS = "..."  # stands for any number of leading axes in a check
 
 
 class _Reader(Checker):
-    """Records the axis names that arguments are checked against."""
+    """A checker that also records the axis names against which each argument is checked."""
 
     def __init__(self, operator: str) -> None:
         super().__init__(operator)
@@ -49,7 +48,9 @@ class _Reader(Checker):
 
 
 def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns the axis names of a complete call's tensors, where the operator's check names them."""
+    """Returns the axis names of each tensor of a call, if the operator's check names them. ``arguments``: all arguments, with
+    defaults.
+    """
     reader = _Reader(op.mode)
     op.run_hook("check", arguments, reader)
     tensors = dict(tensor_arguments(op.parameters, arguments))
@@ -57,7 +58,8 @@ def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tupl
 
 
 def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: int) -> dict[str, Any]:
-    """Returns the call with a named size reduced to ``count`` in every tensor that has this size; the first elements are kept.
+    """Returns the arguments of a call with a named size reduced to ``count`` in every tensor that has it. The first elements are
+    kept.
 
     Raises:
         ValueError, TypeError: the operator rejects the smaller call, or no tensor has the size.
@@ -68,7 +70,7 @@ def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: 
 
 
 def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
-    """Returns the call for the first ``count`` items of its batch, and the number of output rows of these items.
+    """Returns the arguments of a call for the first ``count`` items of its batch, and the number of output rows of these items.
 
     The first size that the operator declares to vary counts the items (sequences, tokens). If no tensor has that size, the items
     are counted by the first axis of the first tensor.
@@ -81,14 +83,14 @@ def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -
         cut = _cut(op, arguments, sizes)
         check_with_values(op, cut)
     except (ValueError, TypeError):
-        # Scales of rows are checked separately from the tensors that they scale.
+        # The check does not name the axes of scales of rows, so cut also the tensors that it does not name.
         cut = _cut(op, arguments, sizes, others=True)
         check_with_values(op, cut)
     return cut, rows
 
 
 def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
-    """Returns the number of items of a call, counted as in `first_items`; 0 if it has none."""
+    """Returns the number of items of a call's batch, counted as in `first_items`; 0 if the call has no items."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     items = _item_size(op)
@@ -101,12 +103,12 @@ def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
 
 
 def _item_size(op: Operator[Any, Any]) -> str:
-    """Returns the size that counts items: the first size that the operator declares to vary."""
+    """Returns the name of the size that counts a batch's items: the first size that the operator declares to vary."""
     return op.varying[0] if op.varying else _ROWS
 
 
 def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, int], int]:
-    """Returns the sizes for the first ``count`` items, and these items' number of output rows."""
+    """Returns the reduced sizes, by name, of a call for the first ``count`` items, and the number of these items' output rows."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     if not axes:
@@ -159,7 +161,10 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
 
 
 class Narrowed:
-    """Draws a case's arguments, then narrows one size after another; the size ``items`` stands for the items of the batch."""
+    """A case's recipe that draws the arguments of ``base``, then narrows one size after another.
+
+    The size named ``items`` stands for the items of the batch.
+    """
 
     def __init__(self, op: Operator[Any, Any], base: Any, steps: Sequence[tuple[str, int]]) -> None:
         self.op, self.base, self.steps = op, base, tuple(steps)
@@ -175,7 +180,9 @@ class Narrowed:
 
 
 def narrowed(op: Operator[Any, Any], case: Case, **sizes: int) -> Case:
-    """Returns a case with some sizes reduced, in this order: ``narrowed(op, case, items=3, head_dim=8)``. ``items``: of the batch.
+    """Returns a case with the given sizes reduced, in this order: ``narrowed(op, case, items=3, head_dim=8)``.
+
+    ``items`` is the number of items of the batch.
 
     Example:
         >>> from tokenspeed_kernel_base.operator import get_operator

@@ -55,7 +55,7 @@ def describe_places(faulty: Tensor) -> str:
 
 
 def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
-    """Returns a slice of one axis that contains all indices. Returns its text, its length and its start."""
+    """Returns the smallest strided slice of one axis that contains all indices: its text, its length and its start."""
     first, last = indices[0], indices[-1]
     if len(indices) == 1:
         return (":", 1, 0) if size == 1 else (str(first), 1, first)

@@ -28,16 +28,16 @@ Change = dict[str, Any]
 
 
 def asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """Returns a case's request and its arguments, with tensors on the CPU."""
+    """Returns the selection request of a case's call, and the call's arguments, with tensors on the CPU."""
     arguments = op.complete(case.build("cpu"))
     check_types(op.mode, op.parameters, arguments)
     return op.request(arguments), arguments
 
 
 def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
-    """Like `asked`, with fake tensors, because a large case would take gigabytes.
+    """Like `asked`, but with fake tensors, because the tensors of a large case would take gigabytes.
 
-    Returns None if some arguments depend on the values of others, because values would have to be drawn.
+    Returns None if some arguments depend on the values of other arguments, which fake tensors do not have.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -49,7 +49,9 @@ def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request,
 
 
 def typical_cases(op: Operator[Any, Any]) -> list[Case]:
-    """Returns the small cases, ordered by similarity to the first large case, which has a model's sizes and options."""
+    """Returns an operator's small cases, ordered by similarity to its first large case, which has a real model's sizes and
+    options.
+    """
     cases = op.all_cases()
     small = [case for case in cases if not case.large]
     large = next((case.make for case in cases if case.large and isinstance(case.make, Recipe)), None)
@@ -64,7 +66,7 @@ def _same_maker(make: Any, other: Recipe) -> bool:
 
 
 def values_of(make: Any) -> dict[str, Any]:
-    """Returns the values of a recipe, defaults included; empty for any other function."""
+    """Returns the values from which a recipe draws its arguments, defaults included; empty for a function that is no recipe."""
     if not isinstance(make, Recipe):
         return {}
     parameters = inspect.signature(make.maker).parameters.values()
@@ -72,8 +74,9 @@ def values_of(make: Any) -> dict[str, Any]:
 
 
 def _likeness(values: Mapping[str, Any], model: Mapping[str, Any]) -> float:
-    """Scores similarity: equal values (for tuples the equal fraction), minus values given in only one of the two, minus 1 for empty
-    sizes."""
+    """Scores the similarity of a recipe's values to a model's: the number of equal values (for tuples the equal fraction), minus
+    the number of values given in only one of the two, minus 1 if a size is 0.
+    """
     shared = -float(any(isinstance(value, tuple) and 0 in value for value in values.values()))
     for name in values.keys() & model.keys():
         one, other = values[name], model[name]
@@ -87,13 +90,13 @@ def _likeness(values: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 def vary_towards(
     op: Operator[Any, Any], case: Case, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> tuple[Case, str]:
-    """Changes a case's recipe until its request has the wanted traits and dtypes.
+    """Changes a case's recipe until its selection request has the wanted traits and operand dtypes.
 
     Args:
         op: the operator.
         case: the case to start from.
         wanted: values of traits, and dtypes of operands, by name.
-        request_of: returns the request of a case; None for a case that the operator rejects.
+        request_of: returns the selection request of a case; None for a case that the operator rejects.
 
     Returns:
         The changed case, and an empty string; or the partially changed case, and the first name that could not be satisfied.
@@ -112,8 +115,10 @@ def vary_towards(
 def _nearest(
     op: Operator[Any, Any], case: Case, name: str, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> Case | None:
-    """Returns the case with the wanted values whose request otherwise changes least. If two values must change, returns the first
-    such case found.
+    """Returns a changed case whose selection request has the wanted values; None if there is none.
+
+    Cases that differ from the given case in one value of the recipe are tried first; of these, the one whose request otherwise
+    changes least is returned. Then cases that differ in two values are tried, and the first one found is returned.
     """
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:
@@ -139,7 +144,7 @@ def _elements(op: Operator[Any, Any], case: Case) -> int:
 
 
 def _difference(one: Request, other: Request) -> int:
-    """Counts the traits and formats in which two requests differ."""
+    """Counts the traits and operand formats in which two selection requests differ."""
     return len({*one.traits.items()} ^ {*other.traits.items()}) + len({*one.signature.roles} ^ {*other.signature.roles})
 
 
@@ -148,8 +153,8 @@ def _has(request: Request | None, wanted: Mapping[str, Any]) -> bool:
 
 
 def value_in(request: Request, name: str, like: Any) -> Any:
-    """Returns a request's value for a name. The value is an operand's dtype if ``like`` is a dtype, else a trait; None if the
-    request has no such value.
+    """Returns a selection request's value for a name: the dtype of the operand with this name if ``like`` is a dtype, else the
+    trait with this name. Returns None if the request has no such operand or trait.
     """
     if isinstance(like, torch.dtype):
         return next((fmt.storage_dtype for role, fmt in request.signature.roles if role == name), None)
@@ -157,14 +162,14 @@ def value_in(request: Request, name: str, like: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Compares for equality; a boolean never equals an integer."""
+    """Whether two trait values are equal. A boolean never equals an integer."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
 def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: str, value: Any) -> Iterator[Change]:
-    """Yields changes of a recipe that may give a trait (or an operand) the wanted value.
+    """Yields changes of a recipe's values that may give a trait (or an operand's dtype) the wanted value.
 
-    The changes set an option of that name, set or scale sizes to the value, or take values of other cases.
+    The changes set an option of that name, set or scale sizes to the value, or use values of the operator's other cases.
 
     Args:
         op: the operator.
@@ -206,14 +211,14 @@ def _sizes_towards(values: Mapping[str, Any], parameters: Mapping[str, Any], cur
 
 
 def _dtyped_options(op: Operator[Any, Any], parameters: Mapping[str, Any], spread: bool) -> set[str]:
-    """Returns the options that some case gives as a dtype."""
+    """Returns the names of the operator's options for which some case gives a dtype."""
     recipes = [case.make for case in op.all_cases() if isinstance(case.make, Recipe)]
     options = {n for recipe in recipes for n, v in recipe.values.items() if isinstance(v, torch.dtype) and n in op.names}
     return {name for name in options if spread or name in parameters}
 
 
 def _seen(op: Operator[Any, Any], recipe: Recipe, parameters: Mapping[str, Any], spread: bool) -> Iterator[Change]:
-    """Yields the options of the operator's other cases, each value once."""
+    """Yields changes that set an option to a value from any of the operator's cases. Each value is yielded once."""
     seen: dict[str, list[Any]] = {}
     for case in op.all_cases():
         for name, value in case.make.values.items() if isinstance(case.make, Recipe) else ():
@@ -229,7 +234,7 @@ def _seen(op: Operator[Any, Any], recipe: Recipe, parameters: Mapping[str, Any],
 
 
 def growth(recipe: Recipe, change: dict[str, Any]) -> float:
-    """Returns an upper bound of the factor by which a change multiplies a case's elements."""
+    """Returns an upper bound of the factor by which a change multiplies the number of elements of a case's tensors."""
     values = values_of(recipe)
     grown = 1.0
     for name, value in change.items():
@@ -239,7 +244,7 @@ def growth(recipe: Recipe, change: dict[str, Any]) -> float:
 
 
 def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
-    """Yields sizes with their previous values, or with 1 if there were none."""
+    """Yields pairs of a changed size and its previous value, or 1 if the size had no value."""
     if isinstance(value, (list, tuple)):
         then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
         for one, other in zip(value, then, strict=True):

@@ -29,11 +29,11 @@ _MOST_ELEMENTS = 12
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A smaller case with the same fault.
+    """The outcome of a search for the smallest case with the same fault.
 
     Attributes:
         case: the smallest case found; the given case if no smaller case was found.
-        result: its result.
+        result: the result of verifying the kernel on that case.
         tried: number of calls that the search ran.
         exhausted: whether nothing smaller is left to try; False if time ran out first.
         reproducer: source of a Python program that verifies the case and makes the call.
@@ -46,7 +46,7 @@ class Shrunk:
     reproducer: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the result of the search as plain values, for JSON."""
         told = {"tried": self.tried, "exhausted": self.exhausted, "reproducer": self.reproducer}
         return {"case": str(self.case.make), "reason": self.result.reason, **told}
 
@@ -61,7 +61,7 @@ def shrink(
     repeat: int | None = None,
     seconds: float = 20.0,
 ) -> Shrunk:
-    """Searches for the smallest case with the same fault: the same status, and a fault of the same kind.
+    """Searches for the smallest case on which a kernel fails in the same way: with the same status, and a fault of the same kind.
 
     The search is deterministic, except where it stops if time runs out.
 
@@ -94,7 +94,7 @@ class _Search:
         return time.monotonic() >= self.deadline
 
     def descend(self, case: Case) -> tuple[Case, CaseResult]:
-        """Replaces a case by ever smaller cases, until no variation of the last one fails in the same way."""
+        """Replaces a case by ever smaller cases that fail in the same way, until no variation of the last one does."""
         result, size = self.wanted, self._size(case)
         seen: set[str] = set()
         progress = size is not None
@@ -122,7 +122,9 @@ class _Search:
         return outcome.status is self.wanted.status and any(fault.kind in kinds for fault in outcome.faults)
 
     def _size(self, case: Case) -> tuple[int, int, int] | None:
-        """Returns the size of a case: elements, number of values, sum of magnitudes; None for a call that the operator rejects."""
+        """Returns the size of a case, for comparison: the number of its tensors' elements, the number of its recipe's values, and
+        the sum of these values' magnitudes. Returns None if the operator rejects the call.
+        """
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             check_with_values(self.op, arguments)
@@ -144,7 +146,7 @@ def _leaves(recipe: Recipe) -> Iterator[Any]:
 
 
 def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Case]:
-    """Yields simpler cases, the largest steps first. The operator may reject some cases."""
+    """Yields simpler variations of a case, the largest simplifications first. The operator may reject some of them."""
     if isinstance(case.make, Recipe) and any(type(value) is int for value in _leaves(case.make)):
         for recipe in _simpler(case.make, frozenset(op.names)):
             yield replace(case, make=recipe)
@@ -161,7 +163,8 @@ def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = 
 
 
 def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
-    """Yields variations of a recipe: all halved, fewer lengths, values left out, smaller numbers, two numbers smaller together.
+    """Yields simpler variations of a recipe: all numbers halved, fewer lengths, values left out, one smaller number, two smaller
+    numbers.
 
     ``options``: parameters of the operator. A number with the name of a parameter is a setting and may be 0. Other numbers are
     sizes of at least 1.
@@ -208,7 +211,9 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
 
 
 def _two_at_once(numbers: dict[str, int], lists: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
-    """Yields changes that reduce two values together: numbers that must divide or equal each other, or a number and a length."""
+    """Yields changes of a recipe that reduce two values together: numbers that must divide or equal each other, or a number and a
+    length.
+    """
     for (one, a), (other, b) in itertools.combinations(numbers.items(), 2):
         for pair in ((1, 1), (a // 2, b // 2), (a - 1, b - 1)):
             if pair[0] < a and pair[1] < b:
@@ -231,7 +236,7 @@ def _put(values: list[int], at: int, value: int) -> list[int]:
 
 
 def _smaller(number: int, least: int = 0) -> list[int]:
-    """Returns smaller numbers, the largest steps first."""
+    """Returns numbers to try instead of ``number``, all smaller and at least ``least``, the smallest first."""
     return list(dict.fromkeys(n for n in (0, 1, 2, number // 4, number // 2, number - 2, number - 1) if least <= n < number))
 
 

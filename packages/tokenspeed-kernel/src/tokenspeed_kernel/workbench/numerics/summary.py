@@ -11,9 +11,9 @@ _MOST, _REASON, _TRACEBACK = 3, 300, 1500  # reasons; characters of each, and of
 
 
 def summary(results: Iterable[CaseResult | Finding]) -> str:
-    """Returns how many results are wrong, the reasons of the first three, and the end of the first traceback; empty if none is.
+    """Returns a text: how many results are wrong, the reasons of the first three, and the end of the first traceback.
 
-    A few thousand characters at most, whatever went wrong.
+    The text is empty if no result is wrong. It has a few thousand characters at most, whatever went wrong.
     """
     every = [*results]
     wrong = [result for result in every if result.wrong]
@@ -37,7 +37,7 @@ def _shortened(reason: str) -> str:
 
 
 def assert_none_wrong(results: Iterable[CaseResult | Finding]) -> None:
-    """Raises an `AssertionError` with the `summary` if any result is wrong. Skipped ones are not."""
+    """Raises an `AssertionError` with the `summary` if any result is wrong. Skipped results are not wrong."""
     __tracebackhide__ = True  # makes pytest show the caller's line
     said = summary(results)
     if said:

@@ -22,9 +22,10 @@ from tokenspeed_kernel_base.signature import TensorFormat
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on an error: per element ``relative * |expected| + absolute * rms``, overall ``norm``; all 0 is exact.
+    """Bounds on the difference between a result and the expected tensor. If all three are 0, the bits must be equal.
 
-    The rms is that of the expected tensor or, if larger, that of the element's row (the tensor's last axis).
+    An element may differ by ``relative * |expected| + absolute * rms``. The relative Frobenius norm of the whole difference may
+    be at most ``norm``. The rms is that of the expected tensor or, if larger, that of the element's row (the tensor's last axis).
     """
 
     relative: float
@@ -37,7 +38,7 @@ class Tolerance:
         return self.relative == self.absolute == self.norm == 0
 
     def widened(self, other: Tolerance) -> Tolerance:
-        """Returns the elementwise maximum of two tolerances."""
+        """Returns a tolerance whose bounds are each the larger one of this and the other tolerance."""
         if other.relative <= self.relative and other.absolute <= self.absolute and other.norm <= self.norm:
             return self
         return Tolerance(
@@ -58,8 +59,9 @@ _BY_DTYPE = {
     # about 0.3 ulp rms. The norm may be three times that.
     torch.float16: Tolerance(2**-9, 2**-9, 2**-10, "an intermediate and the result are each rounded to float16"),
     torch.bfloat16: Tolerance(2**-6, 2**-6, 2**-7, "an intermediate and the result are each rounded to bfloat16"),
-    # One step of the format (an eighth to a quarter of the value), because a value near a rounding boundary may round to either
-    # side. Few values are near a boundary, so the norm may be a small fraction of a step.
+    # The distance between two neighbouring values of the format (an eighth to a quarter of the value), because a value near a
+    # rounding boundary may round to either side. Few values are near a boundary, so the norm may be a small fraction of that
+    # distance.
     torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
@@ -74,18 +76,19 @@ _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are
 # two large terms nearly cancel. Example: only attention's probabilities are rounded, over at most 1024 keys. Then 2 of 4 million
 # elements have an error of 2^-3 of a row's rms.
 _FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
-# An intermediate is quantised to fp4. A difference in the intermediate's last bit moves some elements by one step of e2m1, up to
-# half of the value, and occasionally changes a whole block's scale.
+# An intermediate is quantised to fp4. A difference in the intermediate's last bit moves some elements to the neighbouring e2m1
+# value, by up to half of the value, and occasionally changes a whole block's scale.
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
 # Decoded values of quantised results. The values before quantisation may differ in their last bit, so a value near a rounding
-# boundary may round to either side. A step is up to an eighth of the value. Also, a block's amax may be 512 times its scale in one
-# result, and slightly less in the other. In the latter result the amax saturates at 448, one eighth less.
+# boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be 512 times its
+# scale in one result, and slightly less in the other. In the latter result the amax saturates at 448, one eighth less.
 _POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
 _BY_FORMAT = {
     "mxfp8": _POWERS_OF_TWO,
     "fp8": _POWERS_OF_TWO,
-    # A step is up to half of the value, or a quarter of the root mean square near 0, and some blocks differ in scale.
+    # Neighbouring e2m1 values differ by up to half of the value, near 0 by a quarter of the root mean square. Some blocks differ in
+    # their scale.
     "nvfp4": Tolerance(2**-1, 2**-2, 0.1, "a value between two steps of e2m1, or of its scale, falls to either side"),
 }
 
@@ -95,7 +98,7 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
 
     Args:
         of: the output's dtype, or the format that an output was decoded from for the comparison.
-        request: the call's request; its formats tell the precision of operands and intermediates.
+        request: the call's request, whose formats tell the precision of operands and intermediates; None for the dtype alone.
         exact: whether the operator specifies every bit.
 
     Example:
@@ -131,8 +134,8 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
 def _of_several(dtype: torch.dtype, intermediates: int) -> Tolerance:
     """Returns the tolerance of a result that depends on several intermediates in a 16-bit float, in sequence or in parallel.
 
-    Rounding errors are independent, so their total grows with the square root of their number. The dtype's entry covers one
-    intermediate and the result's own rounding. The noise scales with the terms, so only ``absolute`` and ``norm`` grow;
+    Rounding errors are independent, so their total grows with the square root of their number. `_BY_DTYPE` covers one
+    intermediate and the result's own rounding. The noise scales with the summed terms, so only ``absolute`` and ``norm`` grow;
     ``relative`` remains the result's rounding.
     """
     one = _BY_DTYPE[dtype]

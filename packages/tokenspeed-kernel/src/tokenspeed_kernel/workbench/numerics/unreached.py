@@ -1,7 +1,7 @@
-"""Finds kernels that no case reaches. A kernel that is never run counts as wrong.
+"""Finds kernels that run on no case of their operator. Such a kernel counts as wrong.
 
-Usually the declaration is wrong. It requires something that no call has, or two things that no call combines. Otherwise the
-operator is missing a case.
+Usually the kernel's declaration is wrong. It requires something that no call has, or two things that no call combines. Otherwise
+the operator is missing a case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_THE_DECLARATION = ("formats", "traits")
 
 
 def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: PlatformInfo, *, large: bool) -> CaseResult | None:
-    """Returns a result for a kernel that no case of its operator reached. None if a case reached it, or may reach it on another
+    """Returns a result for a kernel that ran on no case of its operator. None if it ran on a case, or may run on one on another
     machine.
 
     Args:
@@ -62,7 +62,7 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
-    """Whether a kernel's declaration accepts a case, as far as can be told without drawing values."""
+    """Whether a kernel's declaration accepts a case; also True if that depends on the values of the case's tensors."""
     op = get_operator(spec.operator)
     found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

@@ -44,7 +44,7 @@ class Status(str, enum.Enum):
 
     PASSED = "passed"
     FAILED = "failed"  # the kernel ran, and its result is wrong
-    ERROR = "error"  # it did not run to the end
+    ERROR = "error"  # an exception ended the verification
     SKIPPED = "skipped"  # the kernel is not eligible for this case here
     UNREACHED = "not reached"  # the kernel is eligible for no case of its operator
 
@@ -55,14 +55,15 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. ``kind`` is the same for the same fault on other inputs; ``text`` has the details."""
+    """A fault that verification found in a kernel. ``kind`` is the same for the same fault on other inputs; ``text`` has the
+    details."""
 
     kind: str
     text: str
 
     @property
     def check(self) -> str:
-        """The first word of the kind: ``values``, ``out=``, ``inputs``, ``memory``, ``determinism`` or ``error``."""
+        """The check that found the fault: ``values``, ``out=``, ``inputs``, ``memory``, ``determinism`` or ``error``."""
         return self.kind.partition(" ")[0]
 
 
@@ -71,10 +72,11 @@ class CaseResult:
     """The verification result of one kernel on one case.
 
     Attributes:
-        kernel, operator, case: names.
-        status: see `Status`.
-        reason: why the case was skipped; or the faults; or the exact checks made.
-        comparisons: one per checked tensor. A comparison for ``out=`` is named after the parameter.
+        kernel, operator, case: names of the kernel, operator and case.
+        status: the outcome, see `Status`.
+        reason: why the case was skipped; or the faults; or, for a correct reference kernel, what was checked.
+        comparisons: one per checked tensor. The comparison of a tensor that was passed as ``out=`` has the parameter's name and
+            "=".
         traceback: the traceback of an error.
         faults: the individual faults; ``reason`` joins them.
         traits: the traits of the case's request; empty if verification ended before the request was made.
@@ -105,7 +107,7 @@ class CaseResult:
         return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the result as plain values, for JSON."""
         return plain_fields(self)
 
 
@@ -292,7 +294,7 @@ def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any])
 
 
 def refusal_of(op: Operator[Any, Any], spec: KernelSpec, request: Request) -> tuple[str, str] | None:
-    """Like `refusal`, for a request."""
+    """Returns what `refusal` does, for the request that the unprepared arguments make."""
     return gate(spec, replace(request, fixed_traits=frozenset(request.traits).difference(op.fixed_traits)), overridden=True)
 
 
@@ -318,7 +320,7 @@ def _differing(op: Operator[Any, Any], left: dict[str, Any], right: dict[str, An
 
 @dataclass
 class _Trial:
-    """One kernel's runs on one case, and the faults found."""
+    """Runs one kernel on one case, and collects the comparisons of its outputs and the faults that were found."""
 
     op: Operator[Any, Any]
     spec: KernelSpec
@@ -352,7 +354,9 @@ class _Trial:
             self._check_out(fresh, outputs if comparable else None)
 
     def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
-        """Repeats the run on the same values. The bits of outputs and mutated arguments must equal those of the first run."""
+        """Runs the kernel again on the same values. Outputs and mutated arguments must have the same bits as after the first
+        run.
+        """
         first = written_to(self.op, self.arguments)
         for run in range(2, runs + 1):
             arguments = self.build()
@@ -389,7 +393,10 @@ class _Trial:
                 self.faults.append(Fault(f"memory {index}", f"output {index} shares memory with {owner}"))
 
     def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
-        """Runs again with every output provided by the caller."""
+        """Runs the kernel again with a tensor for each ``out=`` parameter, and checks the tensors that it writes and returns.
+
+        ``before``: outputs of the run without ``out=``, for comparing bits; None if they were wrong.
+        """
         wanted = lowering.as_list(self.expected)
         provided = {name: _garbage(t) for name, t in self.op.named(arguments, wanted).items()}
         if not provided:

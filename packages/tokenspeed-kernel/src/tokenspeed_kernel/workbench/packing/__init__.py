@@ -1,11 +1,13 @@
-"""Makes kernel packs, on a machine without a GPU: runs calls as on a device, compiles what they need, and launches nothing.
+"""Makes kernel packs on a machine without a GPU. Runs calls as on a device, compiles the programs that they need, and launches
+nothing.
 
 The calls are those of a capture or of a model. Each call goes through the operator's function, so selection, launchers and
 configurations are those of the device. Worker processes share the work.
 
-A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``, a module with ``COMPILER``, its name;
-``toolchain()``, its versions; ``is_program(name)``, whether a file belongs into a pack; and ``compiling_into(folder, platform)``, a
-context manager in which it compiles into a folder and launches nothing. `tokenspeed_kernel.workbench.packing.triton` is Triton's.
+A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``. The entry point is a module with
+``COMPILER``, the compiler's name; ``toolchain()``, the compiler's versions; ``is_program(name)``, whether a file belongs into a
+pack; and ``compiling_into(folder, platform)``, a context manager in which the compiler compiles into a folder and launches
+nothing. `tokenspeed_kernel.workbench.packing.triton` is Triton's.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_pl
 from tokenspeed_kernel_base.spec import KernelSpec
 
 GROUP = "tokenspeed_kernel.packing"
-# SMs/CUs of the largest device of an architecture. They only affect a kernel's choice of configuration.
+# The number of SMs/CUs of each architecture's largest device. It only affects a kernel's choice of configuration.
 SM_COUNTS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _OTHER_SM_COUNT = 256
-# While a pack is made, its programs are in this folder of it, so that an interrupted build goes on.
+# While a pack is made, its programs are in this subfolder of the pack, so that an interrupted build can be resumed.
 BUILDING = ".building"
 # Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
 _UNCOMPILED = frozenset({"reference", "torch"})
@@ -53,19 +55,19 @@ Call = tuple[str, Case]
 
 
 def device_of(arch: str) -> PlatformInfo:
-    """A pretended device by its architecture's or its own name, with a number of SMs/CUs."""
+    """Returns a pretended device with a number of SMs/CUs. ``arch`` is the name of its architecture or of the device itself."""
     platform = named_platform(arch)
     return dataclasses.replace(platform, sm_count=SM_COUNTS.get(platform.arch, _OTHER_SM_COUNT))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the calls of a pack come from.
+    """The file or model whose calls a pack serves.
 
     Attributes:
         name: a file of captured calls; or a model, as `models.model_of` takes it: a preset, or a config.json or its folder.
-        steps: the steps of the model that the pack covers.
-        ranks: ranks of tensor parallelism of the model; the calls are those of one rank, without communication.
+        steps: the decode steps and prefills of the model whose calls the pack serves.
+        ranks: number of ranks for the model's tensor parallelism; the calls are those of one rank, without communication.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Source:
     ranks: int = 1
 
     def calls(self) -> list[Call]:
-        """The calls.
+        """Returns the operator and the case of each call in the file or of the model.
 
         Raises:
             OSError, ReplayError: the file cannot be read, or a call in it cannot be recreated.
@@ -92,7 +94,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class _Drawn:
-    """Makes the arguments of a model's call: zeros in place of fake tensors, in memory that the system provides once it is used."""
+    """Makes the arguments of a model's call, with zeros in place of fake tensors. The system provides the zeros' memory when it is
+    first used."""
 
     call: models.Call
 
@@ -109,7 +112,7 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compilers() -> list[Any]:
-    """The modules that compile programs for packs, by the compiler's name."""
+    """Returns the modules that compile programs for packs, sorted by the compiler's name."""
     found = [entry.load() for entry in metadata.entry_points(group=GROUP) if not config.settings().plugin_disabled(entry.name)]
     if importlib.util.find_spec("triton") is not None:
         found.append(import_module(f"{__name__}.triton"))
@@ -118,13 +121,13 @@ def compilers() -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one call.
+    """The result of running one call while a pack is made or checked.
 
     Attributes:
-        operator, case: the call.
+        operator, case: names of the call's operator and case.
         kernel: the kernel that was selected.
-        compiled: programs that were compiled for it.
-        missing: the program that it needs and a pack does not have, with the reason; empty if there is none.
+        compiled: programs that were compiled for the call.
+        missing: the program that the call needs and the checked pack does not have, with the reason; empty if there is none.
         error: why the call could not be run; empty if it could.
     """
 
@@ -137,10 +140,11 @@ class Outcome:
 
 
 def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcome]:
-    """Makes a pack. Yields the outcome of each call as it completes; the pack is complete when the iterator is exhausted.
+    """Makes the pack with the programs that a source's calls need. Yields the outcome of each call as it completes; the pack is
+    complete when the iterator is exhausted.
 
     Raises:
-        FileExistsError: the folder has files that are not an interrupted build's.
+        FileExistsError: the folder has files other than those of an interrupted build.
         ValueError, OSError: the architecture or the source is unknown, see `device_of` and `Source.calls`.
     """
     platform, building = device_of(arch), folder / BUILDING
@@ -171,10 +175,10 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
     """Runs calls as on a device, in worker processes, and yields their outcomes as they complete. Nothing is launched.
 
     Args:
-        source: the calls.
-        arch: see `device_of`.
+        source: the file or model whose calls are run.
+        arch: the device, see `device_of`.
         cache: the folder that programs are compiled into.
-        pack: compile nothing, but find what the pack does not have; None compiles.
+        pack: a pack to check: nothing is compiled, and outcomes name programs that the pack does not have. None: compile.
         jobs: the number of processes.
     """
     count = len(source.calls())
@@ -190,7 +194,7 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
 
 
 def _gather(source: Path, target: Path, compiler: Any) -> None:
-    """Moves a compiler's programs, without its locks and temporary files."""
+    """Moves a compiler's programs from one folder to another. The compiler's locks and temporary files are not moved."""
     for path in [path for path in source.rglob("*") if path.is_file() and compiler.is_program(path.name)]:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +202,7 @@ def _gather(source: Path, target: Path, compiler: Any) -> None:
 
 
 def _distributions() -> dict[str, str]:
-    """The versions of this project's distributions and of those that register kernels."""
+    """Returns the versions of this project's two distributions, and of all distributions that register kernels."""
     from tokenspeed_kernel_base.registry import KernelRegistry
 
     packages = {spec.package for spec in KernelRegistry.get().list_kernels()} | {"tokenspeed_kernel_base", "tokenspeed_kernel"}
@@ -256,8 +260,11 @@ def _run(index: int) -> Outcome:
 
 
 def prepared_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-    """Like `Operator.prepared`, but prepared weights are zeros. Fake tensors are prepared, because converting a large model's
-    weights takes many seconds. Real tensors are prepared only if the conversion reads values."""
+    """Prepares arguments for a kernel as `Operator.prepared` does, but prepared weights are zeros.
+
+    Fake tensors are prepared, because converting a large model's weights takes many seconds. Real tensors are prepared only if the
+    conversion reads values.
+    """
     if op.planned is None:
         return arguments
     fakes = FakeTensorMode()
@@ -271,7 +278,7 @@ def prepared_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: K
 
 
 def _with_zeros(value: Any) -> Any:
-    """Returns an argument with zeros in place of the fake tensors in its fields."""
+    """Returns a dataclass with zeros in place of the fake tensors in its fields; any other argument unchanged."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     tensors = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -280,7 +287,7 @@ def _with_zeros(value: Any) -> Any:
 
 
 def blank_draw() -> Draw:
-    """A `Draw` whose large random tensors have shapes but uninitialised values, because untouched memory costs nothing."""
+    """Returns a `Draw` that leaves large random tensors uninitialised, because memory that is never written costs nothing."""
 
     class Blank(Draw):
         def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

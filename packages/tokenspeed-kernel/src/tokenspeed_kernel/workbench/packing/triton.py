@@ -14,7 +14,7 @@ _cache = DeviceModule("tokenspeed_kernel_base.triton_cache_device")
 _driver = DeviceModule("tokenspeed_kernel.workbench.packing.triton_driver_device")
 
 COMPILER = "triton"
-# Files of Triton's cache that launches do not need: intermediate representations, and a list of absolute paths (``__grp__``).
+# Files of Triton's cache with these endings are intermediate representations, which launches do not need.
 _NEEDLESS = (".source", ".ttir", ".ttgir", ".llir")
 
 
@@ -25,13 +25,13 @@ def toolchain() -> list[str]:
 
 
 def is_program(name: str) -> bool:
-    """Whether a file of Triton's cache belongs into a pack."""
+    """Whether a file of Triton's cache belongs into a pack. ``__grp__`` files do not, because they list absolute paths."""
     return not name.startswith("__grp__") and not name.endswith(_NEEDLESS)
 
 
 @contextlib.contextmanager
 def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
-    """Inside the block, Triton compiles into a folder, for a platform, and launches nothing."""
+    """Inside the ``with`` block, Triton compiles for a platform into a folder, and launches nothing."""
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     with _driver.no_launches(platform):
         yield

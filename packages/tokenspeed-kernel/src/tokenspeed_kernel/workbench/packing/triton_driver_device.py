@@ -22,20 +22,20 @@ class _Launcher:
     """The launcher that Triton makes for each compiled kernel, and calls for each launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        """Needs nothing."""
+        """Ignores the compiled kernel, because it is never launched."""
 
     def __call__(self, *launch: Any) -> None:
-        """Launches nothing."""
+        """Ignores a launch, because there is no device."""
 
 
 class _Utils:
-    """The device functions that Triton requires."""
+    """The functions of a Triton driver that load kernels and query the device; these load nothing."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return (None, name, 0, 0, 1024)  # module, function, registers, spills, largest CTA
 
     def unload_module(self, module: Any) -> None:
-        """Does nothing, because nothing was loaded."""
+        """Does nothing, because `load_binary` loads no module."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return _PROPERTIES

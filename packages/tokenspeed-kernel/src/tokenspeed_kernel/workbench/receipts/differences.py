@@ -14,13 +14,13 @@ _KIND = {"platform": 0, "version": 1, "setting": 2, "kernel": 3, "configuration"
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference.
+    """One difference between two receipts.
 
     Attributes:
         kind: ``"platform"``, ``"version"``, ``"setting"``, ``"kernel"``, ``"configuration"`` or ``"time"``.
-        what: the package, the setting, or the call.
-        sizes: the size classes with this difference; empty if the call has no size classes.
-        before, after: the two values. One is empty for a call that only the other receipt has.
+        what: ``"device"`` or ``"arch"``, the package, the setting, or the call that differs.
+        sizes: the sizes at which the call differs in this way; empty if the call has no sizes.
+        before, after: the first and the second receipt's value. Empty if that receipt lacks the call, package or setting.
         why: if the kernel differs, the reasons that each receipt gives for not selecting the other's kernel.
     """
 
@@ -58,7 +58,7 @@ _Key = tuple[str, int | None]
 
 
 def _by_call(receipt: Receipt) -> dict[_Key, _At]:
-    """Returns each row with its predicted time, by call and size."""
+    """Returns a receipt's row and predicted time for each call and size."""
     found: dict[_Key, _At] = {}
     for row in receipt.rows:
         traits = sorted(f"{name}={value}" for name, value in row.traits.items()) if row.phase == "process" else [row.role]
@@ -88,7 +88,7 @@ def _of_calls(olds: dict[_Key, _At], news: dict[_Key, _At], threshold: float) ->
 
 
 def _merged(found: Iterator[Difference]) -> list[Difference]:
-    """Joins differences that are equal but for their sizes."""
+    """Merges differences that are equal except for their sizes into one."""
     merged: dict[tuple[str, str, str, str, str], list[int]] = {}
     for each in found:
         merged.setdefault((each.kind, each.what, each.before, each.after, each.why), []).extend(each.sizes)

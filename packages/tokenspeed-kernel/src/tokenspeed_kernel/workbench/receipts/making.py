@@ -38,7 +38,7 @@ from tokenspeed_kernel_base.reach import why_unreachable
 from tokenspeed_kernel_base.selection import RANKS, Explanation, Request, consider, override_in_force, selections_made
 from tokenspeed_kernel_base.signature import dtype_name
 
-_MOST_PASSED = 3  # rejected kernels that a row names
+_MOST_PASSED = 3  # a row names at most this many rejected kernels
 # Kernels that these gates reject are for other devices, callers or formats: no call of the same model could take them.
 _FOR_OTHERS = (None, "package", "solution", "platform", "formats")
 
@@ -46,7 +46,7 @@ Source = str | Path | Mapping[str, Any] | Model
 
 
 class _Outcome(NamedTuple):
-    """The selection for one call at one size."""
+    """The selection for one call of a model at one size, and the predicted time with the prediction's source."""
 
     call: Call
     size: int
@@ -70,10 +70,11 @@ def receipt(
     ranks: int = 1,
     roofline: Roofline | None = None,
 ) -> Receipt:
-    """Which kernel serves which operator, why the next best was not taken, and the predicted time.
+    """Returns which kernel is selected for each call, why the next best kernel is not, and the predicted time.
 
-    Nothing is launched, compiled or measured. Without arguments: the selections that this process has made so far, decided again
-    now. Predictions come from tuned results of the kernel, else from a measured roofline; where there is neither, there is none.
+    Nothing is launched, compiled or measured. Without arguments, the calls are those for which this process has selected kernels so
+    far; the selection is repeated now. Predictions come from tuned results of the kernel, else from a measured roofline; where
+    there is neither, there is none.
 
     Args:
         model: the name of a preset, the path of a Hugging Face config.json or its folder, or its contents.
@@ -83,10 +84,10 @@ def receipt(
         prefill_sizes: numbers of prompt tokens of the prefills.
         context: tokens of each sequence in the cache during a decode step.
         page_size: tokens of a page of the cache.
-        dtype: of the model's activations.
-        cache_dtype: of keys and values in the cache; ``dtype`` if not given.
+        dtype: dtype of the model's activations.
+        cache_dtype: dtype of keys and values in the cache; ``dtype`` if not given.
         activation_dtype: the format that experts quantise their inputs to, see `MoEPlan`.
-        ranks: ranks of tensor parallelism; the calls are those of one rank, without communication.
+        ranks: number of ranks for tensor parallelism; the calls are those of one rank, without communication.
         roofline: the device's roofline; if not given, the one that `tokenspeed-kernel bench` has measured on this device.
 
     Raises:
@@ -144,7 +145,9 @@ def _notes(platform: PlatformInfo) -> Iterator[str]:
 
 
 def _model_rows(model: Model, steps: Iterable[Step], platform: PlatformInfo, roofline: Roofline | None) -> list[Row]:
-    """One row per kind of call and outcome; sizes with the same outcome share a row."""
+    """Returns the rows of a model's calls. Sizes of a call for which the same kernel is selected for the same reasons share a
+    row.
+    """
     by_call: dict[tuple[str, str, str], list[_Outcome]] = {}
     for step in steps:
         for call in calls_of(model, step):
@@ -190,7 +193,7 @@ def _row(phase: str, outcomes: Sequence[_Outcome]) -> Row:
 
 
 def _captured_row(record: Record, platform: PlatformInfo, roofline: Roofline | None) -> Row:
-    """The row of a captured call. The selection is made now; a kernel that ran then, and would not run now, is noted."""
+    """Returns the row of a captured call. The kernel is selected now; the reason says if another kernel ran at the capture."""
     op = get_operator(record["operator"])
     case = replay(record)
     found = request_without_values(op, case) if case.large else asked(op, case)
@@ -207,7 +210,7 @@ def _captured_row(record: Record, platform: PlatformInfo, roofline: Roofline | N
 
 
 def row_of(explanation: Explanation) -> Row:
-    """Returns the row of a selection: the kernel, and why the others were not selected."""
+    """Returns the row of a selection: the selected kernel, and why other kernels were not selected."""
     request, chosen = explanation.request, explanation.chosen
     taken = explanation.verdicts[0] if chosen is not None else None
     return Row(
@@ -230,7 +233,8 @@ def row_of(explanation: Explanation) -> Row:
 
 
 def _passed(explanation: Explanation) -> list[Passed]:
-    """The kernels that were not taken: rejected ones of a higher priority than the chosen one, then the next best eligible one."""
+    """Returns kernels that were not selected: first rejected kernels with a higher priority than the selected kernel's, then the
+    next best eligible kernel."""
     chosen = explanation.chosen
     accepted = [verdict for verdict in explanation.verdicts if verdict.accepted]
     rejected = [verdict for verdict in explanation.verdicts if verdict.gate not in _FOR_OTHERS]
@@ -245,7 +249,7 @@ def _passed(explanation: Explanation) -> list[Passed]:
 
 
 def _predicted(explanation: Explanation, cost: Cost | None, roofline: Roofline | None) -> tuple[float | None, str]:
-    """The microseconds of the chosen kernel, and the source of the figure."""
+    """Returns the predicted time of the selected kernel in microseconds, and the source of the prediction (see `Row`)."""
     if explanation.chosen is None:
         return None, ""
     request: Request = explanation.request

@@ -29,10 +29,10 @@ class Receipt:
     Attributes:
         subject: the model's name, or ``"process"``.
         device, arch: the device's name and architecture.
-        versions: versions of the distributions that affect selection, and of the driver.
+        versions: versions of the distributions that affect selection, and of the device's driver.
         settings: the arguments of `receipt` for a model: context, page size, dtypes...
-        notes: settings that have no effect, and plugins that failed to load.
-        rows: the rows, one per kind of call and outcome.
+        notes: messages about settings that have no effect, and about plugins that failed to load.
+        rows: one per kind of call and selected kernel with its reasons.
         date: the date and time of the selection, in ISO 8601.
     """
 
@@ -47,7 +47,7 @@ class Receipt:
 
     @property
     def kernels(self) -> list[str]:
-        """The names of the kernels of all rows."""
+        """The names of the kernels that are selected in any row, sorted."""
         return sorted({row.kernel for row in self.rows} - {""})
 
     @property
@@ -58,7 +58,7 @@ class Receipt:
         return "; ".join((text, *([f"{without} without a kernel"] if without else []), *self.notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the receipt as plain values, for JSON."""
         return {"format": FORMAT, **json.loads(json.dumps(dataclasses.asdict(self), default=str))}
 
     def save(self, path: str | Path) -> None:

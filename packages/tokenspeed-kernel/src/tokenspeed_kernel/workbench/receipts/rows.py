@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Passed:
-    """A kernel that was not selected.
+    """A kernel that was not selected for a kind of call, and why.
 
     Attributes:
         kernel: the kernel's name.
         gate: the gate of selection that rejected the kernel, one of `GATES`; empty if the kernel is eligible.
-        rank: the first of `RANKS` in which the kernel is behind the selected one; empty if the kernel is not eligible.
-        reason: selection's reason for the verdict on the kernel.
+        rank: the first of the criteria `RANKS` by which the kernel is behind the selected one; empty if the kernel is not eligible.
+        reason: the reason that selection gives for its verdict on the kernel.
     """
 
     kernel: str
@@ -26,14 +26,14 @@ class Passed:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of call.
+    """One kind of call, and the kernel that is selected for it.
 
     Attributes:
         phase: ``"decode"``, ``"prefill"``, or ``"process"`` for calls that this process has made.
         operator: ``"family.mode"``.
-        role: where a model makes the call; empty for a process.
+        role: the part of the model that makes the call; empty for a process.
         times: number of such calls in one step, or in the capture; 0 if unknown.
-        sizes: the size classes with this outcome: sequences per decode step, or tokens per prefill. Empty for a process.
+        sizes: the sizes for which this kernel is selected: sequences per decode step, or tokens per prefill. Empty for a process.
         kernel: the selected kernel; empty if no kernel is eligible.
         solution: the kernel's backend.
         reason: why selection chose the kernel, or why no kernel is eligible.

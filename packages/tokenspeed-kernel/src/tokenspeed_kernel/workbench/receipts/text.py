@@ -17,7 +17,8 @@ _PHASES = {
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines for the rows of one phase. Each call has a line, followed by one line per outcome with its reasons below."""
+    """Yields the text lines of one phase's rows. A line names each call; below it, each of its rows has a line with sizes, kernel
+    and time, followed by the reasons."""
     cells = [(sizes_of(row), row.kernel or "NO KERNEL", times_of(row)) for row in rows]
     sizes, kernels = max(len(cell[0]) for cell in cells), max(len(cell[1]) for cell in cells)
     yield _PHASES.get(rows[0].phase, rows[0].phase)
@@ -42,24 +43,24 @@ def call_of(row: Row) -> str:
 
 
 def reasons_of(row: Row) -> list[str]:
-    """Says in a phrase each why other kernels were not selected."""
+    """Returns one phrase per kernel that was not selected: its name, and why."""
     return [f"not {passed.kernel}: {why_not(passed)}" for passed in row.passed]
 
 
 def why_not(passed: Passed) -> str:
-    """Says in a phrase why a kernel was not selected."""
+    """Returns a phrase that says why a kernel was not selected."""
     return f"{passed.gate}: {passed.reason}" if passed.gate else f"eligible, behind in {passed.rank} ({passed.reason})"
 
 
 def sizes_of(row: Row) -> str:
-    """Formats the size classes: ``"1, 4"``, or ``"1 to 64"`` for more than two; ``"all"`` if there are none."""
+    """Formats the sizes of a row: ``"1, 4"``, or ``"1 to 64"`` for more than two; ``"all"`` if there are none."""
     sizes = row.sizes
     return "all" if not sizes else f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 2 else ", ".join(map(str, sizes))
 
 
 def times_of(row: Row) -> str:
-    """Formats the predictions of the smallest and the largest size: ``"at least 3.1 to 12 us (roofline)"``; empty if there are
-    none."""
+    """Formats a row's predicted times for its smallest and its largest size: ``"at least 3.1 to 12 us (roofline)"``; empty if there
+    are none."""
     known = [(us, by) for us, by in zip(row.predicted_us, row.predicted_by, strict=True) if us is not None]
     if not known:
         return ""

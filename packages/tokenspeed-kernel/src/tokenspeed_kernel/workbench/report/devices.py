@@ -1,4 +1,4 @@
-"""Combines several benchmark reports by device: the newest row of each kernel and case, and the history of each."""
+"""Combines several benchmark reports by device: the newest measurement of each kernel on each case, and all earlier ones."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Run:
-    """One report, and the report's name on the page."""
+    """One benchmark report, and its name on the page."""
 
     name: str
     report: Report
 
     @property
     def label(self) -> str:
-        """The abbreviated commit; without one, month, day and time."""
+        """A short name for the run: the abbreviated commit; without a commit, month, day and time."""
         commit, date = self.report.metadata.git_commit, self.report.metadata.date
         return commit[:7] + "+" * commit.endswith("+") if commit else f"{date[5:10]} {date[11:16]}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row in the roofline plot: FLOP per byte, and TFLOP/s."""
+    """A report's row as a point in the roofline plot, with its FLOP per byte and TFLOP/s."""
 
     row: Row
     intensity: float
@@ -39,8 +39,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """The fastest kernel of a backend on a case. ``part``: the fraction of the roofline, or without one of the fastest's speed.
+    """The fastest kernel of a backend on a case.
 
+    ``part`` is the fraction of the roofline that the kernel reaches; without a roofline, the fraction of the fastest kernel's
+    speed.
     If ``part`` is None, ``row.status`` says why.
     """
 
@@ -51,7 +53,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class CaseBars:
-    """The backends of one case."""
+    """One bar for each backend that was measured on a case."""
 
     operator: str
     case: str
@@ -60,7 +62,7 @@ class CaseBars:
 
 @dataclass(frozen=True)
 class Change:
-    """Medians of one kernel on one case, in microseconds, one per run; None if a run did not measure it."""
+    """Median times of one kernel on one case in microseconds, one per run; None for a run that did not measure the kernel."""
 
     operator: str
     case: str
@@ -69,13 +71,13 @@ class Change:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Each time divided by the first measured time: 0.5 is half the time."""
+        """Each run's median divided by the first measured one. Example: 0.5 is half the time."""
         first = next(time_us for time_us in self.times_us if time_us is not None)
         return tuple(None if time_us is None else time_us / first for time_us in self.times_us)
 
     @property
     def last(self) -> float:
-        """The last of the ratios."""
+        """The ratio of the last run that measured the kernel."""
         return next(ratio for ratio in reversed(self.ratios) if ratio is not None)
 
 
@@ -92,11 +94,11 @@ class Device:
 
     @property
     def roofline(self) -> Roofline | None:
-        """The newest roofline."""
+        """The roofline of the newest run that measured one; None if no run did."""
         return next((run.report.roofline for run in reversed(self.runs) if run.report.roofline is not None), None)
 
     def rows(self) -> list[tuple[Row, Run]]:
-        """Returns the newest row of each kernel and case, with its run. Skipped cases are left out."""
+        """Returns the newest row of each kernel and case, with the run that it is from. Skipped cases are left out."""
         newest: dict[tuple[str, str, str], tuple[Row, Run]] = {}
         for run in self.runs:
             for row in run.report.rows:
@@ -110,12 +112,13 @@ class Device:
         return sum(row.status == "skipped" for run in self.runs for row in run.report.rows)
 
     def points(self) -> list[Point]:
-        """Returns the rows that have both a FLOP rate and a memory rate."""
+        """Returns the points of the roofline plot: the newest rows that have both a FLOP rate and a memory rate."""
         rows = [row for row, _ in self.rows() if row.tflops and row.gb_per_s]
         return [Point(row, 1e3 * row.tflops / row.gb_per_s, row.tflops) for row in rows if row.tflops and row.gb_per_s]
 
     def share(self, row: Row) -> Share | None:
-        """Returns a row's fraction of the roofline. Old reports lack the operand dtype; bfloat16 is assumed for them."""
+        """Returns the fraction of the roofline that a row's kernel reaches; None if unknown. bfloat16 operands are assumed for old
+        reports, which lack the operand dtype."""
         if row.share is not None or self.roofline is None or row.gb_per_s is None or row.tflops is None:
             return row.share
         memory = Share(row.gb_per_s / self.roofline.memory_gb_per_s, "memory")
@@ -124,7 +127,7 @@ class Device:
         return max(memory, computing, key=lambda share: share.part)
 
     def bars(self) -> dict[str, list[CaseBars]]:
-        """Returns the backends of each case, by operator."""
+        """Returns the bars of each case, by operator."""
         found: dict[str, list[CaseBars]] = {}
         rows = [row for row, _ in self.rows()]
         for (operator, case), group in _grouped(rows, lambda row: (row.operator, row.case)):
@@ -143,7 +146,7 @@ class Device:
         return None if share is None else share.part
 
     def changes(self) -> dict[str, list[Change]]:
-        """Returns, by operator, the kernels and cases that were measured in two or more runs."""
+        """Returns, by operator, the medians of each kernel and case that were measured in two or more runs."""
         found: dict[str, list[Change]] = {}
         times = [{row.key: row.timing.median_us for row in run.report.rows if row.timing is not None} for run in self.runs]
         for key in dict.fromkeys(itertools.chain(*times)):
@@ -154,7 +157,7 @@ class Device:
         return dict(sorted(found.items()))
 
     def notes(self) -> list[str]:
-        """Returns the differences between the runs other than the code."""
+        """Returns messages about differences between the runs, apart from the code: versions of software, and timing methods."""
         notes = []
         for what in ("driver", "python", "torch", "triton"):
             values = list(dict.fromkeys(getattr(run.report.metadata, what) or "unknown" for run in self.runs))
@@ -167,15 +170,15 @@ class Device:
 
 
 def devices_of(reports: Iterable[tuple[str, Report]]) -> list[Device]:
-    """Groups named reports by device, in the order of their dates."""
+    """Groups named reports by device. The reports of a device are in the order of their dates."""
     runs = [Run(name, report) for name, report in reports]
     grouped = _grouped(runs, lambda run: run.report.metadata.device)
     return [Device(name, tuple(sorted(of_one, key=lambda run: run.report.metadata.date))) for name, of_one in grouped]
 
 
 def solution_of(row: Row) -> str:
-    """Returns a kernel's backend. Old reports lack the backend. There, the backend is the prefix of a kernel name that contains its
-    operator's name."""
+    """Returns the backend of a row's kernel. In old reports, which lack the backend, it is the part of the kernel's name before the
+    operator's mode."""
     return row.solution or row.kernel.partition("_" + row.operator.partition(".")[2])[0]
 
 

@@ -16,7 +16,7 @@ def rendered(template: str, title: str, **values: Any) -> str:
     """Renders a template with the style and the script that all pages share.
 
     Args:
-        template: the file's name.
+        template: file name of the template.
         title: title of the page.
         values: values of the template's further variables, by name.
     """

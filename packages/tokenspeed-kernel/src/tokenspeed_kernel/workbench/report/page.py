@@ -1,4 +1,4 @@
-"""Renders the page, and writes its plots as files."""
+"""Renders benchmark reports as an HTML page, and writes the page's plots as files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_kernel.workbench.report.palette import Paint, as_variables, ligh
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table. ``value``: the sort key, if it is not the text."""
+    """A cell of a table on the page. ``value`` is the value to sort by; None to sort by the text."""
 
     text: str
     value: float | str | None = None
@@ -29,7 +29,8 @@ COLUMNS = (
     "operator", "case", "kernel", "median µs", "of roofline", "TFLOP/s", "GB/s", "p10", "p90", "launch µs", "status", "run",
 )  # fmt: skip
 _NUMBERS = frozenset({"median µs", "p10", "p90", "TFLOP/s", "GB/s", "of roofline", "launch µs"})
-# Columns that narrow screens hide ("minor") and that very narrow screens hide ("spare"); and columns whose text may wrap ("words").
+# CSS classes of columns. Narrow screens hide "minor" columns, very narrow screens "spare" columns, too. The text of "words" columns
+# may wrap.
 _ROOM = dict.fromkeys(("p10", "p90", "launch µs", "run"), "minor") | dict.fromkeys(("operator", "GB/s"), "spare")
 _ROOM |= {"case": "words", "kernel": "words"}
 
@@ -38,7 +39,7 @@ def render_page(devices: Sequence[Device], title: str) -> str:
     """Renders HTML that needs neither another file nor a network.
 
     Args:
-        devices: at least one.
+        devices: the devices and their runs; at least one device.
         title: title of the page.
     """
     rows = [_table_row(device, row, run) for device in devices for row, run in device.rows()]
@@ -58,7 +59,7 @@ def render_page(devices: Sequence[Device], title: str) -> str:
 
 
 def write_plots(devices: Sequence[Device], folder: Path) -> list[Path]:
-    """Writes the plots as SVG and PNG. Returns the files, which are named after the device and the plot.
+    """Writes each plot as an SVG and a PNG file. Returns the files, which are named after the device and the plot.
 
     Raises:
         OSError: a file cannot be written.

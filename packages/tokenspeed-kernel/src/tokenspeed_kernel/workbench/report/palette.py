@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# Maps a colour's name to the colour that a plot is drawn in.
+# A function that maps a colour's name in `COLOURS` to the colour that a plot is drawn in.
 Paint = Callable[[str], str]
 
 # CSS variables with their colours on a light and on a dark page. Meaningful graphics have a contrast of at least 3 : 1 to the
@@ -33,17 +33,17 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 SERIES = tuple(name for name in COLOURS if name.startswith("series-"))
 
-# Placeholder colours, one per name. They occur nowhere else.
+# A placeholder colour for each name. No drawing has these colours otherwise, so `as_variables` can replace them.
 _STAND_INS = {name: f"#0102{index:02x}" for index, name in enumerate(COLOURS, 16)}
 
 
 def light(name: str) -> str:
-    """Returns the colours of a plot in a separate file."""
+    """Returns the colour with a name in light mode, in which plots in separate files are drawn."""
     return COLOURS[name][0]
 
 
 def stand_in(name: str) -> str:
-    """Returns the placeholder colours of a plot within the page, for `as_variables`."""
+    """Returns the placeholder for the colour with a name. Plots within the page are drawn in placeholders, see `as_variables`."""
     return _STAND_INS[name]
 
 
@@ -55,7 +55,7 @@ def as_variables(svg: str) -> str:
 
 
 def series(index: int) -> str:
-    """Returns the colour name of a series; colours repeat cyclically."""
+    """Returns the name of the colour of a plot's data series with an index. Colours repeat cyclically."""
     return SERIES[index % len(SERIES)]
 
 

@@ -1,7 +1,7 @@
-"""The plots: kernels in the roofline plot, backends side by side, and times over commits.
+"""Draws the plots of a report: kernels below the roofline, bars that compare backends, and times over commits.
 
-Sizes are in pixels at the drawing's natural size. A drawing of 380 pixels is readable on a phone; wide pages show several side by
-side.
+Sizes are in pixels of the unscaled drawing. A drawing that is 380 pixels wide is readable on a phone; wide pages show several
+drawings side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenspeed_kernel.workbench.report.palette import SERIES, Paint, series
 NARROW, WIDE = 380, 900
 _SMALL, _PLAIN = 11.0, 12.0
 _MARKERS = "osD^vPX<>"
-# The most changes over commits that a plot names.
+# A history plot names at most this many kernels and cases, those whose times changed most.
 _NAMED_CHANGES = 5
 # matplotlib measures in points; at this resolution a pixel is a point.
 _DPI = 72
@@ -47,7 +47,7 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 class Drawing:
-    """A figure, and the tooltips of its parts.
+    """A matplotlib figure, and the tooltips of its parts.
 
     Attributes:
         title: description of the figure, also for screen readers.
@@ -60,7 +60,7 @@ class Drawing:
         self.hints: dict[str, str] = {}
 
     def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
-        """Adds axes with these margins, in pixels."""
+        """Adds axes to the figure. The arguments are the margins between the axes and the figure's edges, in pixels."""
         size = (self.width - left - right) / self.width, (self.height - top - bottom) / self.height
         axes = self.figure.add_axes((left / self.width, bottom / self.height, *size), facecolor="none")
         axes.tick_params(which="both", colors=self.paint("faint"), labelsize=_SMALL, length=0)
@@ -71,21 +71,22 @@ class Drawing:
         return axes
 
     def hint(self, text: str) -> str:
-        """Returns an id for a part of the drawing. That part gets this text as its tooltip."""
+        """Registers a tooltip. Returns an id: the part of the drawing that gets this id as its ``gid`` shows the tooltip."""
         name = f"hint-{len(self.hints)}"
         self.hints[name] = text
         return name
 
     @matplotlib.rc_context(STYLE)
     def svg(self, prefix: str) -> str:
-        """Returns an ``svg`` element for an HTML page, as wide as the element's container. ``prefix`` makes its ids unique."""
+        """Returns an ``svg`` element for an HTML page, as wide as the element's container. All ids in it begin with ``prefix``, so
+        that they are unique on the page."""
         file = io.StringIO()
         self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         return for_page(file.getvalue(), self.title, prefix, self.hints)
 
     @matplotlib.rc_context(STYLE)
     def save(self, *files: Path) -> None:
-        """Saves the figure with its title above it. The file extension selects PNG at twice the size, or SVG."""
+        """Saves the figure in each file, with the title above it. A file's extension selects SVG, or PNG at twice the size."""
         above: dict[str, Any] = {"va": "bottom", "fontsize": 1.15 * _PLAIN, "fontweight": "bold", "color": self.paint("ink")}
         title = self.figure.text(8 / self.width, 1 + 8 / self.height, self.title, **above)
         for file in files:
@@ -98,10 +99,10 @@ def for_page(drawn: str, title: str, prefix: str, hints: Mapping[str, str] | Non
     """Returns matplotlib's SVG file as an ``svg`` element for an HTML page, as wide as the element's container.
 
     Args:
-        drawn: the file's text.
+        drawn: the text of the SVG file.
         title: description of the drawing, for screen readers.
-        prefix: makes the element's ids unique on the page.
-        hints: tooltips of parts, by their ids.
+        prefix: a prefix for all ids in the element, to make them unique on the page.
+        hints: the tooltips of the drawing's parts, by the ids of the parts.
     """
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK[1:-5])
@@ -123,7 +124,7 @@ def for_page(drawn: str, title: str, prefix: str, hints: Mapping[str, str] | Non
 
 
 def _rename(element: ElementTree.Element, prefix: str) -> None:
-    """Prefixes an element's id, and the ids that it refers to."""
+    """Prefixes an SVG element's own id, and the ids of other elements to which its attributes refer."""
     for key, value in element.attrib.items():
         if key == "id":
             element.set(key, prefix + value)
@@ -142,8 +143,8 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
 
     Args:
         device: the device's name.
-        roofline: None to show only the points.
-        points: at least one; each family of operators has its own colour and marker.
+        roofline: the measured roofline; None to show only the points.
+        points: the kernels and cases to show, at least one; each family of operators has its own colour and marker.
     """
     families = list(dict.fromkeys(_family(point.row) for point in points))
     columns = max(1, width // 130)
@@ -184,7 +185,7 @@ def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point
 
 
 def _mark(number: int, paint: Paint) -> dict[str, Any]:
-    """The style of a family's points. After one round of colours they repeat, with other markers."""
+    """Returns the style of the points of a family of operators. Colours repeat when all are used, with other markers."""
     marker = _MARKERS[(number + number // len(SERIES)) % len(_MARKERS)]
     return {"marker": marker, "markersize": 6.5, "color": paint(series(number))}
 
@@ -218,7 +219,7 @@ def _draw_roofs(drawing: Drawing, axes: Axes, roofline: Roofline) -> None:
 
 
 def _alike(rates: Sequence[tuple[float, str]]) -> list[list[tuple[float, str]]]:
-    """Groups rates whose lines and labels would overlap, the highest first."""
+    """Groups (TFLOP/s, dtype) pairs, the highest first, whose lines and labels in the plot would overlap."""
     groups: list[list[tuple[float, str]]] = []
     for rate in rates:
         if groups and rate[0] > 0.75 * groups[-1][0][0]:
@@ -239,7 +240,7 @@ def _family(row: Row) -> str:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """Returns a range with margins around all positive values, never empty."""
+    """Returns a nonempty range for a logarithmic axis: from below the smallest positive value to above the largest value."""
     listed = [value for value in values if value > 0] or [1.0]
     return min(listed) / 1.6, max(listed) * 1.6
 
@@ -251,14 +252,14 @@ _NAME_LINE, _BAR_LINE, _GAP = 17, 15, 9
 
 @matplotlib.rc_context(STYLE)
 def bars_plot(operator: str, cases: Sequence[CaseBars], colours: Mapping[str, str], of_roofline: bool, paint: Paint) -> Drawing:
-    """Plots the backends of an operator's cases: their fraction of the roofline, or of the fastest's speed.
+    """Plots a bar for each backend on each case of an operator: the fraction of the roofline, or of the fastest kernel's speed.
 
     Args:
-        operator: the operator.
-        cases: at least one.
-        colours: names of the colours by backend.
-        of_roofline: whether the bars are fractions of the roofline rather than of the fastest's speed.
-        paint: the colours.
+        operator: ``"family.mode"``, for the title.
+        cases: the operator's cases with their bars; at least one case.
+        colours: each backend's name of a colour.
+        of_roofline: whether the bars are fractions of the roofline rather than of the fastest kernel's speed.
+        paint: maps the names of colours to colours.
     """
     there = list(dict.fromkeys(bar.solution for case in cases for bar in case.bars))
     height = sum(_NAME_LINE + _BAR_LINE * len(case.bars) + _GAP for case in cases) + 26
@@ -306,7 +307,10 @@ def _draw_bar(drawing: Drawing, axes: Axes, bar: Bar, y: float, colour: str, nam
 
 @matplotlib.rc_context(STYLE)
 def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], paint: Paint) -> Drawing:
-    """Plots medians over runs relative to the first. The largest changes are named; the thick line is the geometric mean."""
+    """Plots the median times of an operator's kernels and cases over runs, each divided by its first median.
+
+    The kernels and cases with the largest changes are named. The thick line is the geometric mean of all.
+    """
     by_change = sorted(changes, key=lambda change: -abs(math.log(change.last)))
     named = [change for change in by_change if abs(math.log(change.last)) > math.log1p(THRESHOLD)][:_NAMED_CHANGES]
     lines = len(named) + 1
@@ -326,7 +330,7 @@ def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], 
     means = [_mean(change.ratios[place] for change in changes) for place in places]
     axes.plot(*zip(*[(p, m) for p, m in zip(places, means, strict=True) if m], strict=True), color=paint("ink"), linewidth=2.4)
     low, high = axes.get_ylim()
-    # Noise must not fill the plot.
+    # The axis covers at least +-15%, so that noise does not fill the plot.
     axes.set_ylim(min(low, 1 / 1.15), max(high, 1.15))
     axes.set_xlim(-0.2, len(runs) - 0.8)
     every = math.ceil(len(runs) / 5)
@@ -355,12 +359,13 @@ def _mean(ratios: Iterable[float | None]) -> float | None:
 
 
 def name_axis(axes: Axes, name: str, paint: Paint) -> None:
-    """Places the label of the vertical axis above the axis, where tick labels of any length leave room for it."""
+    """Adds the label of the vertical axis above the axis. Beside the axis, long tick labels would overlap the label."""
     axes.annotate(name, (0, 1), (-32, 8), "axes fraction", "offset points", fontsize=_SMALL, color=paint("faint"))
 
 
 def place(drawing: Drawing, x: float, y: float, text: str, **style: Any) -> None:
-    """Adds an entry of a legend, at pixels from the lower left corner: a marker or a short line, and its text."""
+    """Adds an item to the drawing's legend: a marker or a short line, and its text. ``x`` and ``y`` are pixels from the drawing's
+    lower left corner."""
     across = [x] if "marker" in style else [x - 6, x + 8]
     line = Line2D(
         [each / drawing.width for each in across], [y / drawing.height] * len(across), transform=drawing.figure.transFigure, **style
@@ -380,7 +385,7 @@ def _time(time_us: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Formats with three significant digits, or with all integer digits."""
+    """Formats a number with three significant digits; from 1000 on, with all integer digits."""
     return f"{value:.0f}" if value >= 1e3 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Renders a receipt as a page."""
+"""Renders a receipt as an HTML page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS = frozenset({"call", "kernel", "not taken"})  # columns whose text may wr
 
 
 def render_receipt(receipt: Receipt) -> str:
-    """Renders HTML that needs no other file and no network."""
+    """Renders a receipt as HTML that needs no other file and no network."""
     facts = {"date": receipt.date, "device": f"{receipt.device} [{receipt.arch}]", **receipt.versions, **receipt.settings}
     return rendered(
         "receipt.html",

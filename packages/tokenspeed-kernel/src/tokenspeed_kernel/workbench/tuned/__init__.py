@@ -1,8 +1,9 @@
 """Tables of tuned results from this machine or similar machines, and the check whether a result is still valid.
 
-A table entry is for one operator, formats, traits, bucket of sizes, and device. It has each kernel's time with the kernel's best
-configuration. There are three sources, searched in this order: results of this process, the user's cache directory, and the tables
-that wheels ship for known devices. Selection reads the results through `find`. The package `tuning` measures and writes them.
+An entry of a table is for one combination of operator, formats, traits, buckets of sizes, and device. It has the time of each
+kernel with the kernel's best configuration. There are three sources, searched in this order: results of this process, the user's
+cache directory, and the tables that wheels ship for known devices. Selection reads the results through `find`. The package
+`tuning` measures and writes them.
 """
 
 from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key

@@ -1,4 +1,4 @@
-"""One tuned entry: its key, its fields, and its serialisation."""
+"""One entry of a table of tuned results: its key, its fields, and its serialisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 def entry_key(operator: str, formats: str, traits: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """Returns the key of an entry, as text. ``sizes`` are buckets."""
+    """Returns the text by which an entry is found in a table. ``sizes`` are the buckets of the request's sizes."""
     return json.dumps([operator, formats, dict(traits), dict(sizes)], sort_keys=True, default=str)
 
 
@@ -36,7 +36,7 @@ class Device:
 
     @property
     def file_name(self) -> str:
-        """The file name of its table in the user's directory."""
+        """The file name of the device's table in the user's directory of tuned results."""
         words = f"{self.name} {self.arch} {self.sm_count}"
         return "".join(c if c.isalnum() or c in "_.-" else "-" for c in words) + ".json"
 
@@ -46,14 +46,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel's best configuration.
+    """One kernel's best configuration for a kind of call, and its time.
 
     Attributes:
-        kernel: its name.
-        config: the fastest configuration, a value for each of the kernel's tunables; empty for the kernel's default.
-        us: the median time of a call with it, in microseconds.
-        own_us: the median time with the kernel's default, in microseconds, if it was measured.
-        source: fingerprint of the measured source, see `source_fingerprint`.
+        kernel: the kernel's name.
+        config: the fastest configuration, a value for each of the kernel's tunables; empty for the kernel's default configuration.
+        us: the median time of a call with this configuration, in microseconds.
+        own_us: the median time with the kernel's default configuration, in microseconds, if it was measured.
+        source: fingerprint of the measured kernel's source, see `source_fingerprint`.
     """
 
     kernel: str
@@ -69,11 +69,11 @@ class Entry:
 
     Attributes:
         operator: ``"family.mode"``.
-        formats: the format signature, as text.
+        formats: the format signature of the request, as text.
         traits: traits of the request.
         sizes: buckets of the request's sizes, see `buckets`.
-        device: the device of the measurement.
-        results: one per kernel.
+        device: the device on which the results were measured.
+        results: one per measured kernel.
         driver: version of the device's driver; empty without a driver.
         toolchain: versions of the software that compiled the kernels.
         case: the measured case's name, or the sizes of the measured call.
@@ -100,8 +100,9 @@ class Entry:
         return min(self.results, key=lambda result: (result.us, result.kernel))
 
     def merged_onto(self, older: Entry) -> Entry:
-        """Adds the older entry's results for kernels that this entry lacks, if both entries were measured with the same driver and
-        toolchain.
+        """Returns this entry, with the older entry's results for kernels that this entry lacks.
+
+        Returns this entry unchanged if the two entries were measured with different drivers or toolchains.
         """
         if (older.driver, dict(older.toolchain)) != (self.driver, dict(self.toolchain)):
             return self
@@ -109,7 +110,7 @@ class Entry:
         return replace(self, results=(*self.results, *(r for r in older.results if r.kernel not in mine)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the entry as plain values, for JSON."""
         return {**asdict(self), "results": [asdict(result) for result in self.results]}
 
     @classmethod

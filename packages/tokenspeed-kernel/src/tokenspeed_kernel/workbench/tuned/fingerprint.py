@@ -1,6 +1,6 @@
-"""The identity of a measured kernel: a hash of the kernel's source, and the versions of the software that compiles it.
+"""What a measured time of a kernel depends on: a hash of the kernel's source, and the versions of the software that compiles it.
 
-The source is located by the module's name, without importing the module or its packages.
+The source is found by the module's name, without importing the module or its packages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-# Kernels of every package use the operators' helpers, so these count. The rest of the framework (the registry, the selector) does
-# not affect the code that a kernel runs.
+# Kernels of every package use the helpers in the operators' modules, so these modules are part of the hash. The rest of the
+# framework (the registry, the selector) does not affect the code that a kernel runs.
 _OPERATORS = "tokenspeed_kernel_base.ops"
 
 
@@ -41,7 +41,7 @@ def source_fingerprint(module: str) -> str:
 
 
 def source_files(module: str) -> dict[str, Path]:
-    """Returns a module and all modules of the same package that it imports, directly or indirectly: files by module name.
+    """Returns the files of a module, and of all modules of the same package that it imports directly or indirectly, by module name.
 
     These include device code that a launcher reaches through `DeviceModule`, and modules of the operators' declarations that the
     launcher imports. They include a package's ``__init__`` if something other than a module is imported from it. For a module
@@ -130,8 +130,10 @@ def _imports(module: str, path: Path) -> list[str]:
 
 
 def _device_module(module: str, argument: ast.expr) -> str:
-    """Returns the module's name in ``DeviceModule(__name__ + "_device")`` or ``DeviceModule("package.module_device")``; else
-    empty."""
+    """Returns the name of the device module that a ``DeviceModule`` call refers to; empty if the call has another form.
+
+    ``argument``: the call's argument: ``__name__ + "_device"`` in the module, or ``"package.module_device"``.
+    """
     prefix = ""
     if isinstance(argument, ast.BinOp) and isinstance(argument.op, ast.Add) and ast.unparse(argument.left) == "__name__":
         prefix, argument = module, argument.right

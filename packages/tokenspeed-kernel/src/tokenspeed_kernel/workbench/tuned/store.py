@@ -1,4 +1,5 @@
-"""Tables on disk. A writer locks the table and merges its entries into the table. So concurrent writers lose no results."""
+"""Tables of tuned results on disk. A writer locks the file and merges its entries into it, so concurrent writers lose no
+results."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from tokenspeed_kernel_base.storage import locked, replace_file, set_aside, warn
 
 
 class CorruptTableError(ValueError):
-    """A file is not a valid table."""
+    """A file is not a valid table of tuned results."""
 
 
 def parse_table(text: bytes) -> list[Entry]:
-    """Parses the entries of a file. Raises CorruptTableError for anything that `format_table` does not write."""
+    """Parses the content of a table's file. Raises CorruptTableError for anything that `format_table` does not write."""
     try:
         table = json.loads(text)
         if not isinstance(table, dict) or table.get("format") != FORMAT or not isinstance(table.get("entries"), list):
@@ -27,14 +28,14 @@ def parse_table(text: bytes) -> list[Entry]:
 
 
 def format_table(entries: Iterable[Entry]) -> str:
-    """Formats a table with one line per entry. So versions of a shipped table can be diffed."""
+    """Formats a table with one line per entry, so that versions of a shipped table can be compared by ``git diff``."""
     listed = sorted(entries, key=lambda entry: (str(entry.device), entry.key))
     lines = ",\n".join(json.dumps(entry.to_dict(), allow_nan=False) for entry in listed)
     return f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n'
 
 
 def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
-    """Reads the entries of a file. Empty for a file that is absent, unreadable or corrupt.
+    """Reads the entries of a table's file. Returns an empty list for a file that is absent, unreadable or corrupt.
 
     Args:
         path: the file.
@@ -58,7 +59,7 @@ def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
 
 
 def _read_locked(path: Path) -> list[Entry]:
-    """Reads the entries of a file whose lock is held. A corrupt file is renamed."""
+    """Reads the entries of a table's file while this process holds the file's lock. A corrupt file is renamed."""
     try:
         return parse_table(path.read_bytes())
     except FileNotFoundError:
@@ -69,12 +70,12 @@ def _read_locked(path: Path) -> list[Entry]:
 
 
 def save_entry(path: Path, entry: Entry) -> bool:
-    """Writes an entry to a file, replacing the entry with the same device and key.
+    """Writes an entry to a table's file, replacing the entry with the same device and key.
 
     Results of other kernels in the replaced entry are kept, provided that both were measured with the same driver and toolchain.
 
     Returns:
-        Whether it was written.
+        Whether the entry was written.
 
     Warns:
         StorageWarning: the file cannot be written; once per process and reason.
@@ -89,7 +90,7 @@ def save_entry(path: Path, entry: Entry) -> bool:
 
 
 def remove_entries(path: Path, keep: Callable[[Entry], bool]) -> int:
-    """Removes the entries of a file for which ``keep`` returns False. Returns the number of removed entries.
+    """Removes the entries of a table's file for which ``keep`` returns False. Returns the number of removed entries.
 
     Warns:
         StorageWarning: the file cannot be written; it is unchanged then, and the result is 0.

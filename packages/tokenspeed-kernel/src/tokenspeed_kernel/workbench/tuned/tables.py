@@ -26,14 +26,14 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry, its source, and the reason why it is stale (empty if it is valid)."""
+    """An entry of a table, the source in which it was found, and the reason why it is stale (empty if it is valid)."""
 
     entry: Entry
     source: str
     stale: str
 
 
-# -- where tables lie ----------------------------------------------------------------------------------------------------------
+# -- where tables are stored ---------------------------------------------------------------------------------------------------
 
 _shipped: list[Path] = [Path(__file__).parent]
 _measured: dict[tuple[Device, str], Entry] = {}
@@ -73,7 +73,7 @@ _files: dict[Path, tuple[tuple[int, ...], Entries]] = {}
 
 
 def _load(path: Path, *, keep_corrupt: bool) -> Entries:
-    """Returns a file's entries, from memory unless the file has changed."""
+    """Returns the entries of a table's file. They are kept in memory, and read again when the file has changed."""
     try:
         status = path.stat()
     except OSError:
@@ -90,7 +90,7 @@ def _load(path: Path, *, keep_corrupt: bool) -> Entries:
 def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
     """Returns the files that may have results for a device, the user's file first, each with a flag: whether the file is shipped.
 
-    ``chosen``: the setting.
+    ``chosen``: the setting ``TOKENSPEED_KERNEL_TUNED``. It is an argument because the function's results are cached.
     """
     path = user_table(device)
     own = [] if path is None or pretended else [(path, False)]
@@ -98,7 +98,7 @@ def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, prete
 
 
 def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Entries]]:
-    """Yields each source for a device, in the order of the search: its name, whether it is shipped, and its entries."""
+    """Yields the sources of results for a device, in the order of the search: name, whether a wheel ships it, and its entries."""
     if not pretended:
         yield "this process", False, _measured
     for path, shipped in _places(config.settings().tuned, tuple(_shipped), device, pretended):
@@ -109,7 +109,7 @@ _known_operators: dict[Any, Any] = memo.new_memo()
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    """Whether some table has results of an operator on a device, so that a call's sizes matter for selection.
+    """Whether any source has results of an operator for a device. Only then does selection depend on a call's sizes.
 
     Tables that other processes write later are read once memoised decisions are invalidated.
     """
@@ -126,7 +126,7 @@ def has_results(operator: str, platform: PlatformInfo) -> bool:
     return known
 
 
-# -- what holds ----------------------------------------------------------------------------------------------------------------
+# -- valid and stale results ---------------------------------------------------------------------------------------------------
 
 
 def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo) -> Found:
@@ -191,7 +191,7 @@ def _result_staleness(result: Result) -> str:
 
 
 def all_entries(platform: PlatformInfo) -> list[Listed]:
-    """Returns all entries for a device, from all sources, with why they are stale."""
+    """Returns all entries for a platform's device, from all sources; for stale entries, with the reason."""
     device = Device.of(platform)
     return [
         Listed(entry, source, staleness(entry, platform, shipped=shipped))
@@ -202,11 +202,11 @@ def all_entries(platform: PlatformInfo) -> list[Listed]:
 
 
 def record(entry: Entry) -> Path | None:
-    """Applies a result in this process, and writes the result to the user's table.
+    """Makes selection in this process use an entry's results, and writes the entry to the user's table.
 
     Returns:
-        The file. None if no file was written: tables are switched off, or have no directory, or a kernel's source cannot be found,
-        so that later changes could not be detected.
+        The table's file. None if no file was written: tables are switched off, or there is no directory for them, or a kernel's
+        source cannot be found, so that later changes of the source could not be detected.
 
     Warns:
         StorageWarning: the file cannot be written; once per process.

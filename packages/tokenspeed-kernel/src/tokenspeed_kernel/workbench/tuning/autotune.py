@@ -24,21 +24,21 @@ from tokenspeed_kernel_base.selection import Request, gate
 
 # The fraction of free memory that copies of mutated arguments may take.
 _COPIED_FRACTION = 0.25
-_COPIED_BYTES = 4 << 30  # the limit if free memory is unknown
+_COPIED_BYTES = 4 << 30  # the copies' limit where the free memory is unknown, on a CPU
 
 _one_at_a_time = threading.RLock()
 
 
 def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
-    """Measures the kernels and configurations that are eligible for a call, on the call's own arguments. Records the fastest.
+    """Measures the kernels and configurations that are eligible for a call, on the call's own arguments. Records the fastest ones.
 
-    Mutated arguments are copied first; others are read in place. The fastest candidate's results must agree with those of the
-    untuned choice, within the operator's tolerance.
+    Mutated arguments are copied first; others are read in place. Results are compared with those of the kernel that runs without
+    tuned results. A candidate whose results differ by more than the operator's tolerance is not recorded.
 
     Args:
         request: the call's request.
-        arguments: all arguments, by name, already checked.
-        budget_s: time budget in seconds, compilation included. Each kernel's default configuration is always measured.
+        arguments: all of the call's arguments, by name, already checked.
+        budget_s: the seconds that measuring may take, compilation included. Each kernel's default configuration is always measured.
 
     Returns:
         Why nothing was measured. Empty if something was measured or if there is only one candidate. Also empty for calls of several
@@ -74,7 +74,7 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
         return f"copies of {', '.join(written)} would take {size / 2**30:.1f} GiB"
 
     def ran(kernel: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Runs a kernel, and returns its result and the tensor arguments after the call."""
+        """Runs a kernel on fresh copies of the mutated arguments. Returns its result, and the tensor arguments after the call."""
         fresh = arguments | copy.deepcopy(written)
         returned = run(request, kernel, config, tuple(fresh.values()))
         return returned, dict(tensor_arguments(op.parameters, fresh))
@@ -83,7 +83,9 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     expected: Callable[[], Any] = functools.cache(lambda: ran(*untuned))
 
     def check(trial: Trial) -> str:
-        """Describes how a trial's results differ from those of the untuned choice; empty if they agree."""
+        """Describes how a candidate's results differ from those of the kernel that runs without tuned results; empty if they
+        agree.
+        """
         if (trial.kernel, trial.config) == untuned:
             return ""
         tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)

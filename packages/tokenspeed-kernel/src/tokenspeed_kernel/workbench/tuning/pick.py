@@ -1,7 +1,7 @@
-"""Picks the fastest candidate. Lists the candidates that traits and tunables allow, times and checks them, and records the results.
+"""Finds the fastest kernel and configuration for a request. Lists the candidates, times and checks them, and records the results.
 
-`tune_case` uses it for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. They differ in the source of
-the arguments, and in the reference for the candidates' results.
+`tune_case` uses this module for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. The two differ in the
+source of the arguments, and in the results that the candidates' results are compared with.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of tuning on one case. Kernels that need differently prepared arguments do not compete. Each group of kernels
-    with the same arguments has an outcome.
+    """The outcome of tuning on one case, for kernels that take the same arguments.
+
+    Kernels that need differently prepared arguments do not compete, so each group of kernels with the same arguments has an
+    outcome.
 
     Attributes:
-        operator, case: names.
-        trials: one per candidate.
-        untuned: the kernel that would run without tuned results; None if no kernel would.
+        operator, case: names of the operator and the case.
+        trials: the measurement of each candidate.
+        untuned: the kernel that would be selected without tuned results; None if no kernel is eligible.
         results: the recorded results, the fastest first; empty if there was only one candidate, or none was correct.
         saved: the file to which the results were written; None if the results apply to this process only.
         reason: why there are no results.
@@ -50,17 +52,17 @@ class Outcome:
 
     @property
     def untuned_us(self) -> float | None:
-        """The time of a call with the untuned choice, in microseconds."""
+        """The time of a call with the kernel and configuration that run without tuned results, in microseconds."""
         return next((t.us for t in self.trials if t.kernel == self.untuned and t.own_choice), None)
 
     @property
     def gain(self) -> float | None:
-        """The speedup of the tuned choice over the untuned one."""
+        """The speedup by tuning: the time without tuned results, divided by the time of the fastest recorded result."""
         before = self.untuned_us
         return before / self.results[0].us if before is not None and self.results else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the outcome as plain values, for JSON."""
         best = self.results[0] if self.results else None
         return {
             "operator": self.operator,
@@ -84,10 +86,10 @@ def untuned_choice(request: Request) -> str | None:
 
 
 def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str, Config]]:
-    """Returns kernel names with the configurations that are valid for a request.
+    """Returns the candidates for a request: kernel names with the configurations that are valid for the request.
 
-    Default configurations come first: the untuned choice, then the other kernels by priority. (An empty configuration means that
-    the kernel chooses.) The reference is not a candidate.
+    Default configurations come first, that of the kernel selected without tuned results before those of other kernels by priority.
+    An empty configuration is the kernel's default. The reference is not a candidate.
     """
     first = untuned_choice(request)
     real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))
@@ -96,7 +98,7 @@ def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str,
 
 
 def run(request: Request, kernel: str, config: Config, values: Sequence[Any]) -> Any:
-    """Runs a kernel with a configuration. The kernel is selected in each run. This is cheap, because decisions are memoised."""
+    """Runs a kernel with a configuration, through selection. This is cheap, because selections are memoised."""
     return select(request, Override(kernel, "tuning", tuple(config.items()))).impl(*values)
 
 
@@ -113,12 +115,13 @@ def pick(
 
     Args:
         request: the request of the call.
-        chosen: see `candidates`.
-        values: returns the arguments for a kernel's name. They are reused in every call of the kernel's candidates.
-        check: returns the error in a trial's results; empty if they are correct.
+        chosen: the candidates to time, see `candidates`.
+        values: function that returns the arguments for a kernel, by its name. Each call of the kernel's candidates has these
+            arguments.
+        check: function that returns the error in a candidate's results; empty if the results are correct.
         device: the device that the candidates run on.
-        budget_s: seconds for all timing, compilation included. Each kernel's default configuration is always timed.
-        case: name or sizes of the measured call, for the record.
+        budget_s: the seconds that all timing may take, compilation included. Each kernel's default configuration is always timed.
+        case: name of the case, or sizes of the measured call; stored with the results.
     """
     untuned = untuned_choice(request)
     if len(chosen) < 2:
@@ -173,7 +176,7 @@ def _is_right(trial: Trial, check: Callable[[Trial], str]) -> bool:
 
 
 def _result(best: Trial, trials: Sequence[Trial]) -> Result:
-    """Returns the record of a kernel, made from its trials and the best trial."""
+    """Returns the result to store for a kernel. ``best``: the trial of its best configuration; ``trials``: all of its trials."""
     own = next((t.us for t in trials if t.own_choice and t.status in (TrialStatus.MEASURED, TrialStatus.HOPELESS)), None)
     assert best.us is not None
     source = source_fingerprint(KernelRegistry.get().module_of(best.kernel))

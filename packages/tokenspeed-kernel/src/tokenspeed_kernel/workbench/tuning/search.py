@@ -1,10 +1,10 @@
 """Finds the fastest of several candidates within a time budget.
 
-First each candidate is called twice. A candidate is dropped as hopeless if it takes several times as long as the best so far, in a
-third call as well. The other candidates are measured in rounds (successive halving, Jamieson and Talwalkar, 2016,
-arXiv:1502.07943). After each round the slower half is dropped. The faster half gets all the time of the next round. A round
-measures one candidate after another, so that drift of the machine affects all candidates alike. A kernel's default configuration
-always stays, as the baseline of the result.
+First each candidate is called twice. If the second call takes several times as long as the fastest candidate so far, there is a
+third call. If that is as slow, the candidate is not measured further ("hopeless"). The other candidates are measured in rounds
+(successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943). After each round the slower half is dropped. The faster half
+gets all the time of the next round. A round measures one candidate after another, so that drift of the machine affects all
+candidates alike. A kernel's default configuration always stays, as the baseline of the result.
 
 On a GPU a candidate is timed in a CUDA graph. The reasons are that launching a few kernels from Python takes longer than small
 kernels run, and that inference engines capture their calls. A candidate that cannot be captured is timed as called, launch overhead
@@ -24,31 +24,32 @@ import torch
 
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 
-# The slowdown over the best beyond which a candidate is hopeless in the first calls, when clocks and caches have not settled.
+# A candidate is hopeless if it takes this many times as long as the fastest one. The factor is large, because clocks and caches
+# have not settled in the first calls.
 _HOPELESS = 3.0
-# Differences below this are ignored in the first calls: a single call and the synchronisation take as long.
+# Differences between first calls that are below this are ignored, because the call and the synchronisation take about as long.
 _BLURRED_US = 100.0
-# Calls per round: the median of fewer is unreliable, that of more is no better.
+# Calls of a candidate in a round: the median of fewer calls is unreliable, that of more calls is no better.
 _FEWEST, _MOST = 5, 300
 _ROUNDS = 4
 # The fraction of the budget for the first calls of all candidates, compilation included.
 _FIRST_FRACTION = 0.7
-# The relative gain from which a configuration replaces a kernel's default; less is noise.
+# A configuration replaces a kernel's default if it is faster by more than this fraction. Smaller gains are noise.
 WORTHWHILE = 0.02
 
 
 class TrialStatus(str, enum.Enum):
-    """The outcome of a candidate."""
+    """The outcome of measuring a candidate."""
 
     MEASURED = "measured"
-    HOPELESS = "hopeless"  # stopped early
+    HOPELESS = "hopeless"  # far slower than another candidate in the first calls, not measured further
     FAILED = "failed"  # raised an error, or gave wrong results
-    NOT_REACHED = "not reached"  # the time budget was used up
+    NOT_REACHED = "not reached"  # never called: the time budget was used up
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel with one configuration (empty: the kernel's default), and a callable that runs it."""
+    """One kernel with one configuration (empty: the kernel's default), and a callable that runs the kernel with it."""
 
     kernel: str
     config: Mapping[str, Any]
@@ -57,10 +58,10 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """A candidate's record.
+    """The measurement of a candidate.
 
-    ``us``: the median time in microseconds; for a hopeless candidate, the time of its first calls. ``uncaptured``: why it could not
-    be captured, and was timed with launch overhead on a GPU.
+    ``us``: the median time in microseconds; for a hopeless candidate, the time of its first calls. ``uncaptured``: why the
+    candidate could not be captured in a CUDA graph; it was timed with launch overhead then.
     """
 
     kernel: str
@@ -88,15 +89,16 @@ class Trial:
 
 
 def search(candidates: Sequence[Candidate], device: torch.device, budget_s: float) -> list[Trial]:
-    """Measures candidates.
+    """Measures candidates within a time budget, as the module's docstring describes.
 
     Args:
-        candidates: the most important first: the last ones are not reached if the budget is used up.
+        candidates: the candidates, the most important ones first. The last ones are not measured if the budget is used up.
         device: the device that the candidates run on.
-        budget_s: seconds for all candidates. Each kernel's default configuration is always called, even beyond the budget.
+        budget_s: the seconds that all candidates together may take. Each kernel's default configuration is always called, even
+            beyond the budget.
 
     Returns:
-        One trial per candidate, in order. A candidate that raises an error does not raise here.
+        One trial per candidate, in order. If a candidate raises an error, its trial has status FAILED, and nothing is raised.
     """
     start = time.monotonic()
     trials = [Trial(candidate.kernel, candidate.config) for candidate in candidates]
@@ -152,7 +154,8 @@ def _timed_calls(
 def _round(
     racing: list[int], calls: Mapping[int, Callable[[], Any]], trials: list[Trial], device: torch.device, budget_s: float
 ) -> list[int]:
-    """Measures the remaining candidates for one round, and returns the candidates that did not fail."""
+    """Measures candidates for one round. ``racing`` and the result are indices of candidates; failed ones are left out of the
+    result."""
     left = []
     for i in racing:
         trial = trials[i]
@@ -167,8 +170,8 @@ def _round(
 
 
 def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
-    """Returns the candidates for the next round: the faster half, candidates as fast as the slowest of that half, and each kernel's
-    default.
+    """Returns the indices of the candidates for the next round: the faster half, candidates about as fast as the slowest of that
+    half, and each kernel's default.
     """
     times = {i: trials[i].us or 0.0 for i in racing}
     ordered = sorted(racing, key=times.__getitem__)
@@ -180,9 +183,10 @@ def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
 
 
 def by_merit(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the measured trials of one kernel, the best first.
+    """Returns one kernel's trials that were measured, the best first.
 
-    Returns the fastest trial; the kernel's default if no other trial is faster by more than `WORTHWHILE`.
+    The best trial is the fastest one, or that of the kernel's default if no other is faster by more than `WORTHWHILE`. The others
+    follow by time.
     """
     done = [trial for trial in trials if trial.status is TrialStatus.MEASURED and trial.us is not None]
     ordered = sorted(done, key=lambda trial: trial.us or 0.0)
@@ -194,7 +198,7 @@ def by_merit(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _once(call: Callable[[], Any], device: torch.device) -> float:
-    """Returns the microseconds of a call, synchronisation included."""
+    """Calls a candidate once. Returns the time in microseconds, with the synchronisation of the device."""
     start = time.perf_counter_ns()
     call()
     if device.type == "cuda":

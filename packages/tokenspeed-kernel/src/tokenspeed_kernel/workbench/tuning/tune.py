@@ -34,11 +34,11 @@ def tune_case(
         case: the case; its arguments are prepared for each kernel that needs prepared arguments.
         device: the device; `default_device` if not given.
         kernels: names of the kernels to measure; all eligible ones if not given.
-        budget_s: seconds of measuring per outcome, compilation included, without verification. Each kernel's default configuration
-            is always measured.
+        budget_s: the seconds that measuring may take per outcome, compilation included, without verification. Each kernel's
+            default configuration is always measured.
 
     Returns:
-        One outcome for each different preparation of the arguments; at least one.
+        One outcome for each group of kernels that take the same prepared arguments; at least one.
     """
     op, registry = get_operator(operator), KernelRegistry.get()
     where = default_device() if device is None else torch.device(device)

@@ -1,6 +1,6 @@
-"""Watches a program's calls: ranges in a profile, times of calls, captures of their shapes, and replays of captured calls.
+"""Watches a program's operator calls: named ranges in a profile, times, captures of shapes, and replays of captured calls.
 
-Ranges, times and captures are watchers of calls, see `tokenspeed_kernel_base.watch`. They cost nothing while they are off.
+Ranges, times and captures are watchers, see `tokenspeed_kernel_base.watch`. They cost nothing while they are off.
 """
 
 from tokenspeed_kernel.workbench.watching.captures import (
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def begin(settings: Settings) -> None:
-    """Starts the watchers that the settings enable, when the package is imported."""
+    """Starts the watchers that the settings enable. Called when the package is imported."""
     if settings.capture_path is not None:
         capture_to_file(settings.capture_path)
     if settings.profile:

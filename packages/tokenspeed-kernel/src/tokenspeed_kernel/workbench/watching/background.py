@@ -1,6 +1,6 @@
-"""Base class of watchers that keep their counts in a file.
+"""Base class of watchers that count calls and write the counts to a file.
 
-The file is written periodically and when the process ends. A forked process writes its own counts.
+The file is written periodically, and when the process ends. A forked process writes its own counts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 
 
 class Background:
-    """Counts in memory, and a thread that periodically writes them to a file. A failed write gives a warning and is retried.
+    """Counts of calls in memory, and a thread that periodically writes them to a file. A failed write gives a warning and is
+    retried.
 
     Args:
         path: the file or folder to write to; None to write nothing.
-        content: name of the content, for warnings.
-        seconds: seconds between two writes. A killed process loses at most the counts of this time.
+        content: what is counted, for warnings.
+        seconds: seconds between two writes. A killed process loses at most the counts of the last ``seconds``.
     """
 
     def __init__(self, path: Path | None, content: str, seconds: float) -> None:
@@ -32,21 +33,23 @@ class Background:
             util.register_after_fork(self, lambda kept: util.Finalize(kept, Background.finish, (kept,), exitpriority=0))
 
     def _restart(self) -> None:
-        """Resets the counts. Also called in a forked process, because the parent writes the counts from before the fork."""
+        """Resets the counts in memory. Also called in a forked process, because the parent writes the counts from before the
+        fork.
+        """
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes the changes.
+        """Writes the counts since the last write to the file.
 
         Raises:
-            OSError: the file cannot be written. The changes stay in memory.
+            OSError: the file cannot be written. The counts stay in memory.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Writes the changes for the last time. Nothing may be counted afterwards.
+        """Writes the counts since the last write, and stops the thread. Nothing may be counted afterwards.
 
         Raises:
             OSError: the file cannot be written.
@@ -57,7 +60,7 @@ class Background:
             self.write()
 
     def _written_from_now_on(self) -> None:
-        """Starts the writer thread at the first count of this process. The caller must hold the lock."""
+        """Starts the thread that writes the file, if this process has not started it yet. The caller must hold ``self._lock``."""
         if self._writer is None and self._path is not None:
             self._writer = threading.Thread(target=self._write_on, name=f"tokenspeed-kernel: {self._content}", daemon=True)
             self._writer.start()

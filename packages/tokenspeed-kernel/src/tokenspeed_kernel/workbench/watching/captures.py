@@ -1,4 +1,4 @@
-"""Captures calls: counts them by shapes, dtypes and options."""
+"""Captures operator calls: counts them by shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenspeed_kernel_base.config import ConfigurationError
 from tokenspeed_kernel_base.signature import dtype_name
 
 MAX_RECORDS = 10_000
-# A sample has at most this many values; longer lists are thinned.
+# A sample has at most this many of the values that determine a call's work; of a longer list, evenly spaced values are kept.
 _LONGEST_SAMPLE = 1024
-# Seconds between two reads of values for one record. Reading values synchronises with the device, so it must be rare.
+# At least this many seconds pass between two reads of a record's values. A read synchronises with the device, so it must be rare.
 _SECONDS_BETWEEN_READS = 0.5
 _SECONDS_BETWEEN_WRITES = 0.25
 
@@ -29,7 +29,7 @@ Work = Mapping[str, Sequence[int]]
 
 
 def described(value: Any) -> Any:
-    """Describes an argument as JSON values, without its data."""
+    """Describes an argument of a call as JSON values: a tensor by dtype, shape, device and strides, without its elements."""
     if isinstance(value, torch.Tensor):
         told = {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "device": value.device.type}
         return told if value.is_contiguous() else {**told, "stride": list(value.stride())}
@@ -48,11 +48,12 @@ def described(value: Any) -> Any:
 class ShapeCapture(Background):
     """Counts operator calls by shapes, dtypes and options, with the kernel that ran and the values that determine the work.
 
-    Memory is bounded: after ``max_records`` distinct combinations, calls with new combinations are only counted, in ``dropped``.
+    Memory is bounded: after ``max_records`` distinct combinations, calls with new combinations have no record, and are only
+    counted in ``dropped``.
 
     Args:
-        path: a file to which the records are also added, while calls are counted. Other processes may add to the same file.
-        max_records: the largest number of distinct combinations.
+        path: a file to which the records are also added, periodically. Other processes may add to the same file.
+        max_records: the largest number of distinct combinations that have a record.
 
     Raises:
         OSError: the file cannot be written, or is no capture.
@@ -68,7 +69,7 @@ class ShapeCapture(Background):
         super()._restart()
         self._numbers: dict[Hashable, int] = {}
         self._read_at: list[float] = []
-        # Records by number: one with all counts, and one with the counts that are not in the file yet.
+        # Two records per combination, by its number: one with all counts, and one with the counts that are not in the file yet.
         self._records: dict[int, Record] = {}
         self._unsaved: dict[int, Record] = {}
         self._dropped: dict[str, int] = {}
@@ -76,12 +77,12 @@ class ShapeCapture(Background):
 
     @property
     def dropped(self) -> int:
-        """The number of calls that were not recorded because there were too many distinct ones."""
+        """The number of calls without a record, because there were already ``max_records`` other combinations."""
         with self._lock:
             return sum(self._dropped.values())
 
     def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Counts a call. This method is the watcher to register, see `watch.start`."""
+        """Counts a call, and returns ``run`` unchanged. This method is the watcher to register, see `watch.start`."""
         self.record(f"{call.family}.{call.mode}", call.kernel, call.key, call.arguments, call.traits, call.read_work)
         return run
 
@@ -94,13 +95,13 @@ class ShapeCapture(Background):
         traits: Mapping[str, Any],
         read_work: Callable[[], Work | None] | None = None,
     ) -> None:
-        """Counts a call.
+        """Counts a call in the record of its combination of operator, kernel and key.
 
         Args:
             operator: ``"family.mode"``.
             kernel: the kernel that runs the call.
-            key: equal for calls of one operator with the same description.
-            arguments, traits: the call's arguments and traits by name. A call with a new key adds their description.
+            key: equal for calls of one operator with the same shapes, dtypes and options.
+            arguments, traits: the call's arguments and traits by name. A new record gets a description of them.
             read_work: function that reads the values that determine the call's work, and may synchronise with the device. It is
                 called for some of the calls only, and never while a CUDA graph is captured.
         """
@@ -128,7 +129,10 @@ class ShapeCapture(Background):
                     record["work"] = merged_work(record["work"], _work_of_one(work))
 
     def _copies(self, number: int) -> list[Record]:
-        """Returns the copies of a record in which a call is counted: the total, and the unsaved counts if there is a file."""
+        """Returns the records in which a call is counted: the one with all counts and, if there is a file, the one with the counts
+        that are not in the file yet.
+        ``number``: the number of the call's combination.
+        """
         record = self._records[number]
         if self._path is None:
             return [record]
@@ -137,7 +141,7 @@ class ShapeCapture(Background):
         return [record, self._unsaved[number]]
 
     def get(self) -> list[Record]:
-        """Returns the records, the most frequent first."""
+        """Returns the records, those with the most calls first."""
         with self._lock:
             return sorted(map(dict, self._records.values()), key=lambda record: -record["count"])
 
@@ -197,7 +201,7 @@ def _new_record(operator: str, kernel: str, arguments: Mapping[str, Any], traits
 
 
 def _work_of_one(work: Work) -> dict[str, Any]:
-    """Converts the values that were read from one call to the form of records."""
+    """Converts the values that were read from one call to the form in which a record keeps them, see `merged_work`."""
     histograms: dict[str, dict[str, int]] = {}
     for name, values in work.items():
         bins = histograms.setdefault(name, {})
@@ -208,7 +212,7 @@ def _work_of_one(work: Work) -> dict[str, Any]:
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
-    """Returns the values; if there are more than `_LONGEST_SAMPLE`, that many evenly spaced ones."""
+    """Returns the values if they are at most `_LONGEST_SAMPLE`, else that many evenly spaced values."""
     if len(values) <= _LONGEST_SAMPLE:
         return list(values)
     return [values[i * len(values) // _LONGEST_SAMPLE] for i in range(_LONGEST_SAMPLE)]
@@ -218,14 +222,14 @@ def _capturing_graph() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# -- of a process --------------------------------------------------------------------------------------------------------------
+# -- captures of all calls of a process ----------------------------------------------------------------------------------------
 
 _started: ShapeCapture | None = None  # the capture that `start_shape_capture` began
 _lock = threading.Lock()
 
 
 def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
-    """Records every operator call of this process from now on. Returns the capture, or the previous one if it still runs.
+    """Records every operator call of this process from now on. Returns the capture; if one already runs, returns that one.
 
     Args:
         path: a file to which the records are added. Other processes may add to the same file concurrently. Each call is in the file
@@ -262,7 +266,7 @@ def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCaptur
     """Records the calls of all threads while the block runs. Blocks may be nested; each block has its own capture.
 
     Args:
-        output_path: see `start_shape_capture`.
+        output_path: a file to which the records are added, see `start_shape_capture`.
     """
     capture = ShapeCapture(output_path)
     watch.start(capture.watch)

@@ -1,4 +1,4 @@
-"""Named ranges in a profile, one per operator call."""
+"""Marks each operator call as a named range in a profile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernel_scope(
     rocprof and other profilers that read ROCTX; and Triton's Proton, if a session has been started.
 
     Args:
-        family, mode: the operator.
+        family, mode: the operator's name.
         dtype, kernel_name, shape: parts of the range's name. ``shape`` is the shape of the operands, such as ``"64x2880"``.
         metrics: values that ``torch.profiler`` shows as the range's arguments.
     """

@@ -42,7 +42,9 @@ class Contents:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Contents) -> None:
-        """Adds the counts and the work of another capture, record by record."""
+        """Adds the counts and the work of another capture's records to the records of the same calls, and adds its other
+        records.
+        """
         records = {_key(record): record for record in self.records}
         for record in other.records:
             key = _key(record)
@@ -53,24 +55,25 @@ class Contents:
 
 
 def _key(record: Mapping[str, Any]) -> str:
-    """Returns the key of a record. Records of the same call have equal keys."""
+    """Returns a hash of a record's operator, kernel, traits and arguments. Records of the same kind of call have equal hashes."""
     described = json.dumps([record[name] for name in ("operator", "kernel", "traits", "arguments")], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
 
 
 def merged(mine: Record | None, other: Record) -> Record:
-    """Merges two records of the same call."""
+    """Merges two records of the same kind of call."""
     if mine is None:
         return other
     return {**mine, "count": mine["count"] + other["count"], "work": merged_work(mine["work"], other["work"])}
 
 
 def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the work of two records of one call.
+    """Merges the work of two records of one kind of call.
 
-    The work has three entries. ``seen`` is the number of calls whose values were read. ``samples`` has the values of a few of these
+    The work of a record describes the values that determine how much its calls compute. ``seen`` is the number of calls whose
+    values were read. ``samples`` has the values of a few of these
     calls: of the first call, which often has the largest values, and of the latest ones. ``histograms`` counts all values that were
-    read, by name and bin. The bin is the smallest power of two that is not below the value (``"0"`` for 0).
+    read, by name and bin. A value's bin is the smallest power of two that is not below the value (``"0"`` for 0).
     """
     samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
     if len(samples) > MAX_SAMPLES:
@@ -105,7 +108,8 @@ def load(path: str | Path) -> Contents:
 
 
 def add_to(path: Path, contents: Contents) -> None:
-    """Adds contents to a file. If this function raises, it has added nothing. Other processes may add to the file concurrently.
+    """Adds the contents of a capture to a file. If this function raises an error, it has added nothing. Other processes may add to
+    the file concurrently.
 
     A damaged capture is renamed with a warning, and a new file is begun.
 
@@ -133,7 +137,7 @@ def _add_to(database: Database, contents: Contents) -> None:
 
 
 def write(path: str | Path, contents: Contents) -> None:
-    """Writes a file, replacing an existing one."""
+    """Writes the contents of a capture to a file, replacing an existing file."""
     part = part_of(Path(path))
     try:
         add_to(part, contents)

@@ -1,4 +1,5 @@
-"""Recreates captured calls: the same shapes, strides, dtypes, options, lengths and skew, with newly drawn values."""
+"""Recreates captured calls: with the same shapes, strides, dtypes, options and sequence lengths, the same skew of expert loads, and
+newly drawn values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind, Parameter
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Larger cases are marked as sized for a GPU.
+# Cases whose tensors have more bytes are marked as sized for a GPU.
 _LARGE_BYTES = 64 << 20
 TAG = "captured"
 
@@ -30,13 +31,13 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class CapturedCase:
-    """A case that represents captured calls.
+    """A case that recreates equal captured calls.
 
     Attributes:
         operator: ``"family.mode"``.
         case: the case, tagged ``"captured"`` and named after the calls.
         count: the number of captured calls.
-        kernel: the kernel that ran the calls.
+        kernel: the kernel that ran the calls; if several did, the one that ran most of them.
     """
 
     operator: str
@@ -46,8 +47,8 @@ class CapturedCase:
 
 
 def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCase]:
-    """Returns cases for the calls in a capture, the most frequent first. Equal calls share a case, even if different kernels ran
-    them.
+    """Returns cases for the calls in a capture, those with the most calls first. Equal calls share a case, even if different
+    kernels ran them.
 
     Args:
         path: the capture's file.
@@ -71,7 +72,7 @@ def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCa
 
 
 def replay(record: Record) -> Case:
-    """Returns a case for one record of a capture, with the lengths and skew of the sample with the most work.
+    """Returns a case for one record of a capture. Of the record's samples, it has the lengths and expert loads of the largest.
 
     Raises:
         ReplayError: see `load_cases`.
@@ -100,9 +101,9 @@ def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Seq
     arguments are drawn from their descriptions.
 
     Args:
-        operator: the operator.
-        arguments: descriptions of the call's arguments.
-        work: the values that determined the call's work.
+        operator: name of the operator.
+        arguments: the description of each of the call's arguments, by name (see `described`).
+        work: the values that determined the call's work, by name (see `merged_work`).
     """
     op = get_operator(operator)
 
@@ -128,7 +129,8 @@ def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Seq
 
 
 def _described(parameter: Parameter, told: Any) -> Any:
-    """Recreates an argument from its description. Tensors are on the meta device; an object without a description becomes None."""
+    """Returns an argument made from its description. A tensor is on the meta device; None stands for an object whose fields are
+    not described."""
     if _is_tensor(told):
         return torch.empty(told["shape"], dtype=_dtype(told["dtype"]), device="meta")
     if told is None or parameter.kind is Kind.HINT:
@@ -159,7 +161,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tensor:
-    """Draws a tensor whose values have no special meaning."""
+    """Draws a tensor whose values may be arbitrary: activations, weights or scales, but not indices."""
     scales = name in op.scales
     if like.dtype == torch.uint8:  # pairs of fp4 values, or e8m0 scales
         return draw.integers(*((120, 128) if scales else (0, 256)), *like.shape, dtype=like.dtype)
@@ -169,8 +171,8 @@ def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tenso
 
 
 def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """Copies a tensor so that it has the captured strides. The first axis may have had another size, as for a cache with more
-    pages."""
+    """Copies a tensor so that it has the captured strides. The tensor's first axis may be smaller than the captured one, for
+    example because the recreated cache has fewer pages."""
     if stride is None or tuple(stride) == tensor.stride() or not tensor.numel():
         return tensor
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
@@ -184,7 +186,8 @@ def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
 
 
 def _name(op: Operator[Any, Any], arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> str:
-    """Summarises a call in one line: shapes of the operands, options that differ from the default, and lengths."""
+    """Summarises a call in one line: shapes of the operands, options that differ from the default, and the values that determined
+    its work."""
     words = []
     for parameter in op.parameters:
         told = arguments[parameter.name]

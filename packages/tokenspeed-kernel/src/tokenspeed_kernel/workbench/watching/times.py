@@ -35,23 +35,24 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.storage import StorageWarning, replace_file
 
 FORMAT, VERSION = "tokenspeed-kernel call times", 2
-# At most this many kinds of calls are counted separately. Further calls are counted without their shapes.
+# At most this many kinds of calls are counted separately. Calls of further kinds are counted without their shapes.
 MAX_KINDS = 10_000
 OTHER_SHAPES = "other shapes"
 _BINS_PER_E = 1 / math.log(1.01)
 _SECONDS_BETWEEN_WRITES = 1.0
-# With _SOME_PENDING calls whose events are unread, finished events are read. With _MAX_PENDING such calls, reading waits for the
-# device.
+# When _SOME_PENDING calls have events that were not read yet, the events of finished calls are read. When _MAX_PENDING calls have
+# such events, the host also waits for the first half of these calls.
 _SOME_PENDING, _MAX_PENDING = 32, 1024
-# The device spins for twice the shortest time in which a call of the kind was issued, at most _LONGEST_SPIN_US. It spins for
-# _FIRST_SPIN_US before the first call. No device's clock is faster than _CYCLES_PER_US.
+# Before a call, the device spins for twice the shortest time in which the host issued a call of this kind, at most
+# _LONGEST_SPIN_US; before the first two calls, for _FIRST_SPIN_US. No device's clock is faster than _CYCLES_PER_US.
 _CYCLES_PER_US = 2500
 _FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """The key of calls that are counted together. ``shape``: the operands' shapes. ``dtype``: the first operand's dtype."""
+    """What calls whose times are counted together have in common. ``shape``: shapes of the operands. ``dtype``: dtype of the first
+    operand."""
 
     operator: str
     kernel: str
@@ -61,7 +62,10 @@ class CallKind:
 
 @dataclass
 class Times:
-    """Times of calls in microseconds: their count, sum, minimum, and counts per bin. Bin i begins at 1.01**i us."""
+    """Times of calls in microseconds: the number of calls, the times' sum and minimum, and the number of calls per bin.
+
+    Bin i has the times from 1.01**i to 1.01**(i+1) us.
+    """
 
     count: int = 0
     total_us: float = 0.0
@@ -84,7 +88,7 @@ class Times:
 
     @property
     def median_us(self) -> float:
-        """The middle of the median's bin, in microseconds; 0 if there are no times."""
+        """The median time in microseconds, as the middle of the bin with the median; 0 if there are no times."""
         passed = 0
         for index in sorted(self.bins):
             passed += self.bins[index]
@@ -103,7 +107,7 @@ class Times:
 
 @dataclass
 class CallTime:
-    """Times of one kind of call: ``host`` until the call returned to its caller, and ``device`` on the device.
+    """Times of one kind of call. ``host``: until the call returned to its caller. ``device``: on the device.
 
     ``device`` counts fewer calls than ``host``, because some calls get no device time: see the module's docstring. Calls on a CPU
     and calls captured in a CUDA graph never get a device time.
@@ -120,7 +124,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a profiled program. ``seconds``: the duration of profiling so far."""
+    """One process of a profiled program. ``seconds``: how long the process has been profiled."""
 
     pid: int
     command: tuple[str, ...]
@@ -128,7 +132,8 @@ class Process:
 
 
 class CallTimes(Background):
-    """Times of the calls of this process, kept in a file in a folder that other processes may also use.
+    """Times of the operator calls of this process. They are kept in a file of this process, in a folder that other processes may
+    also use.
 
     Raises:
         OSError: the folder cannot be written.
@@ -154,8 +159,8 @@ class CallTimes(Background):
         return self.timed(kind, call.first.device, run)
 
     def timed(self, kind: CallKind, device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``call`` so that its time is counted. A nested call counts as part of the outer call. A call that raises is not
-        counted."""
+        """Wraps ``call`` so that its time is counted. An operator call made inside another one counts as part of the outer call. A
+        call that raises an error is not counted."""
 
         def run(*args: Any) -> Any:
             if getattr(self._local, "inside", False):
@@ -174,7 +179,7 @@ class CallTimes(Background):
         return run
 
     def _run(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float]:
-        """Runs a call. Returns its result, and the microseconds until the call returned."""
+        """Runs ``call``, and adds its host time to ``found``. Returns the result of ``call``, and the host time in microseconds."""
         start = time.perf_counter_ns()
         result = call(*args)
         host_us = (time.perf_counter_ns() - start) / 1e3
@@ -207,7 +212,8 @@ class CallTimes(Background):
             return self._found[kind]
 
     def _read_events(self, waited_for: int) -> None:
-        """Reads the times of calls that the device has finished. Waits for the first ``waited_for`` calls."""
+        """Reads the device times of calls that the device has finished. First waits until it has finished the first
+        ``waited_for`` of the pending calls."""
         with self._lock:
             try:
                 while self._pending:
@@ -230,7 +236,7 @@ class CallTimes(Background):
             replace_file(self._file, json.dumps({"format": FORMAT, "version": VERSION, "process": process, "calls": calls}))
 
     def finish(self) -> None:
-        """Waits until the device has finished all timed calls, and writes for the last time."""
+        """Waits until the device has finished all timed calls, and writes the file for the last time."""
         self._read_events(len(self._pending))
         super().finish()
 
@@ -241,7 +247,10 @@ def to_list(found: Iterable[CallTime]) -> list[Any]:
 
 
 def read_times(folder: Path) -> tuple[list[Process], list[CallTime]]:
-    """Reads all files of a folder. Returns the processes, the longest-running first, and the total times of each kind of call.
+    """Reads the files of all profiled processes in a folder.
+
+    Returns:
+        The processes, the one that was profiled longest first, and the times of each kind of call in all processes together.
 
     Warns:
         StorageWarning: a file holds no times, and is skipped.

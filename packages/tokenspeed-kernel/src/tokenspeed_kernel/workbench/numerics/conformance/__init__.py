@@ -1,4 +1,4 @@
-"""The conformance kit: checks all requirements on kernels, and reports the findings in a table.
+"""The conformance kit: checks kernels against all requirements of the core, and reports the findings in a table.
 
 ::
 

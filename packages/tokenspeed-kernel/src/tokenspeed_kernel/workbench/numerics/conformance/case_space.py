@@ -1,4 +1,4 @@
-"""Generates cases at the edges of a kernel's declared constraints, and empty cases.
+"""Generates cases at the edges of a kernel's declared trait constraints, and cases with nothing to compute.
 
 The cases are made by changing the operator's own small cases, see `tokenspeed_kernel.workbench.numerics.recipes`.
 """
@@ -29,7 +29,7 @@ _MOST_TRIES = 400
 
 
 def edge_values(constraint: Constraint) -> tuple[list[Any], list[Any]]:
-    """Returns the values at the edges of a constraint: values that the constraint accepts, and neighbours that it rejects.
+    """Returns the trait values at the edges of a constraint: values that it accepts, and neighbours that it rejects.
 
     Example:
         >>> from tokenspeed_kernel_base.traits import at_most, multiple_of
@@ -79,7 +79,7 @@ class Known:
 
 @dataclass
 class CaseSpace:
-    """The small cases of an operator on one device. Edge cases are made from these cases.
+    """The small cases of an operator on one device, from which edge cases for a kernel are made.
 
     Attributes:
         taken: the cases that the kernel is eligible for, the smallest first.
@@ -97,14 +97,14 @@ class CaseSpace:
 
     @classmethod
     def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> CaseSpace:
-        """Builds the space from these cases."""
+        """Builds the space from these cases of the operator, of which it keeps those for which the kernel is eligible."""
         space = cls(op, spec, device, seed)
         known = (space.look(case) for case in cases)
         space.taken = sorted((k for k in known if k is not None and space.takes(k.case)), key=lambda k: k.elements)
         return space
 
     def look(self, case: Case) -> Known | None:
-        """Returns a case with its traits; None if the operator rejects the case or the case is too large."""
+        """Returns a case as a `Known`; None if the operator rejects the case's call, or if the call is too large."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             check_with_values(self.op, arguments)
@@ -124,7 +124,7 @@ class CaseSpace:
         return self.gap(case) is None
 
     def reach(self, trait: str, value: Any, *, taken: bool, most: int = 2) -> list[Case]:
-        """Returns cases in which a trait has this value.
+        """Returns cases whose calls have this value of a trait.
 
         Args:
             trait, value: the wanted trait, and its wanted value.
@@ -154,7 +154,10 @@ class CaseSpace:
         return found
 
     def _changed(self, known: Known, trait: str, value: Any) -> Iterator[Case]:
-        """Yields versions of a case with one changed value, then versions with two changed values."""
+        """Yields versions of a case with one changed value of its recipe, then versions with two changed values.
+
+        The changes are those that may give the trait the wanted value.
+        """
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
         # The size of a case is known only after it is drawn, so changes that may make a case huge are left out beforehand.
@@ -170,7 +173,9 @@ class CaseSpace:
 
 
 def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
-    """Selects a few cases, from the middle size down to the smallest, so that the first ones are neither trivial nor slow."""
+    """Selects at most ``most`` cases, from the middle size down to the smallest, so that the first ones are neither trivial nor
+    slow.
+    """
     middle = len(sorted_by_size) // 2
     steps = max((middle + 1) // most, 1)
     return sorted_by_size[middle::-steps][:most] if sorted_by_size else []

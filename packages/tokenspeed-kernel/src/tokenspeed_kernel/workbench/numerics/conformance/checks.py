@@ -1,4 +1,4 @@
-"""Conformance checks beyond correct results: a kernel fulfils its declaration, and accesses only its own memory.
+"""Conformance checks beyond correct results: a kernel must fulfil its declaration, and access only its arguments' memory.
 
 `tokenspeed_kernel.workbench.numerics.verify` compares results. The checks of this module repeat the same cases under other
 conditions: at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards
@@ -50,7 +50,9 @@ RESULTS = frozenset({"values", "error"})
 
 
 class Changed:
-    """Draws a case's arguments, then changes them. ``change`` gets all arguments and returns all changed arguments."""
+    """A case's recipe that draws the arguments of ``base``, then changes them. ``change`` maps all arguments to the changed
+    arguments.
+    """
 
     def __init__(self, op: Operator[Any, Any], base: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.op, self.base, self.change = op, base, change
@@ -65,7 +67,7 @@ def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callab
     Args:
         space: the cases.
         most: the largest number of cases to return.
-        right: return only cases with correct results. Checks that look for changed results need correct ones.
+        right: return only cases with correct results. Checks that look for changed results need correct results to begin with.
         suits: whether a case is useful; called for no more cases than needed.
     """
     found: dict[tuple[Any, ...], Case] = {}
@@ -103,7 +105,7 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
-    """Rewords an outcome for the check that made the case.
+    """Returns the outcome of a case that a check has changed, as this check's result: with the check's name and wording.
 
     Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of the unchanged cases reports
     such faults.
@@ -118,8 +120,9 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Sets integer options to 0, -1 and the limits of 32 and 64 bits. The results must be correct, or the operator must reject the
-    call."""
+    """Sets the operator's integer options to 0, -1 and the limits of 32 and 64 bits. The results must be correct, or the operator
+    must reject the call.
+    """
     op = space.op
     options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]
     for case, option in itertools.product(sample(space, most=1), options):
@@ -182,7 +185,7 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def layouts(space: CaseSpace) -> Iterator[CaseResult]:
-    """Repeats calls with tensors that are not contiguous."""
+    """Repeats calls with non-contiguous tensors, in several layouts."""
     for case in sample(space):
         for name, layout in guards.LAYOUTS.items():
             make = Changed(space.op, case.make, functools.partial(_laid_out, space.op, layout))
@@ -205,8 +208,10 @@ def bounds(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _attempt(space: CaseSpace, case: Case, kind: str, check: Callable[[], list[str]]) -> CaseResult:
-    """Runs a check on a case, and returns the outcome. The check returns faults as text. A LookupError means skipped; any
-    other error is a fault."""
+    """Runs a check on a case, and returns the outcome as a result.
+
+    The check returns faults as text. If it raises a LookupError, the case is skipped; any other error is a fault.
+    """
     result = functools.partial(CaseResult, space.spec.name, space.spec.operator, case.name)
     try:
         with torch.no_grad():
@@ -260,7 +265,7 @@ def host_kernel(space: CaseSpace) -> str:
 
 
 def waits(space: CaseSpace) -> Iterator[CaseResult]:
-    """Repeats calls, and detects synchronisation with the device."""
+    """Repeats calls, and reports those in which the kernel synchronises with the device."""
     if not host_kernel(space):
         for case in sample(space, right=False):
             yield _attempt(space, case, "waits", functools.partial(_wait_faults, space, case))
@@ -291,7 +296,7 @@ def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
 
 
 def graphs(space: CaseSpace) -> Iterator[CaseResult]:
-    """Captures each call in a CUDA graph and replays the graph, also on other values. Runs on a GPU only."""
+    """Captures each call in a CUDA graph and replays the graph, also on other input values. Runs on a GPU only."""
     if space.device.type == "cuda" and not host_kernel(space):
         for case in sample(space):
             yield _attempt(space, case, "graph", functools.partial(replay_faults, space.spec, case, space.device, space.seed))
@@ -310,12 +315,12 @@ def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _has_items(space: CaseSpace, case: Case) -> bool:
-    """Whether a case is a batch of several items."""
+    """Whether a case's call is a batch of several items."""
     return count_items(space.op, space.op.complete(case.build(space.device, space.seed))) > 1
 
 
 def _values(op: Operator[Any, Any], arguments: dict[str, Any], outputs: list[Tensor]) -> list[Tensor]:
-    """Returns the outputs, with quantised values and scales decoded to values."""
+    """Returns the outputs of a call. Quantised values and their scales are decoded to the values that they represent."""
     return [part.values if isinstance(part, Decoded) else part for part in decoded_outputs(op, arguments, outputs)]
 
 

@@ -1,8 +1,8 @@
 """Checks that a kernel gives correct results when a CUDA graph of it is replayed. Needs a GPU.
 
-A graph repeats launches as they were captured. A replay is wrong if the kernel reads a length on the host, sizes its grid by this
-length, or frees its workspace. So each graph is replayed on the inputs of the capture. Then other inputs, which the operator's
-``vary`` hook makes, are copied over these, and the graph is replayed again.
+A graph repeats launches as they were captured. A replay gives a wrong result if the kernel reads a length on the host, sizes its
+grid by this length, or frees its workspace. To find such kernels, each graph is replayed on the inputs of the capture. Then other
+inputs, which the operator's ``vary`` hook makes, are copied over these, and the graph is replayed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @dataclass
 class Inputs:
-    """One set of arguments in two copies: plain for the reference, and prepared for the kernel."""
+    """The arguments of a call in two copies: plain for the reference, and prepared for the kernel."""
 
     op: Operator[Any, Any]
     plain: dict[str, Any]
@@ -43,8 +43,10 @@ class Inputs:
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensor arguments that preparation leaves unchanged. Tensors inside objects are model weights, which stay
-        constant, and are left out."""
+        """Returns the tensor arguments whose shape and dtype preparation leaves unchanged.
+
+        Tensors inside objects are left out: they are model weights, which stay constant.
+        """
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -60,7 +62,7 @@ class Inputs:
 
 
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
-    """Returns other valid inputs with the same shapes and the same host values.
+    """Returns other valid tensor inputs for a captured call, with the same shapes and the same host values.
 
     Inputs drawn with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
     further values.
@@ -72,7 +74,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # otherwise the kernel has some of these tensors in its own layout
+    if changed.keys() <= values.keys():  # false if some of these tensors are prepared, in a kernel's own layout
         values.update(changed)
     return values
 
@@ -82,7 +84,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
-    """Returns the reference's results, and the mutated copies of the inputs."""
+    """Runs the reference on copies of the arguments that the operator writes to. Returns its results, and these written
+    arguments.
+    """
     op = inputs.op
     copies = {name: inputs.plain[name].clone() for name in op.mutates if inputs.plain[name] is not None}
     arguments = {**inputs.plain, **copies}

@@ -1,4 +1,4 @@
-"""Places tensors in larger buffers, with guards that detect out-of-bounds writes, and with gaps between elements."""
+"""Copies tensors into larger buffers, with guard elements that detect out-of-bounds writes, or with gaps between elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Guard elements on either side: several cache lines, and a multiple of every alignment that kernels rely on.
 _GUARD = 256
-# Gap elements between two rows.
+# The number of elements in the gap between two rows.
 _GAP = 16
 
 
@@ -50,8 +50,10 @@ class Guarded:
 
 
 def guard(name: str, tensor: Tensor) -> Guarded:
-    """Copies a tensor into a buffer filled by `filled`. The copy has the tensor's strides, or is contiguous if the tensor overlaps
-    itself."""
+    """Copies a tensor into a larger buffer, whose other elements come from `filled`.
+
+    The copy has the tensor's strides, or is contiguous if the tensor overlaps itself.
+    """
     strides = tensor.stride()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     if tensor.numel() > reach:  # it overlaps itself
@@ -68,8 +70,8 @@ def guard(name: str, tensor: Tensor) -> Guarded:
 def filled(count: int, like: Tensor) -> Tensor:
     """Returns elements that no kernel may use: NaN, or integers larger than every size.
 
-    Integers on a GPU are 0. If a kernel used a huge integer as an index, the illegal access would make all further checks in the
-    process fail.
+    On a GPU, elements of integer tensors are 0 instead. If a kernel used a huge integer as an index, the illegal access would
+    make all further checks in the process fail.
     """
     made = torch.empty(count, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
@@ -87,13 +89,15 @@ def _codes(tensor: Tensor) -> Tensor:
 
 
 def _gaps(count: int, like: Tensor) -> Tensor:
-    """Returns elements for gaps: NaN, or 0 for integers. A kernel that ignores strides would use gap integers as lengths or
-    indices, so these must be harmless."""
+    """Returns elements for the gaps of a strided tensor: NaN, or 0 for integers.
+
+    A kernel that ignores strides would use integers in gaps as lengths or indices, so these must be harmless.
+    """
     return filled(count, like) if like.is_floating_point() else torch.zeros(count, dtype=like.dtype, device=like.device)
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """Returns the same values with gaps between rows, as in a slice of a fused projection."""
+    """Returns a copy of a tensor with gaps between rows, as in a slice of a fused projection."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     rows, row = tensor.shape[:-1], tensor.shape[-1]
@@ -102,7 +106,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Returns the same values in every second element of a wider last axis."""
+    """Returns a copy of a tensor in every second element of a wider last axis."""
     if not tensor.dim() or not tensor.numel():
         return tensor
     wide = _gaps(2 * tensor.numel(), tensor).view(*tensor.shape, 2)
@@ -110,7 +114,7 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    """Returns the same values with the first two axes exchanged in memory, such as heads before tokens."""
+    """Returns a copy of a tensor with the first two axes exchanged in memory, such as heads before tokens."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)

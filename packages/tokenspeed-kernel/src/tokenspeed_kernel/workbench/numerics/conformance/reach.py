@@ -1,4 +1,4 @@
-"""Checks that a kernel does not use indices beyond the given lengths.
+"""Checks that a kernel does not use index arguments, such as page numbers, beyond the lengths that the call gives.
 
 On a GPU such an index makes an illegal access, which ends the process. So the kernel runs in a separate process. The operator's
 ``vary`` hook runs on the host and replaces unused entries, such as those of a page table, by invalid ones. Then all arguments are
@@ -36,7 +36,7 @@ def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: i
     Args:
         spec: the kernel. The other process imports tokenspeed_kernel, which registers the kernels of installed plugins. The check
             is skipped if the kernel is not among the registered ones.
-        cases: cases of the operator. Cases that the operator does not list, such as captured ones, are left out.
+        cases: cases of the operator. Cases that the operator does not list, such as captured calls, are left out.
         device: the device that the kernel runs on.
         seed: seed of the inputs.
 
@@ -62,7 +62,7 @@ def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: i
 
 
 def _received(connection: Connection, process: Any, deadline: float) -> tuple[Status, str]:
-    """Returns the next result that the other process sends, or how this process ended."""
+    """Returns the status and the error of the next case from the other process. If that process ends or times out, returns how."""
     if not connection.poll(max(deadline - time.monotonic(), 0.0)):
         return Status.ERROR, f"did not end within {_TIMEOUT_S} s"
     try:
@@ -74,7 +74,9 @@ def _received(connection: Connection, process: Any, deadline: float) -> tuple[St
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether a case has unused integer indices. Other unused values need no separate process: `unused_values` compares results."""
+    """Whether a case's arguments contain unused integer indices. Other unused values need no separate process, because
+    `unused_values` compares the results.
+    """
     changed = _changed_on_host(operator, case, seed)[1]
     return any(isinstance(value, Tensor) and not value.is_floating_point() for value in changed.values())
 
@@ -95,7 +97,7 @@ def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) ->
 
 
 def _run_cases(connection: Connection, kernel: str, names: Sequence[str], device: torch.device, seed: int) -> None:
-    """Runs a kernel on cases, in the other process. Sends each case's status and error."""
+    """Runs a kernel on cases, in the other process. Sends each case's status and error to the parent process."""
     discover_plugins(force=True)  # plugins that were installed after the server process started
     try:
         spec = KernelRegistry.get().get_by_name(kernel)

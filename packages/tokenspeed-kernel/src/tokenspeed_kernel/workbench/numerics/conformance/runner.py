@@ -30,8 +30,8 @@ class Finding:
     """The finding of one check on one kernel: a row of the table.
 
     Attributes:
-        kernel, operator: names.
-        check: see `CHECKS`.
+        kernel, operator: names of the kernel and of its operator.
+        check: the name of the check, one of `CHECKS`.
         status: FAILED if any case failed, else PASSED if any case ran, UNREACHED if no case selects the kernel, else SKIPPED.
         detail: the fault, or the number of checked calls, or the reason why no call was checked.
         results: the results, one per case.
@@ -56,7 +56,7 @@ class Finding:
         return f"{self.kernel}: {self.check}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to plain values, for JSON."""
+        """Returns the finding as plain values, for JSON."""
         smallest = None if self.shrunk is None else self.shrunk.to_dict()
         told = plain_fields(replace(self, shrunk=None))
         del told["shrunk"]
@@ -88,7 +88,7 @@ CHECKS = (*_COMPARED, *_RUN)
 
 @dataclass
 class Options:
-    """The extent of the checks.
+    """Options of the conformance checks: which checks run, on which cases, and for how long.
 
     Attributes:
         large: also run the cases that are sized for a GPU.
@@ -115,7 +115,7 @@ def conformance(
     plugin: str | None = None,
     options: Options | None = None,
 ) -> list[Finding]:
-    """Runs all checks on some kernels.
+    """Runs all conformance checks on the given kernels.
 
     Args:
         specs: the kernels; the plugin's kernels if not given.
@@ -148,7 +148,7 @@ def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
-    """Runs all checks on one kernel.
+    """Runs all conformance checks on one kernel.
 
     Args:
         spec: the kernel.
@@ -199,8 +199,10 @@ def _took(finding: Finding, seconds: float) -> Finding:
 
 
 def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: list[CaseResult], options: Options) -> Finding:
-    """Returns the finding of a check that reads the results of the comparison with the reference. A case fails this check only if
-    it has a fault of one of these kinds."""
+    """Returns the finding of a check that reads the results of the comparison with the reference.
+
+    A case fails this check only if it has a fault of one of the ``kinds``.
+    """
     judged = []
     for result in results:
         mine = tuple(fault for fault in result.faults if fault.check in kinds)
@@ -222,7 +224,7 @@ def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: lis
 
 
 def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing: str) -> Finding:
-    """Summarises a check's results as one finding."""
+    """Summarises a check's results, one per case, as one finding. ``why_nothing``: the detail if there are no results."""
     wrong = [result for result in results if result.wrong]
     ran = [result for result in results if result.status is not Status.SKIPPED]
     if wrong:
@@ -257,8 +259,12 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
 
 
 def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
-    """Describes the traits that all failing calls share. ``only where sinks=True``: no passing call has the trait value.
-    ``all with sinks=True``: few passing calls have the trait value."""
+    """Describes the trait values that all failing calls share; empty if there is no such value that tells them from the passing
+    calls.
+
+    The text ``only where sinks=True`` means that no passing call has this value, ``all with sinks=True`` that few passing calls
+    have it.
+    """
     if not right:
         return ""
     said = []
@@ -291,7 +297,10 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
 
 
 def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
-    """Adds the smallest call that has the fault of the first wrong case. The first wrong case is often the smallest one already."""
+    """Searches for the smallest call that has the fault of a finding's first wrong case, and adds this call to the finding.
+
+    Often the first wrong case is the smallest already.
+    """
     wrong = [result for result in finding.results if result.wrong and result.faults]
     if not wrong or not options.shrink_seconds:
         return finding

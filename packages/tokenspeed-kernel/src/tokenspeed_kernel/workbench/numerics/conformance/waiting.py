@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods and operations that read values or copy to the host.
+# Methods of a tensor and operations that read its values on the host, or copy it to the host.
 _READING = frozenset({"tolist", "numpy", "__array__", "cpu"})
 _WAITING_OPS = frozenset(
     {
@@ -29,13 +29,13 @@ _WAITING_OPS = frozenset(
         "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
     }
 )  # fmt: skip
-# Modules that emulate a device on the host. Reads of such values happen on the device, and do not count.
+# Modules that emulate a device on the host. Their reads of values would happen on the device, and do not count.
 _EMULATORS = ("triton.",)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One synchronising call, and its location."""
+    """One call that would synchronise with the device (``what``), and its location in the source (``where``)."""
 
     what: str
     where: str
@@ -69,7 +69,8 @@ class Waits:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Waits]:
-    """Records the calls in the block that read values on the host. Use it where all tensors are in host memory."""
+    """Records the calls in the ``with`` block that read tensors' values on the host. Use this function if all tensors are in host
+    memory."""
     waits = Waits()
     with _Calls(waits), _Operations(waits):
         yield waits
@@ -117,8 +118,10 @@ class _Operations(TorchDispatchMode):
 
 
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether indexing must count the true elements of a mask, which synchronises on a GPU. Writing a single value through one mask
-    needs no count."""
+    """Whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
+
+    An operation that writes a single value to the elements of one mask need not count them.
+    """
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     masks = any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return masks and not ("put" in name and len(indices) == 1 and args[2].numel() == 1)
