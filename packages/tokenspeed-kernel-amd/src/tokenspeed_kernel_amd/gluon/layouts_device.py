@@ -1,4 +1,4 @@
-"""Register layouts of vectors, and sizes that layouts are made of."""
+"""Register layouts of vectors, and the sizes from which layouts are computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def lanes_of_row(mfma):
-    """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
+    """How many lanes hold the elements of one row of an MFMA accumulator: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
     return 64 // mfma.instr_shape[0]
 
 
@@ -26,5 +26,5 @@ def log2(power):
 
 @gluon.constexpr_function
 def key_width(dtype):
-    """Elements of a key per 16 bytes, the width of a lane's LDS read."""
+    """Number of elements of ``dtype`` in 16 bytes, the width of a lane's LDS read of keys."""
     return 128 // dtype.primitive_bitwidth

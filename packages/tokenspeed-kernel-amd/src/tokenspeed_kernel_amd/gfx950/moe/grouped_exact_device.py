@@ -19,9 +19,7 @@ _PART = gl.constexpr(32)  # columns
 
 @gluon.jit(do_not_specialize=["rows"])
 def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Workgroups are numbered by tile of tokens and group of blocks of strips; the group varies fastest. Arguments: see
-    `wide_kernel`.
-    """
+    """Computes the exact rows of a tile of tokens for several blocks of strips. Grid and arguments: see `wide_kernel`."""
     strip = gl.program_id(0) % groups * (shape.blocks * gl.num_warps())
     tile = operands.tiles + gl.program_id(0) // groups * 4
     expert = gl.load(tile)
@@ -36,7 +34,7 @@ def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl
 
 @gluon.jit
 def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to 32 rows from ``first_row`` on, of ``count`` that there are."""
+    """Computes the exact rows among 32 rows of a tile (or ``count``, if fewer remain), of which the first is ``first_row``."""
     warps: gl.constexpr = gl.num_warps()
     acc_layout: gl.constexpr = accumulator_layout(warps)
     quads = (k + 511) // 512
