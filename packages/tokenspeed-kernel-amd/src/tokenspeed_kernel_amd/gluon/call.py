@@ -1,4 +1,4 @@
-"""A call of paged-cache attention, and the arguments of its kernels."""
+"""A call of paged-cache attention, and the arguments that launchers pass to its kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
-# Shared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
+# Declared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
 PAGED_SIGNATURES = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q in (torch.bfloat16, torch.float16)

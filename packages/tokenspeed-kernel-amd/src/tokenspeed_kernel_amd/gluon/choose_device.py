@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The choice of experts from the router's logits: by every workgroup of `few`, and by a kernel of its own for `grouped`.
+"""MoE routing from the router's logits, as a device function that other kernels call, and as a separate kernel.
 
-Logits become integers with the same order; NaN is last, and -0 equals 0. Integers of 16-bit floats have the expert in their lower
-half. So the largest integer gives the best expert; among equal logits, the lowest expert. The choice is exact, and equals the
-choice of the operator's definition.
+Each logit becomes an integer *sort key* with the same order; NaN is the largest, and -0 equals 0. The sort key of a 16-bit float
+has the expert's complement in its lower 16 bits. So the largest key gives the best expert; among equal logits, the lowest expert.
+The chosen experts are exactly those of the operator's definition.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.amd import cdna3
 
 from tokenspeed_kernel_amd.gluon.softmax_device import LOG2_E
 
-_TAKEN = gl.constexpr(-(2**31))  # below the key of every number
+_TAKEN = gl.constexpr(-(2**31))  # the sort key of a chosen expert, below the key of every logit
 _NAN = gl.constexpr(2**31 - 1)
 
 

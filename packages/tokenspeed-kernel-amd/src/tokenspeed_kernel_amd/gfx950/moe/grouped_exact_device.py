@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The exact passes after `wide_device`, whose mainloop leaves no registers for them.
 
-This kernel has the same grid. It computes the rows of its tiles that planes do not represent, and replaces their results. A
-workgroup without such rows ends after the test.
+This kernel has the grid of `wide_kernel`. It computes again the rows of activations that the planes do not represent exactly, and
+overwrites their results. A workgroup without such rows exits after the test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, passes_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, strips_at
 
-_PART = gl.constexpr(32)  # columns
+_PART = gl.constexpr(32)  # columns of a tile that are computed together
 
 
 @gluon.jit(do_not_specialize=["rows"])

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """Device code of `grouped` for the compute-bound case: a tile of up to 128 tokens of one expert's GEMM.
 
-Two steps of all tokens are in LDS, and the next two are in flight through registers. A wave has the weights of two steps in
-registers, and the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows
-that take exact passes are left to ``grouped_exact_device``.
+A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
+
+LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
+registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that
+need exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, axis_layout, scales_of, strips_at, token_scale_layout
 
-_PART = gl.constexpr(32)
+_PART = gl.constexpr(32)  # tokens of a chunk
 
 
 @gluon.constexpr_function
