@@ -6,7 +6,6 @@ elements of k. In w13, a strip's rows are the gate rows of eight features, then 
 both the gate and the up of a feature. In w2, a strip has 16 consecutive rows. A panel is contiguous, because kernels stream panels.
 Each block of a panel's four strips is also contiguous:
 
-
     512 bytes                     float32 [4, 2, 16]   of each strip, row factors and then row biases
     2176 bytes per block of k, of which each strip has 544:
         512 bytes                 int32 [32, 4]        e2m1 values: four words for each lane of a warp
