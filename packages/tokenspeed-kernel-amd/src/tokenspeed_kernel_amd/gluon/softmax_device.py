@@ -6,7 +6,6 @@ them. If a block has a larger score, ``exp(old row_max - new row_max)`` rescales
 https://arxiv.org/abs/1805.02867). The row max may be any value near the largest score, as long as no weight overflows. `weigh` does
 not update ``row_max``, and `largest_sum` gives the row sum up to which the result is then valid.
 
-
 All scores are multiplied by log2(e), because an exponential is then one instruction (exp2).
 """
 

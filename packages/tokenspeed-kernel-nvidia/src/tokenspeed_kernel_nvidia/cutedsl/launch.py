@@ -35,7 +35,6 @@ def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: floa
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Returns the tensor of sinks (keep it alive until the launch), its address, and its dtype's tag in `KINDS`.
 
-
     float64 and non-contiguous sinks are copied to float32.
     """
     if sinks is None:

@@ -104,7 +104,6 @@ def passes_for(values, encoding: gl.constexpr):
     """The number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass suffices if
     it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
 
-
     For an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) with two planes, and 2^(-19 - 27 (p - 1)) with
     three. bfloat16 has 8 bits and float32 24.
     """

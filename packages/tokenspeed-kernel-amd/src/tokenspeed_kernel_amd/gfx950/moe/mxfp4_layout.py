@@ -7,7 +7,6 @@ bytes per lane, one per half. The two loads are the left operands of two MFMAs o
 holds the gate rows of 16 features, and the second half their up rows. So one lane has both gate and up of a feature. In w2, a strip
 is 32 consecutive rows.
 
-
     weight  uint8    [experts, strips, steps, 2, 64, 16]     byte ``b`` of lane ``16 g + r`` has elements ``32 g + 2 b`` and the
                                                              next one of row ``r`` of the strip's half
     scale   uint8    [experts, strips, quads, 2, 64, 4]      a lane's scales of the quad's four steps; 0 beyond the last step

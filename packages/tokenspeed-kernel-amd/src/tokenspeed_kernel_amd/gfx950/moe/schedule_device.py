@@ -104,7 +104,6 @@ def route_kernel(
     """Sorts pairs and encodes tokens. The first ``num_experts`` workgroups each write one expert's pairs and tiles. The other
     workgroups encode tokens, one per warp.
 
-
     Args:
         ids: int32 [pairs], TOP_K expert ids for each token. Pairs whose id is not in 0 ... num_experts - 1 are left out.
         order: int32 [pairs], receives the pairs sorted by expert; an expert's pairs are in ascending order.

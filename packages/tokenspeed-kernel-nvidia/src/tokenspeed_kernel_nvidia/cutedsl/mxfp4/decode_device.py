@@ -173,7 +173,6 @@ def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uin
     """Like `decode_e5m2`, with the values of each of the word's two rows multiplied by the row's scale. ``first`` and ``second``
     are the two rows' float16 `multipliers`.
 
-
     The result is exact if the scale is at least 2^-15 times the largest scale of its row.
     """
     return cute.arch.inline_ptx(SCALED_E5M2, write_only_types=[Uint32] * 2, read_only_args=[word, first, second])

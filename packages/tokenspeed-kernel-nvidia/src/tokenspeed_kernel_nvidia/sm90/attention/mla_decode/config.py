@@ -31,7 +31,6 @@ class Config:
     scores of its own block. That division keeps all of Q in shared memory. A 64 x 64 MMA then reads as many bytes of Q as of K.
     Together these are 128 bytes per clock, the full bandwidth of shared memory.
 
-
     Attributes:
         dtype: dtype of q, the cache and the output.
         heads: query heads.
@@ -147,7 +146,6 @@ class Config:
     @property
     def merge_batch(self) -> int:
         """The number of partial results of which a warp of the merge kernel has loads in flight.
-
 
         With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200; with 4, 14.2 us. With many sequences there is little to
         merge, and times differ by about 1%: 255 (with 8) and 253 us (with 4) for 16 x 32768, 257 and 260 us for 128 x 4096.

@@ -20,7 +20,6 @@ class Fp8Config(Config):
     rms. Scores whose exponentials spread over several powers of e would be off by 0.1, and outputs by several percent.
     Probabilities are rounded to e4m3, as `mha_prefill` does with fp8 V.
 
-
     Attributes:
         dtype: dtype of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.

@@ -116,7 +116,6 @@ class MlaDecode:
 def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
     """Composes the kernel of a configuration from the roles of its warps.
 
-
     Args:
         work: how work items are formed: `DecodeWork`, or an object with the same methods.
         hide: function that masks a block's scores, see `TokenMask`.
