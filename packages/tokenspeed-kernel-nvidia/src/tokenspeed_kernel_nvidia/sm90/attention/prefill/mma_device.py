@@ -1,6 +1,6 @@
 """The consumer warpgroups of `kernel_device`: the mainloop over blocks of keys.
 
-P @ V of a block overlaps the softmax of the next block, even of the next tile.
+P @ V of a block overlaps the softmax of the next block, even if that block belongs to the next tile.
 """
 
 # mypy: ignore-errors
