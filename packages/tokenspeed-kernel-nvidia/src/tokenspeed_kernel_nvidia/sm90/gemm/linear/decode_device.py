@@ -1,4 +1,4 @@
-"""Dequantisation of `layout` words (e2m1 values and scales) to A fragments of mma.sync in registers."""
+"""Dequantisation of e2m1 weights in the layouts of `layout` to A fragments of mma.sync in registers."""
 
 # mypy: ignore-errors
 
@@ -11,9 +11,9 @@ from cutlass import Numeric, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import BOTH, multipliers
 
-# Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6. The bfloat16 is 2^-126 times the e2m1
-# value. Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies
-# bfloat16x2 in one instruction.
+# Dequantises a word (eight e2m1 values) to four registers of bfloat16x2. The bits of an e2m1 value move to bits 15 and 8...6 of a
+# bfloat16, which is then 2^-126 times the e2m1 value. Left shifts compile to multiplications, which use another pipe than the
+# logical instructions. fma with -0 multiplies bfloat16x2 in one instruction.
 _BFLOAT16 = """{
 .reg .b32 a, b, z;
 mov.b32 z, 0x80008000;
