@@ -1,4 +1,4 @@
-"""Configurations of the `mm` kernels, their shared memory layout, and the choice of one for a call."""
+"""Configurations of the `mm` kernel with a ring buffer (`kernel_device`), its shared-memory layout, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's
 LOAD_BYTES = 16  # bytes of a row of weights that a lane loads at once
 QUAD_BYTES = 4 * LOAD_BYTES  # bytes of a row of weights that a quad of lanes loads at once
 GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
-STAGES = 12  # the most stages of the ring buffer
-HEAD_BYTES = 512  # the barriers at the start of shared memory, with 16 zero bytes at the end
+STAGES = 12  # the most stages of the ring of weights
+HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 are zeros, which lanes read beyond k
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-CLUSTER = 8  # CTAs that split k if there are few rows
-PREFETCHED, PACE = 160 * 1024, 70  # see `Config`
-PIECE_BYTES = 4096  # the most bytes of a row that one prefetch loads into L2
-# Ring buffer size. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if activations are
-# few.
+CLUSTER = 8  # CTAs of a cluster, which split k if there are few rows of weights
+PREFETCHED, PACE = 160 * 1024, 70  # defaults of `Config.prefetched` and `Config.pace`
+PIECE_BYTES = 4096  # the most bytes of a row of weights that one prefetch loads into L2
+# Bytes of the ring of weights. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if there
+# are few rows of activations.
 RING_BYTES = 100 * 1024
 
-# Ring buffer size of a long GEMM, which need not overlap another kernel. One H200, 201088 rows of 2880 in bfloat16, one row of
-# activations: 260 us; with 100 KB 300 us; PyTorch 278 us.
+# Bytes of the ring of weights of a long GEMM, which need not overlap another kernel. On one H200, with 201088 x 2880 bfloat16
+# weights and one row of activations: 260 us; with a ring of 100 KB 300 us; PyTorch 278 us.
 LONG_RING_BYTES = 200 * 1024
-LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of rows than this
+LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of `GROUP` rows of weights than this
 
 # The storage format of weights, with the number of weights in 16 bytes.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
 ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
-# Scale granularities: "row": whole rows of activations and weights. "block": 128 elements of a row of activations and 128 x 128
-# weights. "mx": 32 elements of a row of weights.
+# Which elements share a scale. "row": whole rows of activations and of weights. "block": 128 elements of a row of activations, and
+# 128 x 128 weights. "mx": 32 elements of a row of weights.
 Scales = Literal["none", "row", "block", "mx"]
 BLOCK = 128
 Sharing = Literal["", "weights", "activations"]  # the operand that the CTAs of a cluster split or multicast
