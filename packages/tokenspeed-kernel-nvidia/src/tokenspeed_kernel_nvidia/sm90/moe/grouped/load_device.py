@@ -75,10 +75,8 @@ class Loader(Shapes):
         lane = cute.arch.lane_idx()
         chunk16 = lane % 8
         turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
-        own = AT_ONCE * warp + lane // 8  # this lane's first column
-        step = (
-            AT_ONCE * COLUMN_WARPS
-        )  # columns to this lane's next; an odd multiple of four: column % 8 alternates between two values
+        own = AT_ONCE * warp + lane // 8  # the first column that this lane gathers
+        step = AT_ONCE * COLUMN_WARPS  # to this lane's next column; an odd multiple of four: column % 8 has two alternating values
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
         addresses = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
