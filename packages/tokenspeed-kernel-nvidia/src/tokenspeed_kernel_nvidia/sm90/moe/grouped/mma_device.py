@@ -47,9 +47,8 @@ STORE = 1  # first of the named barriers, one per MMA warpgroup, which order wri
 
 
 def store_matrices(address: Any, words: Any) -> None:
-    """Stores four 8 x 8 matrices of 16-bit elements to shared memory, transposed. Each lane passes the address of eight elements of
-    one column, a row of a transposed matrix.
-    """
+    """Stores four 8 x 8 matrices of 16-bit elements to shared memory, transposed. A lane passes the address of one matrix
+    column."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
@@ -585,9 +584,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
-        """Returns the shared-memory address of the warpgroup's staging buffer for the results of a chunk of columns. Two buffers
-        alternate, so one barrier per chunk suffices.
-        """
+        """Returns the shared-memory address of the warpgroup's staging buffer for the results of a chunk of columns."""
+        # Two buffers alternate, so one barrier per chunk suffices.
         size = CHUNK * self.config.store_bytes
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
