@@ -65,9 +65,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """The role of an MMA warp: computes and stores all work items of the CTA. Each warpgroup has one or several panels of 64
-        rows of weights of each item.
-        """
+        """The role of an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all the CTA's items."""
         index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
@@ -299,9 +297,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
-        """Waits for all wgmmas, releases the stage ``columns`` of the ring of columns, and adds the accumulators to the float32
-        totals (promotion, see `Gemm.promoted`).
-        """
+        """Waits for all wgmmas, releases the stage ``columns``, and adds the accumulators to ``totals`` (see `Gemm.promoted`)."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
@@ -392,9 +388,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Returns the scales of columns that this thread loads for its warpgroup from global memory. The load is before the
-        mainloop, which hides its latency; `share_scales` uses the scales after the mainloop.
-        """
+        """Loads this thread's share of the columns' scales from global memory, before the mainloop, which hides the latency."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):

@@ -220,8 +220,8 @@ class RoundRows:
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits the elements of a group into two fp8 values each, and stores both in the order of `write_rounded`. Returns the
-        number of elements that two fp8 values cannot represent.
+        """Splits the elements of a group into two fp8 values each, and stores the first and the second values in the order in which
+        `write_rounded` stores `CODES`. Returns the number of elements that two fp8 values cannot represent.
         """
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
@@ -232,8 +232,8 @@ class RoundRows:
 
     @cute.jit
     def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Quantises a group of elements to fp8 and stores it as fp8 or 16-bit values. The elements are permuted along k like those
-        of the MMAs' A operand: see `decode_e5m2`.
+        """Quantises a group of elements and stores it. fp8 values (`CODES`) are permuted along k like the fp8 MMAs' A operand, see
+        `decode_e5m2`. 16-bit values (`VALUES`) keep the order of the elements.
         """
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
