@@ -203,7 +203,7 @@ def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -
 
 
 def bits_of(x: Float32) -> Int32:
-    """Returns the bit pattern of a float32."""
+    """Returns the bit pattern of a float32 as an integer."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 

@@ -14,9 +14,9 @@ CTA's next index.
 
 * A static scheduler gives each of n CTAs every n-th index.
 * With `Queue`, the next index comes from a counter in global memory. ``prefetch`` issues the atomic while the CTA computes its
-        current item; ``next`` returns the atomic's result.
+  current item; ``next`` returns the atomic's result.
 * `LongestFirst` searches for the item of an index. A CTA's indices only grow. So a search continues from the state of the CTA's
-        previous search, which ``seek`` advances.
+  previous search, which ``seek`` advances.
 
 `split_kv_device` splits the keys of a batch evenly, for decode kernels.
 

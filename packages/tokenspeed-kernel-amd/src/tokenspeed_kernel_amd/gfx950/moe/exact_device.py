@@ -92,8 +92,8 @@ def wave_uniform(value):
 
 @gluon.jit
 def load_step(source, length, step):
-    """Loads step number ``step`` (128 elements of k) of all rows as float32 [columns, 4, 32], with zeros from element ``length``
-    (int32 [columns]) on."""
+    """Loads the 128 elements of k step ``step`` from all rows of ``source`` as float32 [columns, 4, 32], with zeros from element
+    ``length`` (int32 [columns]) of a row on."""
     at = places(step * 128, 128, step_layout(gl.num_warps()))
     pointers = source.x + (source.begins[:, None, None] + at)
     return gl.load(pointers, mask=at < length[:, None, None], other=0.0).to(gl.float32)

@@ -203,17 +203,18 @@ def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
 
 
 def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
-    """The static scales of the gate/up and of the down projection's input; None and None if the encoding has other scales."""
+    """Returns the static scales of the inputs of the gate/up and of the down projection; two None if the encoding has no static
+    scales."""
     return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
 
 
 def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
-    """The dtype of the gate/up GEMM's result: fp8 with a static scale, float32 if float16 may overflow, otherwise mostly the
-    plan's.
+    """Returns the dtype of the gate/up GEMM's result: fp8 with a static scale; float32 if float16 may overflow, or if fp8
+    block-scaled weights have quantised activations; otherwise the plan's dtype.
 
-    Rounding to 16 bits before quantisation changes quantised values. With fp8 block-scaled weights, the error is 1.5e-2 instead of
-    2e-3, so the result is float32. With mxfp4 weights the portable kernel has that error too, and 16-bit results save half of the
-    memory traffic.
+    Rounding the result to 16 bits before it is quantised changes quantised values. With fp8 block-scaled weights, the error of the
+    output would be 1.5e-2 instead of 2e-3, so the result is float32. With mxfp4 weights the portable kernel has that error too, and
+    16-bit results save half of the memory traffic.
     """
     if encoding.scales == "tensor":
         return torch.float8_e4m3fn

@@ -68,8 +68,8 @@ def _require_supported(plan: MoEPlan) -> None:
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Returns why tuning must not try `stream` for a request, or None. `stream` needs several launches, each of which reads all
-    weights, for more pairs than one launch handles.
+    """Returns why a configuration is invalid for a request, or None if it is valid. `stream` is invalid for more pairs than one
+    launch handles, because each of several launches would read all weights.
     """
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["grouped"]:

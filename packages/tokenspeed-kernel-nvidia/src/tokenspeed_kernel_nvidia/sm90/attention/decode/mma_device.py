@@ -372,9 +372,8 @@ class Consumers:
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
         """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
-        ~
-          The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
-          than LAZY.
+        The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
+        than LAZY.
         """
         c = self.config
         keys = c.block // 8

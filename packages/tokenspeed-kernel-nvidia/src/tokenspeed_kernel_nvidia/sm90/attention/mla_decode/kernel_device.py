@@ -3,15 +3,15 @@
 The kernel is persistent, warp-specialised and split-KV.
 
 * CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads, two CTAs form a cluster. Each CTA computes 64
-        heads, loads half of each block and multicasts this half to both.
+  heads, loads half of each block and multicasts this half to both.
 * Warp 0 (`load_device`) runs the tile scheduler (`scheduler_device`), and loads queries and blocks of 64 tokens by TMA. Latents go
-        to a ring of chunks of 128 columns, rotary parts to a ring of their own. The other warps of warpgroup 0 idle.
+  to a ring of chunks of 128 columns, rotary parts to a ring of their own. The other warps of warpgroup 0 idle.
 * Warpgroup 1 (`score_device`) holds most columns of Q in registers. It computes q @ k, masks (`mask_device`) and softmax. It stores
-        a block's probabilities over the block's rotary part, and signals ``probs_full``.
+  a block's probabilities over the block's rotary part, and signals ``probs_full``.
 * Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the latent's columns each, and release the ring stages. They
-        store results (`store_device`) at the addresses of `results_device`.
+  store results (`store_device`) at the addresses of `results_device`.
 * In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
-        block overlaps P @ V of the preceding block.
+  block overlaps P @ V of the preceding block.
 * Limits: the tensor cores with 128 heads, memory bandwidth with fewer heads.
 
 A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and

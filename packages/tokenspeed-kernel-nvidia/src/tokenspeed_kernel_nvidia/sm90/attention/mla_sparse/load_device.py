@@ -129,10 +129,9 @@ class GatherArrival:
     def block(self, call: Call, at: Cursor, rope_at: Cursor):
         """Waits until a whole block is loaded and visible to MMAs.
 
-        ~
-          cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. The fence also
-          covers P @ V, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow
-          while MMAs run. With one fence per chunk, a prefill was 5% slower on an H200 than without fences, which would be unsafe.
+        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. The fence also
+        covers P @ V, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow
+        while MMAs run. With one fence per chunk, a prefill was 5% slower on an H200 than without fences, which would be unsafe.
         """
         call.ropes.wait(rope_at)
         for _ in cutlass.range_constexpr(LATENT_CHUNKS):

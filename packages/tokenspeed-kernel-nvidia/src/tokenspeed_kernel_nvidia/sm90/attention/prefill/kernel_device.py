@@ -5,12 +5,12 @@ The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`s
 * CTAs: one per SM, with a producer warpgroup and two or three consumer warpgroups.
 * Warp 0 (`load_device`) schedules tiles, and loads Q, K and V by TMA. `q_load_device` has the loads of Q.
 * Warps 1 to 3 (`convert_device`) convert fp8 blocks: they transpose V, or convert an fp8 cache's K and V to float16. Without fp8
-        K/V, these warps idle.
+  K/V, these warps idle.
 * Consumer warpgroups (`mma_device`) compute 64 query rows each: wgmma, masks (`mask_device`), online softmax (`softmax_device`, or
-        `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache, they first convert bfloat16
-        queries to float16 (`queries_device`).
+  `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache, they first convert bfloat16
+  queries to float16 (`queries_device`).
 * Shared memory: rings of Q tiles, of K blocks and of V blocks; a ring of raw fp8 blocks before conversion; and an output tile
-        unless outputs are stored from registers.
+  unless outputs are stored from registers.
 * In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
   With ping-pong scheduling, the softmax of a warpgroup overlaps the MMAs of another warpgroup.
 * Limits: the tensor cores, at the clock that the power limit allows; see `Config`.

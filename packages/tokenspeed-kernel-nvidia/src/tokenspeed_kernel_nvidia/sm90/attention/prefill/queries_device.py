@@ -27,12 +27,11 @@ class QueryConverter:
     def convert_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
         """Converts this warp's bfloat16 queries of a tile to float16, in place, scaled by a power of 2.
 
-        ~
-          The scale brings the warp's amax to the upper end of float16's range. Smaller values keep all their bits unless they are
-          below 2^-22 of the amax. Query rows beyond the sequence become 0, so that they do not affect the amax.
+        The scale brings the warp's amax to the upper end of float16's range. Smaller values keep all their bits unless they are
+        below 2^-22 of the amax. Query rows beyond the sequence become 0, so that they do not affect the amax.
 
-          Returns:
-              The inverse of the scale, by which scores must be multiplied.
+        Returns:
+            The inverse of the scale, by which scores must be multiplied.
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)

@@ -71,7 +71,7 @@ class Work:
         return (cutlass.min(block, item.length - item.position) + self.config.positions - 1) // self.config.positions
 
     def head_of(self, kv_head: Int32, tile: Int32) -> Int32:
-        """The first query head of a tile. ``tile``: the tile's index in the work item."""
+        """Returns the first query head of a tile. ``tile``: the index of the tile among those of its work item."""
         return (kv_head * self.config.splits + tile % self.config.splits) * self.config.heads
 
     @cute.jit

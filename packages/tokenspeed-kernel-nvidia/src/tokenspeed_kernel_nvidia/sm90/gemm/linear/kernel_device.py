@@ -60,7 +60,7 @@ class Linear(MmaWarps):
     memory):
     * warps 0-15, four groups of four: MMA. A group computes every fourth panel, and each warp of a group a strip of 16 rows;
     * warp 16: the producer. It fills the stages of the ring of weights, each of which belongs to a group, and initialises the
-    barriers;
+      barriers;
     * warps 17-18: reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the results.
 
     Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group of MMA

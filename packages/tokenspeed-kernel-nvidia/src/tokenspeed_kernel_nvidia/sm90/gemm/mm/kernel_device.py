@@ -85,10 +85,10 @@ class Mm(Formats):
 
     There is one persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
     * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). After that,
-                        it keeps the ring of weights full, with one bulk copy per row of a stage;
+      it keeps the ring of weights full, with one bulk copy per row of a stage;
     * the MMA warps store the activations (and scales) in shared memory, and split k of each stage. At the end of each group of
-                        ``GROUP`` rows of weights, they reduce their partial sums over warps. With ``cluster > 1``, they also reduce
-                        them over the cluster through distributed shared memory.
+      ``GROUP`` rows of weights, they reduce their partial sums over warps. With ``cluster > 1``, they also reduce
+      them over the cluster through distributed shared memory.
 
     Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring of weights, about 100 KB (200 KB
     for long GEMMs). The kernel is memory-bound. The ring's bytes in flight hide the latency of global memory.

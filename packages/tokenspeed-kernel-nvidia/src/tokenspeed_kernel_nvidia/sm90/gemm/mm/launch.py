@@ -4,13 +4,12 @@ The kernels are memory-bound: each weight is read once, for at most 16 rows of a
 weights are divided evenly among the CTAs, to within one row. Partial sums are added in a fixed order, so results are bitwise
 deterministic. There are two kernels:
 
-~
 - GEMMs with few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each
-        reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took
-        2.1, 2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
+  reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took
+  2.1, 2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
 - In all other GEMMs, weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a
-        pair multicast them: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that
-        are too long for the first kernel, the CTAs of a cluster split k.
+  pair multicast them: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that
+  are too long for the first kernel, the CTAs of a cluster split k.
 
 A call does not say whether the preceding kernel writes the weights. So weights are read only after that kernel has ended (PDL
 wait). Until then, some weights are prefetched into L2, which is coherent. A prefetch that continued while weights are read was

@@ -51,7 +51,7 @@ class MmFp8(Consumers):
 
     The kernel runs persistent clusters of two CTAs, one CTA per SM, with three warpgroups each:
     * warpgroup 0 releases registers. Warp 0 issues the TMA loads of operands, and warp 1 loads the bias of each tile. Warps 2 and 3
-                        load the scales of columns into each ring stage, if scales are per column;
+      load the scales of columns into each ring stage, if scales are per column;
     * warpgroups 1 and 2 issue wgmmas for 64 rows each of a tile of 128 x 128 or 128 x 256, apply scales, and store results by TMA.
 
     The ring of operands takes 192 KiB; a stage has 128 elements along k. Stages of the next tile are loaded during the epilogue.

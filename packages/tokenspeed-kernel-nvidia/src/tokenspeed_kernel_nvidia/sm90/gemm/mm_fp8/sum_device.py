@@ -243,7 +243,7 @@ class Consumers:
 
     @cute.jit
     def add(self, sums: cute.Tensor, partials: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Adds the scaled partial sums of a block along k to the sums of a half, if its 128 columns share a scale."""
+        """Adds the scaled partial sums of a block along k to the sums of a half (128 columns), if these columns share a scale."""
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
