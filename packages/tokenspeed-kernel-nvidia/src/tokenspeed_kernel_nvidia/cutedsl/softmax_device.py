@@ -192,7 +192,7 @@ class Sinks:
 
     @cute.jit
     def load(self, head: Int32) -> Float32:
-        """Loads a query head's sink, times log2(e). Returns -inf, which contributes 0, without sinks."""
+        """Loads the sink of a query head, times log2(e). Returns -inf if there are no sinks, which then adds 0 to a row sum."""
         sink = -Float32.inf
         if self.kind == 1:
             sink = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[head] * LOG2_E

@@ -279,7 +279,8 @@ class LongestFirst:
 
     Attributes:
         positions: queries per tile.
-        budget: how many blocks of 16 keys of one KV head fit in L2. The unit of 16 keys keeps the prefix sum from overflowing.
+        budget: how many blocks of 16 keys of one KV head fit in L2. The prefix sum over sequences counts such blocks, because a sum
+            of keys could overflow.
         lengths: a function of the call's sequences and an index in the batch. It returns the sequence's first token, number of
             queries and number of keys.
     """

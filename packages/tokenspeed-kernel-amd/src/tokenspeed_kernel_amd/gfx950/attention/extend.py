@@ -46,7 +46,7 @@ class Slots(NamedTuple):
     Attributes:
         shared: whether sequences share a grid of slots; otherwise each has as many tiles as the sequence with the most new tokens.
         skipped: sequences with at most this many new tokens are skipped.
-        lengths: how many values of cu_seqlens_q a workgroup loads at once; 0 if sequences share no grid.
+        lengths: how many values of cu_seqlens_q a workgroup loads at once; 0 if ``shared`` is false.
     """
 
     shared: bool

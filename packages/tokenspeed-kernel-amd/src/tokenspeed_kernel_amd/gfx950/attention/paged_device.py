@@ -80,7 +80,7 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     Args:
         operands, shape, strides, variant, tile_shape: see `gluon.call`.
         tile: the rows, see `QueryTile`.
-        begin: a multiple of the smaller of page size and block size, in tokens.
+        begin: the first position, a multiple of the smaller of page size and block size (both in tokens).
         ends_differ: whether the last visible position differs between rows; otherwise all rows see every key before ``end`` (and
             inside the window).
 

@@ -227,8 +227,8 @@ def repeated_scale(shared, quad):
 
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
-    """Reads a quad of all planes from LDS: a tuple of encoded values and a tuple of block scales, with an entry per plane. Without
-    block scales, both tuples are the encoded values."""
+    """Reads a quad of the encoded row from LDS. Returns a tuple of encoded values and a tuple of block scales, with one tensor per
+    plane. Without block scales, the second tuple repeats the encoded values and is not used."""
     codes = (repeated_codes(shared.first, quad, encoding),)
     scales = codes
     if encoding.planes > 1:

@@ -45,8 +45,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(given: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns one projection's weight, scale and bias in the layout above. ``rows``: the canonical row for each row of the strips,
-    in the strips' order."""
+    """Returns the weight, the scale and the bias of one projection in this module's layout. ``rows``: for each row of the strips,
+    in the strips' order, the index of the given row to store there."""
     assert scale is not None  # checked by the operator
     codes = given.view(torch.uint8)
     experts, count, k = codes.shape

@@ -128,8 +128,8 @@ class Shape(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Pairs sorted by expert, and the list of tiles, see ``schedule_device``. ``entries``: the most tiles that the list may
-    have."""
+    """The (token, slot) pairs sorted by expert, and the list of tiles, see ``schedule_device``. ``entries``: the most tiles that
+    the list may have."""
 
     order: Tensor
     tiles: Tensor

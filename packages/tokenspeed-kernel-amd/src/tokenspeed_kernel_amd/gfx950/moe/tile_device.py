@@ -84,8 +84,8 @@ def rows_layout(warps):
 
 @gluon.constexpr_function
 def token_scale_layout(columns, warps, steps=4):
-    """The register layout of the tokens' block scales, uint8 [columns, g, step]: for every 16 columns, a lane holds one byte per
-    step."""
+    """The register layout of the tokens' block scales, uint8 [columns, 4 blocks of a step, steps]: for every 16 columns, a lane
+    holds one byte per step."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])

@@ -29,7 +29,8 @@ def scale_copy_layout(warps):
 
 @gluon.aggregate
 class Pair:
-    """Two steps of weights of both halves of the warps' strips, uint8 [16 * warps, 128] each."""
+    """The weights of two consecutive steps of k, for one strip per warp: ``first`` has the first half of every warp's strip,
+    ``second`` the second half, uint8 [16 * warps, 128] each."""
 
     first: gl.tensor
     second: gl.tensor
@@ -85,8 +86,8 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Loads two steps of weights of the warps' strips, beginning with step number ``step``; the first warp has strip
-    ``first_strip``. Strips beyond the expert's last, and elements beyond k, are zeros."""
+    """Loads the weights of two steps of k from step number ``step`` on, for one strip per warp; the first warp's strip is
+    ``first_strip``. Strips beyond the expert's last strip, and elements beyond k, are zeros."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
@@ -237,8 +238,8 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
-    """Adds the dot products of two steps of weights with all tokens to the accumulators. A chunk of tokens is read from LDS during
-    the MMAs of the previous chunk.
+    """Multiplies the weights of two steps of k by all tokens, and adds the products to the accumulators. A chunk of tokens is read
+    from LDS during the MMAs of the previous chunk.
 
     Args:
         firsts, seconds: tuples of accumulators of the first and second half strips, an entry per chunk of 32 tokens.

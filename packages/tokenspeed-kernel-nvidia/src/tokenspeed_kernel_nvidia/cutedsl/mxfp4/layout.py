@@ -93,7 +93,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Returns one projection in the layout above. ``rows``: the canonical row for each row of the strips, in the strips' order."""
+    """Returns the weights of one projection in this module's layout. ``rows``: for each row of the strips, in the strips' order,
+    the index of the given row to store there."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
     panels, k_blocks, strips = panels_of(count), blocks_of(2 * half_k), count // STRIP

@@ -45,7 +45,7 @@ class Row:
 
     @property
     def panel(self) -> int:
-        """Elements of a panel's row."""
+        """The number of elements of each row of a panel of shared memory."""
         return self.panel_bytes // self.element_bytes
 
     @property

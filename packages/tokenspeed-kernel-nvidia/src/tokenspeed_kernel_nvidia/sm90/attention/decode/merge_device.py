@@ -83,7 +83,7 @@ class Merger:
         return self.qk_scale(sums, r) if c.fp8 and not c.capped else call.scale
 
     def qk_scale(self, sums: Sums, r: int) -> Float32:
-        """With an fp8 cache, the factor of q @ k for a lane's ``r``-th row."""
+        """Returns the factor by which q @ k of this lane's ``r``-th row is multiplied with an fp8 cache."""
         return sums.scale[r % self.config.abreast]
 
     @cute.jit

@@ -19,7 +19,7 @@ THREADS = 32 * (CONSUMERS + 1)
 # that remain (without split-KV: of sequences), the number of completed tiles, the number of tiles of a group's full range, and the
 # previous value of the sequence's arrival counter.
 SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
-LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
+LAZY = 8.0  # how much a row max, in units of log2, may grow before the accumulators are rescaled
 PLANNED = 1  # the named barrier at which consumer warps wait until the producer warp has written the plan
 
 

@@ -167,7 +167,7 @@ class Config:
 
     @property
     def value_registers(self) -> int:
-        """Registers of a value warpgroup. The accumulator takes 128 registers."""
+        """Registers of each thread of a value warpgroup. The accumulator takes 128 of these registers."""
         return 160
 
 

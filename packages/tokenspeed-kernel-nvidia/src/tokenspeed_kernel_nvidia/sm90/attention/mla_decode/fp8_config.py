@@ -105,7 +105,7 @@ class Fp8Config(Config):
 
     @property
     def value_registers(self) -> int:
-        """Registers of a value warpgroup. The accumulator takes 128 registers, a V tile 16."""
+        """Registers of each thread of a value warpgroup. The accumulator takes 128 of these registers, a V tile 16."""
         return 168
 
 

@@ -43,7 +43,7 @@ class Config(mla_decode_config.Config):
 
     @property
     def load_registers(self) -> int:
-        """Registers of a gathering thread, which holds the addresses of four cache rows."""
+        """Registers of a thread that gathers keys; it holds the addresses of four rows of the cache."""
         return 32
 
     @property

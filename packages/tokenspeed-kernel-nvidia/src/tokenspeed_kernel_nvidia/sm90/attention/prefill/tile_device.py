@@ -213,7 +213,7 @@ class Cursors:
 
     @cute.jit
     def next_q(self, at: Cursor) -> Cursor:
-        """Returns the Q cursor of the tile after the tile at ``at``."""
+        """Returns the position in the Q ring of the next tile. ``at``: the position of the current tile."""
         if const_expr(self.config.splits_q):
             at = Cursor(at.stage, at.phase ^ 1)
         else:

@@ -64,7 +64,7 @@ def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def _indices(x: Tensor | None) -> tuple[int, int, int]:
-    """Returns the address of a vector of integers, 1 for int64 or 0 for int32, and the stride in elements. For None, all are 0."""
+    """Returns the address of a vector of integers, 1 for int64 or 0 for int32, and the stride in elements; three zeros for None."""
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 

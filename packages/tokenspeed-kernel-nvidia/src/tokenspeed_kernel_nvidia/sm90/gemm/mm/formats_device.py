@@ -292,7 +292,8 @@ class Formats:
 
         Args:
             row: the tile's first row of weights in the group.
-            edge: number of rows of the group before the next 128-row block of scales.
+            edge: the group's first row of weights whose scales are those of the next 128-row block; earlier rows use the block
+                before.
             unit_bytes: begin of the lane's first load of weights in the chunk, in bytes.
             loads: the lane's loaded weights, four words per load.
         """

@@ -242,7 +242,7 @@ def _declare(
     Args:
         a: dtype of the activations.
         step: k must be a multiple of this number.
-        n, m: constraints on the columns and rows of the result, if any.
+        n, m: trait constraints on the number of columns and rows of the result, or None.
         quick: whether measurements showed this kernel to be faster than the alternatives for these calls.
     """
     traits: dict[str, Any] = {

@@ -100,8 +100,8 @@ class Vector:
     kind: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads a value, unconverted, if ``condition`` holds; otherwise returns 0. `number` converts the value later, so that no
-        instruction waits for the load before.
+        """Loads a value, unconverted, if ``condition`` holds; otherwise returns 0. `number` converts the value where it is used, so
+        that no earlier instruction waits for the load.
         """
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         return cute.arch.inline_ptx(

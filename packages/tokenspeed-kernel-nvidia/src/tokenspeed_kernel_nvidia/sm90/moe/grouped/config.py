@@ -322,7 +322,7 @@ def codes_for(pairs: int, experts: int) -> bool:
 
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
-    """Returns the most columns of a tile, the key of a tile shape, for a number of (token, slot) pairs."""
+    """Returns the most columns of the tiles (one of those in `SUPPORTED`) that a call with this number of pairs uses."""
     if CODES in inputs:
         return ROUNDED_COLUMNS
     if PARTS in inputs:
