@@ -97,8 +97,8 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
     """Quantises values [rows, blocks, 32] to e4m3, saturating. ``step``: float32 [rows], the rows' scales. Returns uint8.
 
     A division takes ten times as many instructions as a multiplication by the reciprocal. The reciprocal's error matters only if
-    the quotient is halfway between two e4m3 values, as for one in some thousands of 16-bit floats. EXACT corrects the quotient,
-    with two more instructions.
+    the quotient is halfway between two e4m3 values, as for one in some thousands of 16-bit floats. If EXACT is true, two more
+    instructions correct the quotient.
     """
     reciprocal = (1.0 / step)[:, None, None]
     quotient = values * reciprocal
@@ -126,7 +126,7 @@ def split_by_block(values, exponents, finite, encoding: gl.constexpr):
     that the planes leave, divided by the last plane's scale.
 
     Args:
-        exponents, finite: see `block_exponents`. Blocks that are not finite give zeros.
+        exponents, finite: see `block_exponents`. Blocks with a value that is not finite give zeros.
     """
     reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
     left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)

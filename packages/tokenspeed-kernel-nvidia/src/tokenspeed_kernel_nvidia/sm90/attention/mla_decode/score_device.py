@@ -99,7 +99,7 @@ class ScoreWarpgroup:
     @cute.jit
     def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
         """Computes the softmax of a block. Stores the block's probabilities over the block's rotary part, and the rescale factors
-        in the block's `Notes`. ``at``: the rotary ring's cursor of the block."""
+        in the block's `Notes`. ``at``: the block's position in the ring of rotary parts."""
         grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = thread_of_scores()

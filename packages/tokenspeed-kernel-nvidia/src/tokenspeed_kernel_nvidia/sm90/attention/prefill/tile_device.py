@@ -205,7 +205,7 @@ class Cursors:
 
     @cute.jit
     def first_q(self, wg: Int32) -> Cursor:
-        """Returns the Q cursor of consumer warpgroup ``wg``'s first tile."""
+        """Returns the position in the Q ring of the first tile of consumer warpgroup ``wg``."""
         at = first_to_read()
         if const_expr(self.config.splits_q):
             at = Cursor(wg, at.phase)

@@ -2,8 +2,8 @@
 
 Hopper's tensor cores accumulate fp8 with fewer bits than float32 has. So wgmma accumulates over at most 128 elements of k, as block
 scales require anyway. The resulting partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
-halves of 128 columns. The halves' wgmma results use the same registers in turn. While one warpgroup accumulates, the wgmmas of the
-other warpgroup run.
+halves of 128 columns. The wgmma results of the two halves use the same registers in turn. While one warpgroup accumulates, the
+wgmmas of the other warpgroup run.
 """
 
 # mypy: ignore-errors
