@@ -107,7 +107,7 @@ class Shape(NamedTuple):
     """Compile-time constants of a GEMM.
 
     Attributes:
-        columns: tokens of a tile.
+        columns: number of (token, slot) pairs in a tile, each a column of the MMAs.
         blocks: see `Tile`.
         top_k: slots of a token.
         gated: whether this is the gate/up GEMM, which gathers its rows from the tokens and applies the activation in its epilogue.

@@ -107,12 +107,12 @@ class Config:
 
     @property
     def k_row(self) -> Row:
-        """Shared-memory layout of a key."""
+        """The layout in shared memory of the keys of one token, of as many KV heads as are side by side (``abreast``)."""
         return Row(self.abreast * self.head_dim, self.kv_bytes)
 
     @property
     def v_row(self) -> Row:
-        """Shared-memory layout of a value vector."""
+        """The layout in shared memory of the value vectors of one token, of as many KV heads as are side by side (``abreast``)."""
         return Row(self.abreast * self.v_head_dim, self.kv_bytes)
 
     @property

@@ -59,7 +59,7 @@ class Config:
 
     @property
     def tokens_of_tile(self) -> int:
-        """New tokens of a sequence in a CTA's tile of query rows."""
+        """The number of new tokens of a sequence whose query rows are in one CTA's tile."""
         return ROWS // self.heads_of_tile
 
     @property

@@ -170,7 +170,7 @@ def of_lane(address: Int64, lane: Int32) -> Int64:
 
 
 def copy(to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
-    """Starts the copies of a warp's rows of one panel.
+    """Starts the copies of this warp's rows, of keys or of queries, of one panel to shared memory.
 
     Args:
         to, behind: shared address of the lane's chunk of the first rows in panel 0, and byte offset of the panel.

@@ -306,7 +306,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns the position in the ring of weights after a k step's. ``last``: whether it is the last k step of its item."""
+        """Returns the position in the ring of weights that follows a k step at ``weights``. ``last``: whether it is its item's
+        last."""
         at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
