@@ -31,7 +31,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def triton_gap() -> str | None:
-    """Why the installed Triton cannot compile the kernels, or None if it can."""
+    """The reason why the installed Triton cannot compile this package's Gluon kernels; None if it can."""
     needed = ".".join(map(str, NEEDED_TRITON))
     version = triton_version()
     if version is None:

@@ -1,4 +1,4 @@
-"""Tensors with strides that the kernels accept: every kernel requires a contiguous last axis."""
+"""Copies of inputs, and memory for outputs, with the strides that the kernels require: a contiguous last axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy with its last axis contiguous."""
+    """Returns the tensor itself if its last axis is contiguous, otherwise a contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -17,7 +17,7 @@ def rows_to_write(out: Tensor | None, q: Tensor, *shape: int, dtype: torch.dtype
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """The caller's result. If ``out`` is None it is ``written``; otherwise ``out``, after ``written`` is copied into it if they
-    differ.
+    """Returns the tensor that the caller receives: ``written``, which the kernel wrote, if the caller passed no ``out``.
+    Otherwise returns ``out``, after ``written`` is copied to it unless both are the same tensor.
     """
     return written if out is None or written is out else out.copy_(written)

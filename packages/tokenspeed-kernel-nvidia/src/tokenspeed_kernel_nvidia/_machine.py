@@ -1,4 +1,5 @@
-"""Facts about the machine for launchers: the CuteDSL version, a device's SMs and clusters. Imports no CuteDSL."""
+"""Queries of launchers about the machine: the CuteDSL version, and a device's numbers of SMs and of clusters. Imports no
+CuteDSL."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry noth
 
 @functools.cache
 def dsl_gap() -> str | None:
-    """Why the installed CuteDSL cannot be used, or None if it can. From package metadata."""
+    """The reason why the installed CuteDSL cannot be used, from package metadata; None if it can be used."""
     needed = f"needs {DSL} >= {'.'.join(map(str, NEEDED_DSL))}"
     try:
         version = metadata.version(DSL)
@@ -37,8 +38,8 @@ def dsl_gap() -> str | None:
 
 @functools.cache
 def sm_count_of(device: int) -> int:
-    """The number of SMs of a device, by PyTorch's index; negative for CPU tensors, on which kernels run where the platform is a
-    stand-in for a device."""
+    """The number of SMs of a device, given PyTorch's device index. A negative index stands for CPU tensors, on which an emulator
+    runs kernels; the result is then the number of SMs of the current platform."""
     if device < 0:
         return current_platform().sm_count
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -46,16 +47,16 @@ def sm_count_of(device: int) -> int:
 
 @functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters, with one CTA per SM, a device runs at the same time.
+    """The number of clusters that a device runs at the same time, with one CTA per SM.
 
     A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. For example, an H100 has 132 SMs, but runs
     only 15 clusters of eight CTAs, not 16. If the driver returns an error, the result is one cluster for each ``size`` SMs.
 
     Args:
-        device: PyTorch's index; negative for none.
-        size: CTAs of a cluster.
-        threads: threads of a CTA.
-        shared_bytes: dynamic shared memory of a CTA.
+        device: PyTorch's device index; negative for CPU tensors.
+        size: CTAs per cluster.
+        threads: threads per CTA.
+        shared_bytes: dynamic shared memory per CTA.
     """
     most = max(1, sm_count_of(device) // size)
     if device < 0:
@@ -66,7 +67,7 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
 
 
 def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
-    """The driver's answer; 0 if it returns an error."""
+    """The result of the driver's occupancy query for the current device; 0 if the driver returns an error."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     error, module = driver.cuModuleLoadData(_NOTHING)
     if error:

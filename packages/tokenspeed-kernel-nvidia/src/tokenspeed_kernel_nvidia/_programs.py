@@ -60,7 +60,7 @@ _RUNTIME = "libcute_dsl_runtime.so"
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE)
 # A cache file ends with this mark and the SHA-256 of all bytes before the mark. Loaders ignore both.
 _MARK = b"tokenspeed-kernel program"
-# CuteDSL's environment variables that change the machine code.
+# CuteDSL's environment variables that change the machine code, without the prefix ``CUTE_DSL_``.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
 # Seconds to wait for a program's lock. Compiling takes less, so a process that holds the lock for longer is stuck.
 _PATIENCE_S = 300.0
@@ -72,8 +72,8 @@ _libraries: dict[Path, ctypes.CDLL] = {}
 def program(
     *, arch: str, configs: Callable[[], Sequence[ConfigT]], usual: Callable[[], Sequence[ConfigT]] | None = None
 ) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
-    """Decorator that makes a `Program` of a function. The function gets a configuration. It returns a ``cute.jit`` function and the
-    fake arguments of this function; the last one is the stream.
+    """Decorator that makes a `Program` of a function. The decorated function receives a configuration. It returns a ``cute.jit``
+    function and the fake arguments to compile that function with; the last argument is the stream.
 
     Args:
         arch: the architecture to compile for, as CuteDSL spells it: ``"sm_90a"``.
@@ -88,13 +88,13 @@ def program(
 
 
 class Program(Generic[ConfigT]):
-    """A kernel that is compiled for each configuration. Made by `program`.
+    """A kernel that is compiled once for each configuration. The decorator `program` makes it.
 
     Attributes:
         name: the names of the declaring module and function, without the package.
         arch: the architecture to compile for.
         configs: function that returns all supported configurations.
-        usual: function that returns the configurations that calls can use without naming a kernel.
+        usual: function that returns the configurations that calls can select without naming a kernel.
     """
 
     def __init__(
@@ -120,12 +120,13 @@ class Program(Generic[ConfigT]):
         return f"<program {self.name} for {self.arch}>"
 
     def __call__(self, config: ConfigT) -> Launch:
-        """Returns the compiled program: the one that this process has loaded, else from a pack or the cache, else compiled now.
+        """Returns the program for a configuration: already loaded by this process, or loaded from a pack or the cache, or compiled
+        now.
 
         Returns:
-            A function that takes the real arguments instead of the fake ones, without the stream, and launches on the current
-            stream. The function raises TypeError or ValueError if a dtype, a shape, an alignment or a device differs from that of
-            the fake arguments.
+            A function of the kernel's real arguments, without the stream, that launches the kernel on the current stream. The
+            function raises TypeError or ValueError if a dtype, a shape, an alignment or a device differs from that of the fake
+            arguments.
         """
         try:
             return self._loaded[current(), config]
@@ -176,16 +177,16 @@ class Program(Generic[ConfigT]):
         return f"{self.name}.{digest[:24]}"
 
     def is_kept(self, config: ConfigT) -> bool:
-        """Whether the cache has the program."""
+        """Whether the cache has an intact file of the program for this configuration."""
         file = self.file(config)
         return file is not None and any(whole for _, whole in _kept(file))
 
     def _told(self, config: ConfigT) -> str:
-        """Returns the program's name in messages of the compile policy."""
+        """Returns the name by which messages of the compile policy call the program."""
         return f"{self.name} {config}"
 
     def _compiled(self, config: ConfigT) -> Any:
-        """Compiles the program for a call, if the compile policy allows it."""
+        """Compiles the program during a call, if the compile policy allows compilation."""
         started = compilation.start(self._told(config), "CuteDSL")
         compiled = self.compile(config)
         started.finish()
@@ -199,8 +200,8 @@ class Program(Generic[ConfigT]):
             return self._loaded[backend, config]
 
     def _packed(self, config: ConfigT) -> Launch | None:
-        """Loads the program from a pack; None if no pack has it. An emulator, which has its own cache, uses no packs, because packs
-        are for GPUs."""
+        """Loads the program from a pack; None if no pack has the program. An emulator has its own cache and uses no packs, because
+        packs are for GPUs."""
         if current().directory() is not None:
             return None
         name = self._file_name(config)
@@ -233,14 +234,14 @@ class Program(Generic[ConfigT]):
 
 
 def _declared(module: str, name: str) -> Any:
-    """Unpickles a program: returns this process's program of this name."""
+    """Unpickles a program: returns the program that ``module`` declares under this name in this process."""
     return getattr(importlib.import_module(module), name)
 
 
 def cache_directory() -> Path | None:
     """Returns the cache directory: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache directory.
 
-    None if the variable is ``off``, or there is no home directory. An emulator has its own cache directory.
+    Returns None if the variable is ``off``, or there is no home directory. An emulator has its own cache directory.
     """
     return current().directory() or settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
 
@@ -248,8 +249,9 @@ def cache_directory() -> Path | None:
 def source_digest(module: str) -> str:
     """Returns a hash of the sources of a module and of all modules of its package that it imports, directly or indirectly.
 
-    Imports inside functions count. Nothing is imported. The hash leaves out ``_programs``, because the rest of the key covers the
-    parts of it that matter. The hash leaves out the package's own ``__init__``, because that imports all modules.
+    Imports inside functions count. This function imports no module. The hash leaves out ``_programs``, because the other inputs of
+    the file name cover what matters in that module. The hash leaves out the package's own ``__init__``, because it imports all
+    modules.
     """
     digest = hashlib.sha256()
     for name, source in sorted(_sources(module).items()):
@@ -281,10 +283,10 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imported(source: str, package: str) -> Iterator[str]:
-    """Yields the names that a source imports from the same top-level package: names of modules, and of other objects.
+    """Yields the dotted names that a module's source imports from its own top-level package: names of modules and of other objects.
 
-    Text that looks like an import counts as an import. An extra module in the key does no harm, and parsing would take ten times as
-    long.
+    Text that looks like an import counts as an import. An extra module in the hash does no harm, and parsing would take ten times
+    as long.
     """
     outermost = package.partition(".")[0] + "."
     for origin, members, plain in _IMPORT.findall(source):
@@ -320,7 +322,8 @@ def _runtime() -> Path | None:
     """Returns the path of CuteDSL's runtime library. Returns None if the library is not where the wheels put it, so that CuteDSL
     must be queried.
 
-    There may be a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest that the driver can run.
+    The wheels may hold a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest that the driver can
+    run.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
@@ -346,7 +349,7 @@ def _driver_major() -> int | None:
 
 
 def _runtime_libraries() -> list[Path]:
-    """Returns the libraries that must be loaded before a linked program: CuteDSL's runtime and TVM-FFI."""
+    """Returns the libraries that must be loaded before a program's shared library: CuteDSL's runtime and TVM-FFI."""
     import tvm_ffi
 
     runtime = _runtime()
@@ -358,12 +361,12 @@ def _runtime_libraries() -> list[Path]:
 
 
 def _sealed(body: bytes) -> bytes:
-    """Returns a program followed by its checksum."""
+    """Returns the contents of a cache file: the program's bytes, the mark and the checksum."""
     return body + _MARK + hashlib.sha256(body).digest()
 
 
 def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
-    """Yields the cache files with this name, and whether each is intact."""
+    """Yields the cache files whose path without suffix is ``file``, and whether the checksum of each is correct."""
     for path in (file.with_name(file.name + suffix) for suffix in SUFFIXES):
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -371,7 +374,7 @@ def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _read(file: Path) -> Launch | None:
-    """Loads the cached program with this name; None if there is none, or if it is damaged or does not load."""
+    """Loads the cached program whose path without suffix is ``file``; None if no intact cache file of this name loads."""
     loaded = (_loaded(path) for path, whole in _kept(file) if whole)
     return next((launch for launch in loaded if launch is not None), None)
 
@@ -403,8 +406,8 @@ def _load_object(path: Path) -> Launch:
 
 
 def _unkept(compiled: Any) -> Launch:
-    """Returns a program for this process only. The program is linked and loaded like a cached one if a temporary directory can be
-    written."""
+    """Returns a compiled program for use in this process only, without a cache. If a temporary directory can be written, the
+    program is linked and loaded like a cached one."""
     launch: Launch = compiled
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -416,7 +419,7 @@ def _unkept(compiled: Any) -> Launch:
 
 
 def _write(file: Path, compiled: Any) -> bool:
-    """Writes a program to the cache. Returns whether this succeeded. The caller holds the program's lock."""
+    """Writes a compiled program to the cache. Returns whether the write succeeded. The caller holds the program's lock."""
     part = part_of(file)
     beside, linked = part.with_name(part.name + ".o"), part.with_name(part.name + ".so")
     try:
@@ -448,7 +451,8 @@ def _link(source: Path, target: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Holds a program's lock inside the block. If the lock cannot be acquired, the block runs without it."""
+    """Context manager that holds the lock of a program's cache file. If the lock cannot be acquired, the ``with`` block runs
+    without."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(locked(file, _PATIENCE_S))

@@ -9,9 +9,11 @@ from tokenspeed_kernel_base.alignment import is_aligned
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``out`` if it `is_aligned`. Otherwise a new tensor in like's dtype, which `deliver` copies to ``out``.
+    """Returns the tensor that a kernel should write: ``out`` if it `is_aligned`, otherwise a new tensor in like's dtype, which
+    `deliver` copies to ``out``.
 
-    An ``out`` of another shape, dtype or device is returned as well: the kernel rejects it, while a copy would not.
+    An ``out`` of another shape, dtype or device than the result's is returned as well: the kernel rejects it, while a copy would
+    not.
     """
     if out is not None:
         if is_aligned(out) or (out.shape, out.dtype, out.device) != (shape, like.dtype, like.device):
@@ -23,5 +25,6 @@ def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """Returns ``out`` if it was given, copied from ``written`` if another tensor was written; else ``written``."""
+    """Returns the tensor that the caller receives: ``written``, which the kernel wrote, if the caller passed no ``out``. Otherwise
+    returns ``out``, after ``written`` is copied to it unless both are the same tensor."""
     return written if out is None or written is out else out.copy_(written)

@@ -16,7 +16,7 @@ Probe = Callable[[], str | None]
 
 
 def between(first: tuple[int, int], last: tuple[int, int], probe: Probe | None = None) -> CapabilityRequirement:
-    """NVIDIA architectures from ``first`` to ``last``.
+    """Requires an NVIDIA GPU of an architecture from ``first`` to ``last``.
 
     Args:
         first, last: inclusive, as (major, minor).
@@ -41,12 +41,12 @@ def blackwell_workstation(probe: Probe | None = None) -> CapabilityRequirement:
 
 
 def cutedsl_gap() -> str | None:
-    """Why the installed CuteDSL cannot compile the kernels, or None if it can."""
+    """The reason why the installed CuteDSL cannot compile this package's kernels; None if it can."""
     return _machine.dsl_gap()
 
 
 def flashinfer_gap() -> str | None:
-    """Why FlashInfer cannot be used, or None if it can."""
+    """The reason why FlashInfer cannot be used; None if it can."""
     return package.gap()
 
 

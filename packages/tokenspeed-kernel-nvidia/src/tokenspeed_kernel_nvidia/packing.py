@@ -34,7 +34,7 @@ def toolchain() -> list[str]:
 
 
 def is_program(name: str) -> bool:
-    """Whether a file of the cache belongs into a pack."""
+    """Whether a file of the program cache, given its name, belongs into a kernel pack."""
     return name.endswith(_programs.SUFFIXES) and not name.startswith(".")
 
 
@@ -44,10 +44,10 @@ def _default_stream(device: int) -> int:
 
 @contextlib.contextmanager
 def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
-    """Inside the block, CuteDSL compiles into a folder and launches nothing. Launchers keep the functions that launch nothing, so
-    kernels of this process do not run after the block either."""
+    """Context manager: inside the ``with`` block, programs are compiled into ``folder``, and kernel launches do nothing. Launchers
+    keep the functions that launch nothing, so kernels of this process do not run after the block either."""
     os.environ[_programs.VARIABLE] = str(folder)
-    # Launchers key workspaces by the current stream, which PyTorch's builds for CPUs do not have.
+    # Launchers keep a workspace per stream. PyTorch's builds for CPUs lack the function that returns the current stream.
     no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True)
     with use_backend(_NoLaunches()), no_stream:
         yield

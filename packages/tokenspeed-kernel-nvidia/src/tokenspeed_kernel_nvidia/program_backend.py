@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 Launch = Callable[..., Any]
-"""A compiled program: a function of tensors and scalars that launches."""
+"""A compiled program: a function of tensors and scalars that launches the kernel."""
 
 
 class Backend:
-    """The GPU. An emulator overrides these methods."""
+    """The backend for GPUs. An emulator subclasses it and overrides these methods."""
 
     def directory(self) -> Path | None:
-        """The cache directory for this backend's programs; None for that of ``TOKENSPEED_KERNEL_PROGRAMS``. A backend
-        with its own directory uses no kernel packs, because their programs are for GPUs."""
+        """The cache directory for this backend's programs; None for the directory that ``TOKENSPEED_KERNEL_PROGRAMS`` names. A
+        backend with its own directory uses no kernel packs, because packs hold programs for GPUs."""
         return None
 
     def compile(self, build: Callable[[str], Any]) -> Any:
         """Compiles a program.
 
         Args:
-            build: calls ``cute.compile`` with these options, in addition to the program's own.
+            build: function that calls ``cute.compile``. Its argument is a string of options to add to the program's own.
 
         Returns:
             The result of ``build``.
@@ -31,7 +31,8 @@ class Backend:
         return build("")
 
     def launcher(self, launch: Launch) -> Launch:
-        """Wraps a program that was just compiled or loaded from the cache. Callers get the result instead of the program."""
+        """Wraps a program that was just compiled or loaded from the cache. Callers use the returned function instead of the
+        program."""
         return launch
 
 
@@ -39,16 +40,16 @@ _current = Backend()
 
 
 def current() -> Backend:
-    """The backend in force."""
+    """The backend that compiles and launches programs now."""
     return _current
 
 
 @contextlib.contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Inside the block, programs are compiled and launched by ``backend``, in all threads.
+    """Context manager: inside the ``with`` block, ``backend`` compiles and launches programs, in all threads.
 
-    Programs that a backend has loaded are kept for the next block with the same backend object. A program that was requested inside
-    the block keeps belonging to ``backend`` after the block.
+    Programs that a backend has loaded are kept for the next block with the same backend object. A function that was returned for a
+    program inside the block launches on ``backend`` even after the block.
     """
     global _current
     previous, _current = _current, backend

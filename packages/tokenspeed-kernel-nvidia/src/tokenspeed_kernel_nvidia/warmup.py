@@ -1,7 +1,7 @@
 """Compiles programs ahead of time: ``python -m tokenspeed_kernel_nvidia.warmup``.
 
-No GPU is needed. Programs go to the cache that calls read; ``TOKENSPEED_KERNEL_PROGRAMS`` selects another directory, for instance
-in a container's image.
+No GPU is needed. The compiled programs are written to the cache that kernel calls read; ``TOKENSPEED_KERNEL_PROGRAMS`` selects
+another directory for the cache, for instance in a container's image.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.compilation import compile_policy
 from tokenspeed_kernel_nvidia._programs import Program, cache_directory, toolchain
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """The outcome of one configuration of a program.
+    """The outcome of compiling one configuration of a program.
 
     Attributes:
         program, config: the program and the configuration that were compiled.
@@ -51,7 +51,7 @@ class Warmed:
 
 
 def programs() -> list[Program[Any]]:
-    """All programs of this package, by name."""
+    """Returns all programs of this package, sorted by name."""
     found = {}
     for info in pkgutil.walk_packages(tokenspeed_kernel_nvidia.__path__, "tokenspeed_kernel_nvidia."):
         # Import only modules that declare programs: modules of device code would import the compiler.
@@ -64,24 +64,24 @@ def programs() -> list[Program[Any]]:
 
 
 def describe(program: Program[Any], config: Any) -> str:
-    """The line of a configuration in listings, in which the words of a selection are searched."""
+    """Returns the line of a program's configuration in listings, in which `select` searches its words."""
     return f"{program.name} {program.arch} {config}"
 
 
 def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Program[Any], Any]]:
-    """Configurations of programs.
+    """Returns programs, each with one of its configurations.
 
     Args:
-        words: all of them must occur in the result of `describe`.
-        every: includes configurations that are used only if a kernel is requested by name.
+        words: only configurations for which the result of `describe` contains all of these words.
+        every: whether to include configurations that are used only if the caller names a kernel.
     """
     found = [(program, config) for program in programs() for config in (program.configs() if every else program.usual())]
     return [(program, config) for program, config in found if all(word in describe(program, config) for word in words)]
 
 
 def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
-    """Yields the number of configurations of each program, the most first, and the fields of the configuration that multiply it,
-    each with its number of values."""
+    """Yields a line for each program, those with the most configurations first: the number of configurations, and the fields of the
+    configuration that have several values, each with its number of values. The last line is the total."""
     configs: dict[Program[Any], list[Any]] = {}
     for program, config in selection:
         configs.setdefault(program, []).append(config)
@@ -94,15 +94,15 @@ def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
-    """Compiles programs that are not in the cache, and yields the outcomes as they complete. Closing it early ends the worker
-    processes.
+    """Compiles the programs of a selection that are not in the cache. Yields the outcome of each configuration when it is complete.
+    Closing the generator early ends the worker processes.
 
     Args:
         selection: see `select`.
         jobs: the number of worker processes.
 
     Raises:
-        RuntimeError: nothing can be cached, because the cache is off or there is no home directory.
+        RuntimeError: there is no cache, because it is switched off or there is no home directory.
     """
     if cache_directory() is None:
         raise RuntimeError("compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS to a directory")
@@ -110,8 +110,8 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
         yield from (_warm(program, config) for program, config in selection)
         return
     started_before = {*multiprocessing.active_children()}
-    # Spawn, because the compiler's threads do not survive a fork. Each worker gets a process group, which includes the worker's
-    # linkers.
+    # Worker processes are spawned, because the compiler's threads do not survive a fork. Each worker gets its own process group,
+    # which includes the linker processes that the worker starts.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=os.setpgid, initargs=(0, 0)) as pool:
         try:
@@ -126,7 +126,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started inside the block ignore Ctrl-C. Their parent handles Ctrl-C and ends them."""
+    """A context manager: processes that start inside its block ignore Ctrl-C. The parent process handles Ctrl-C and ends them."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
@@ -138,7 +138,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _end(workers: Iterable[BaseProcess]) -> None:
-    """Kills processes and their children, and removes their partial files."""
+    """Kills worker processes and their children, and removes the partial files that they left in the cache."""
     for worker in workers:
         worker.kill()
         with contextlib.suppress(OSError):  # its process group may not exist yet
@@ -164,7 +164,7 @@ def _warm(program: Program[Any], config: Any) -> Warmed:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns its exit code: 1 if a compilation failed, 130 if it was interrupted (Ctrl-C)."""
+    """Runs the command line. Returns its exit code: 1 if a compilation failed, 130 if it was interrupted (Ctrl-C), 0 otherwise."""
     parser = argparse.ArgumentParser("python -m tokenspeed_kernel_nvidia.warmup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
     parser.add_argument("--arch", help="only for this architecture, as sm_90a")

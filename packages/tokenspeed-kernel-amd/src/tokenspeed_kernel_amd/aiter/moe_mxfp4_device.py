@@ -19,11 +19,11 @@ _shuffle = load("aiter.ops.shuffle")
 _GPT_OSS = "aiter_mxfp4_gpt_oss"
 _MULTIPLE = 256  # a common multiple of AITER's tile sizes
 _ONE = 127  # the scale 1.0 in e8m0
-_LANES = 16  # rows of a shuffled tile
+_LANES = 16  # rows of the weight in one shuffled tile
 
 
 def prepare_gpt_oss(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies of the weights in the layout of ``fused_moe`` with GateMode.INTERLEAVE.
+    """Copies the weights to the layout that ``fused_moe`` reads with GateMode.INTERLEAVE.
 
     Raises:
         ValueError: alpha, limit or beta differs from GPT-OSS's, which are constants in AITER.
@@ -41,7 +41,7 @@ def prepare_gpt_oss(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def prepare_silu(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies of the weights in the layout of ``fused_moe`` with GateMode.SEPARATED: all gate rows before all up rows.
+    """Copies the weights to the layout that ``fused_moe`` reads with GateMode.SEPARATED: all gate rows before all up rows.
 
     Raises:
         ValueError: the plan has a bias, or an activation other than SiLU.
@@ -57,15 +57,15 @@ def prepare_silu(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _require(plan: MoEPlan, **fixed: Any) -> None:
-    """Checks the plan's options, because the traits of a kernel that is requested by name are not checked."""
+    """Checks the plan's options. The core checks no traits of a kernel that is requested by name."""
     for name, wanted in fixed.items():
         if getattr(plan, name) != wanted:
             raise ValueError(f"plan.{name} must be {wanted} for {plan.kernel}, got {getattr(plan, name)}")
 
 
 def _padded(weights: MoEWeights, plan: MoEPlan) -> dict[str, Tensor]:
-    """Weights, scales and biases, with all gate rows before all up rows; weights and biases are zero-padded to whole tiles, scales
-    are padded with 1."""
+    """Copies weights, scales and biases, all gate rows before all up rows, and pads them to multiples of 256 in each direction.
+    Weights and biases are padded with 0, scales with 1.0."""
     hidden, features = _up(plan.hidden_size), _up(plan.intermediate_size)
     made = {}
     for name, rows, k in (("w13_weight", features, hidden), ("w2_weight", hidden, features)):

@@ -19,14 +19,14 @@ NEEDED = (0, 1, 20)
 
 
 def aiter_gap() -> str | None:
-    """Why AITER cannot be used, or None if it can. Metadata is read once per process."""
+    """The reason why AITER cannot be used; None if it can. Metadata is read once per process."""
     return find_gap()
 
 
 @functools.cache
 def find_gap() -> str | None:
-    """The result of `aiter_gap`. Both the distribution and the module are checked, because PyPI's package aiter is an unrelated
-    library of asynchronous iterators."""
+    """Computes the result of `aiter_gap`. Both the distribution amd-aiter and the module ``aiter`` must be installed: PyPI's
+    package aiter is an unrelated library of asynchronous iterators."""
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

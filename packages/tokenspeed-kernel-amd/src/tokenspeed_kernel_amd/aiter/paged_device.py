@@ -49,7 +49,7 @@ def attend(
         max_seqlen_k,
         q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=True,
-        # AITER reads only the first value, which excludes the token itself.
+        # AITER reads only the first value: the number of visible tokens to the left of the query's own token.
         window_size=(window_left, 0 if window_left >= 0 else -1),
         # AITER may read pages that have left the window and were freed (-1). So their entries are replaced with page 0.
         block_table=rows(page_table if window_left < 0 else page_table.clamp(min=0)),

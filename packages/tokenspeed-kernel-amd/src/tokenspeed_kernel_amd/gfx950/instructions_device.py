@@ -1,10 +1,10 @@
-"""The CDNA4 (gfx950) instructions that its kernels use, and the register layouts that these instructions require.
+"""The CDNA4 (gfx950) instructions that this package's Gluon kernels use, and the register layouts that these instructions require.
 
-Another architecture brings a module with these names. Kernels import no other name of Triton's ``amd`` namespace.
+A port to another architecture provides a module with the same names. Kernels import nothing else from Triton's ``amd`` namespace.
 
 * ``mfma``, ``mfma_scaled``: matrix-core instructions. ``mfma_scaled`` takes mxfp4, mxfp6 and fp8 operands with e8m0 scales.
-* ``mfma_layout``, ``mfma_scale_layout``: the registers of accumulators and of scales. ``padded_shared_layout``: an LDS layout that
-  can be read as an MFMA operand without bank conflicts.
+* ``mfma_layout``, ``mfma_scale_layout``: register layouts of accumulators and of scales. ``padded_shared_layout``: an LDS layout
+  that can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
 * ``wait_for_stores``: needed before the barrier in front of a flag in global memory.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
@@ -41,10 +41,10 @@ def wait_for_stores():
 
 @gluon.constexpr_function
 def mfma_layout(shape, transposed, warps):
-    """The accumulators of MFMAs of ``shape`` (m, n, k).
+    """The register layout of the accumulators of MFMAs of ``shape`` (m, n, k).
 
     Args:
         transposed: whether a lane holds adjacent columns of a row, not adjacent rows of a column.
-        warps: waves along both axes.
+        warps: numbers of waves along the rows and along the columns.
     """
     return gl.amd.AMDMFMALayout(VERSION, shape, transposed, warps)

@@ -1,4 +1,4 @@
-"""A call of paged-cache attention, and the arguments of its kernels."""
+"""A call of paged-cache attention, and the arguments that launchers pass to its kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
-# Shared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
+# Declared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
 PAGED_SIGNATURES = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q in (torch.bfloat16, torch.float16)
@@ -34,10 +34,10 @@ PAGED_TRAITS = {
 
 
 class TileShape(NamedTuple):
-    """The tile of a workgroup: compile-time constants.
+    """The attention tile of a workgroup: compile-time constants.
 
     Attributes:
-        m: query rows; see `tiles_device`.
+        m: query rows (token and query head) of the tile; see `tiles_device`.
         block_n: keys per loop iteration.
         num_warps: waves per workgroup.
         stages: pipeline stages, that is blocks of keys in flight to LDS.
@@ -50,16 +50,17 @@ class TileShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Run-time arguments, in the order of the kernel's arguments. The first 16 words are preloaded into scalar registers when a
-    wave starts, so the arguments that are needed first come first.
+    """Run-time arguments, in the order of the kernel's arguments. The hardware preloads the first 16 words into scalar registers
+    when a wave starts, so the arguments that are needed first come first.
 
     Attributes:
-        cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's.
+        cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's tensors.
         batch: the number of sequences.
         max_seqlen_k: an upper bound of a sequence's tokens in the cache.
         table_stride: elements from one row of the page table to the next.
-        k_token_vectors, v_token_vectors: vectors of 16 bytes from one slot of a page to the next. Triton infers only whether an
-            argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not prove a row's alignment.
+        k_token_vectors, v_token_vectors: the caches' stride from one slot of a page to the next, in vectors of 16 bytes. Triton
+            infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not
+            prove a row's alignment.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: the outputs; lse may be None.
@@ -96,8 +97,8 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements from one token, head or page to the next. The strides are fixed by a model and its cache, so they are
-    compile-time constants."""
+    """Strides of the tensors from one token, head or page to the next, in elements. A model and its cache fix these strides, so
+    they are compile-time constants."""
 
     q_token: int
     q_head: int
@@ -115,7 +116,7 @@ class Variant(NamedTuple):
     """The options that a kernel is compiled for: compile-time constants.
 
     Attributes:
-        window_left, is_causal: the operator's.
+        window_left, is_causal: the operator's arguments.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
         same_strides: whether k_cache and v_cache have the same strides. Offsets are then computed once for both.
     """
@@ -141,12 +142,12 @@ def lengths_at_once(batch: int) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """The kernels' arguments, with defaults and outputs filled in. `called` creates it.
+    """The arguments of an operator call as the kernels need them, with defaults and outputs filled in. `called` creates a `Call`.
 
     Attributes:
         q, k_cache, v_cache: the operator's tensors, with contiguous rows.
         cu_seqlens_q: None if every sequence has exactly max_seqlen_q new tokens.
-        max_seqlen_q: the operator's, at most the number of tokens in the batch.
+        max_seqlen_q: the operator's argument, but at most the number of tokens in the batch.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, one for all KV heads or one per KV head; or None.
         out: the tensor that kernels write to, with contiguous rows.
@@ -199,14 +200,14 @@ class Call:
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """The caller's result. Read this property only after all kernels are launched, because it may enqueue a copy to the
-        caller's ``out``."""
+        """What the operator returns: the output, and the LSE if requested. Read this property only after all kernels are launched,
+        because it may enqueue a copy to the caller's ``out``."""
         out = deliver(self.out, self.given)
         return out if self.lse is None else (out, self.lse)
 
     def keys_in_view(self, tile: TileShape, q_len: int) -> int:
-        """An upper bound of the keys visible to q_len new tokens of a sequence; one block is added because windows start at an
-        aligned position."""
+        """An upper bound of the number of keys that the q_len new tokens of a sequence see. With a window, one block is added,
+        because the kernel starts at an aligned position."""
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
 
     def operands(self) -> Operands:
@@ -273,7 +274,7 @@ def called(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Call:
-    """Makes the `Call` of an operator: copies tensors with unsupported strides, and allocates the outputs.
+    """Makes the `Call` of the operator ``function``: copies tensors with unsupported strides, and allocates the outputs.
 
     Raises:
         ValueError: the page size is not supported.
@@ -306,5 +307,5 @@ def called(
 
 
 def _scale_stride(scale: Tensor | None) -> int:
-    """The stride of the per-KV-head scales; 0 if all KV heads share one scale."""
+    """The stride of the cache scales between KV heads; 0 if all KV heads share one scale."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -1,4 +1,4 @@
-"""Chooses the experts of tokens: compile-time constants of kernels, and a separate launch for many tokens."""
+"""MoE routing: the compile-time constants of kernels that route, and a separate launch for many tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 
 device = DeviceModule(__name__ + "_device")
 
-MAX_EXPERTS = 1024  # the most experts whose logits, for one token, a wave has in registers
-_ELEMENTS = 4096  # logits of a program
+MAX_EXPERTS = 1024  # the most experts whose router logits, for one token, a wave holds in registers
+_ELEMENTS = 4096  # the most router logits per workgroup of the separate launch
 
 
 class Routing(NamedTuple):
-    """How experts are chosen. Known to the compiler.
+    """How tokens are routed: compile-time constants.
 
     Attributes:
-        rows: how many tokens' experts are chosen at once, a power of two.
-        experts: number of experts whose logits a token has, padded to a power of two.
-        slots: number of slots per token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
-        top_k: slots of a token.
-        renormalize: whether the weights of a token are divided by their sum.
+        rows: how many tokens a workgroup routes at once, a power of two.
+        experts: number of router logits per token, padded to a power of two.
+        slots: top_k, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
+        top_k: number of experts chosen per token.
+        renormalize: whether a token's top-k weights are divided by their sum.
     """
 
     rows: int
@@ -35,12 +35,12 @@ class Routing(NamedTuple):
 
 
 class Router(NamedTuple):
-    """The inputs from which another kernel chooses experts, before its own work.
+    """The routing inputs of a kernel that routes tokens before its own work.
 
     Attributes:
-        logits: [tokens, experts], rows contiguous.
-        scaling: factor by which the weights are multiplied.
-        routing: the rule by which experts are chosen.
+        logits: router logits, [tokens, experts], rows contiguous.
+        scaling: factor by which the top-k weights are multiplied.
+        routing: the compile-time constants.
     """
 
     logits: Tensor
@@ -49,28 +49,29 @@ class Router(NamedTuple):
 
 
 def routing_for(tokens: int, slots: int, num_experts: int, top_k: int, renormalize: bool) -> Routing:
-    """The constants for choosing the experts of this many tokens at once."""
+    """The constants for a workgroup that routes this many tokens at once."""
     return Routing(power_of_two(tokens), padded_experts(num_experts), slots, top_k, renormalize)
 
 
 def padded_experts(num_experts: int) -> int:
-    """Experts of a token, padded to a power of two and to the lanes of a wave."""
+    """The number of experts, padded to a power of two and to at least the 64 lanes of a wave."""
     return max(64, power_of_two(num_experts))
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is not below ``count``."""
+    """The smallest power of two that is at least ``count``."""
     return max(1, 1 << (count - 1).bit_length())
 
 
 def room_for_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised weights, float32, and ids, int32, both ``[tokens, top_k]``."""
+    """Allocates top-k weights, float32, and top-k ids, int32, both ``[tokens, top_k]``, uninitialised."""
     shape = (len(logits), top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 def choose(logits: Tensor, top_k: int, renormalize: bool, scaling_factor: float) -> tuple[Tensor, Tensor]:
-    """Returns the weights and the ids that `moe_topk` gives with softmax, without a correction bias and groups."""
+    """Routes tokens in a separate launch. Returns the top-k weights and ids of `moe_topk` with softmax, without a correction bias
+    and without expert groups."""
     tokens, num_experts = logits.shape
     logits = rows(logits)
     weights, ids = room_for_choice(logits, top_k)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The choice of experts from the router's logits: by every workgroup of `few`, and by a kernel of its own for `grouped`.
+"""MoE routing from the router's logits, as a device function that other kernels call, and as a separate kernel.
 
-Logits become integers with the same order; NaN is last, and -0 equals 0. Integers of 16-bit floats have the expert in their lower
-half. So the largest integer gives the best expert; among equal logits, the lowest expert. The choice is exact, and equals the
-choice of the operator's definition.
+Each logit becomes an integer *sort key* with the same order; NaN is the largest, and -0 equals 0. The sort key of a 16-bit float
+has the expert's complement in its lower 16 bits. So the largest key gives the best expert; among equal logits, the lowest expert.
+The chosen experts are exactly those of the operator's definition.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from triton.experimental.gluon.language.amd import cdna3
 
 from tokenspeed_kernel_amd.gluon.softmax_device import LOG2_E
 
-_TAKEN = gl.constexpr(-(2**31))  # below the key of every number
+_TAKEN = gl.constexpr(-(2**31))  # the sort key of a chosen expert, below the key of every logit
 _NAN = gl.constexpr(2**31 - 1)
 
 
 @gluon.constexpr_function
 def logits_layout(rows, experts, warps):
-    """The layout of [rows, experts]; both sizes are powers of two. A row is in one warp. With fewer rows than warps, rows are
-    replicated across warps."""
+    """The register layout of router logits [rows, experts]; both sizes are powers of two. One warp holds all logits of a row. With
+    fewer rows than warps, rows are replicated across warps."""
     lanes = 64 // max(1, rows // warps) if rows // warps < 64 else 1
     return gl.BlockedLayout([1, max(1, min(8, experts // lanes))], [64 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def keys_of(logits, expert):
-    """int32, see above. ``expert``: int32 [1, experts]."""
+    """Returns the int32 sort keys of router logits (see the module). ``expert``: int32 [1, experts], each column's expert."""
     if logits.dtype.primitive_bitwidth == 16:
         infinity: gl.constexpr = 0x7C00 if logits.dtype == gl.float16 else 0x7F80
         bits = logits.to(gl.int16, bitcast=True).to(gl.int32)
@@ -46,7 +46,7 @@ def keys_of(logits, expert):
 
 @gluon.jit
 def value_of(key, dtype: gl.constexpr):
-    """The number of a key, float32."""
+    """Converts a sort key back to its logit, float32."""
     if dtype.primitive_bitwidth == 16:
         high = key >> 16
         value = (high ^ ((high >> 31) & 0x7FFF)).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
@@ -57,13 +57,14 @@ def value_of(key, dtype: gl.constexpr):
 
 @gluon.jit
 def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
-    """Chooses the experts of the first ``routing.rows`` tokens.
+    """Chooses the top-k experts of the first ``routing.rows`` tokens.
 
     Args:
-        logits: points to the first token's logits; rows are ``stride`` apart.
+        logits: points to the first token's logits; rows are ``stride`` elements apart.
         tokens: number of tokens.
-        scaling: factor by which the weights are multiplied.
-        routing: see `few`.
+        num_experts: number of logits per token.
+        scaling: factor by which the top-k weights are multiplied.
+        routing: `Routing` of `gluon.choose`.
 
     Returns:
         ids: int32 [rows, slots]; weights: float32 [rows, slots]. Only the first ``routing.top_k`` slots of rows below ``tokens``
@@ -115,7 +116,7 @@ def store_choice(ids, weights, ids_out, weights_out, tokens, routing: gl.constex
 
 @gluon.jit(do_not_specialize=["tokens"])
 def choose_kernel(logits, stride, tokens, num_experts, scaling, ids_out, weights_out, routing: gl.constexpr):
-    """Program: ``routing.rows`` tokens. Arguments: see `choose` and `store_choice`."""
+    """Routes tokens, ``routing.rows`` per workgroup. Arguments: see `choose` and `store_choice`."""
     first = gl.program_id(0).to(gl.int64) * routing.rows
     here = (tokens - first).to(gl.int32)
     ids, weights = choose(logits + first * stride, stride, here, num_experts, scaling, routing)

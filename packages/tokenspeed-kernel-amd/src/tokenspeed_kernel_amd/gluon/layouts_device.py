@@ -1,4 +1,4 @@
-"""Register layouts of vectors, and sizes that layouts are made of."""
+"""Register layouts of vectors, and the sizes from which layouts are computed."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def log2(power):
 
 @gluon.constexpr_function
 def key_width(dtype):
-    """Elements of a key per 16 bytes, the width of a lane's LDS read."""
+    """Number of elements of ``dtype`` in 16 bytes, the width of a lane's LDS read of keys."""
     return 128 // dtype.primitive_bitwidth

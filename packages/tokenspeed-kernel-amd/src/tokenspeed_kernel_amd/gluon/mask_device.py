@@ -11,10 +11,11 @@ class Visible:
     """The key positions that each row of a tile sees.
 
     Attributes:
-        begin, end: int32 [rows], the first visible position, and the position after the last.
-        all_end: every row sees those keys before this position that are inside its window.
-        ends_differ: whether rows see different last keys; otherwise ``end`` is not used, and every row sees the last key.
-        windowed: whether there is a window; otherwise ``begin`` is not used, and every row sees the first key.
+        begin, end: int32 [rows], the first visible key position of each row, and the position after its last.
+        all_end: a position before which every row sees all keys that are inside its window.
+        ends_differ: whether the last visible key differs between rows; otherwise ``end`` is unused, and every row sees the
+            sequence's last key.
+        windowed: whether there is a window; otherwise ``begin`` is unused, and every row sees the sequence's first key.
     """
 
     begin: gl.tensor
@@ -26,12 +27,13 @@ class Visible:
 
 @gluon.jit
 def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.constexpr):
-    """The scores of the block that begins at position ``start``, with -inf where a row does not see a key.
+    """Masks the scores of the key block that begins at position ``start``: -inf where a row does not see a key.
 
     Args:
-        end: no row sees a key at or after this position.
-        ENDS: some row's ``visible.end`` may be in this block.
-        LAST: ``end`` may be in this block.
+        visible: the keys that each row sees.
+        end: a position from which on no row sees a key.
+        ENDS: whether some row's ``visible.end`` may be in this block.
+        LAST: whether ``end`` may be in this block.
     """
     if LAST or ENDS or visible.windowed:
         index = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
@@ -57,14 +59,14 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
 
 @gluon.jit
 def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
-    """The scores of the block that begins at position ``start``, with -inf where a row does not see a key.
+    """Masks the scores of the key block that begins at position ``start``: -inf where a row does not see a key.
 
-    Used for MFMA instructions of 32 rows. Each row is one token.
+    Used with MFMA instructions of 32 rows. Each row is one query token.
 
     Args:
-        row: int32 [rows], the positions of the tokens.
-        CAUSAL: a token sees no token after itself.
-        WINDOWED: a token sees ``window_left`` tokens before itself.
+        row: int32 [rows], the positions of the query tokens.
+        CAUSAL: whether to hide the tokens after the query's own.
+        WINDOWED: whether to hide the tokens more than ``window_left`` before the query's own.
     """
     if CAUSAL or WINDOWED:
         # In a lane's column indices, all bits except bit 2 are known at compile time. Bit 2 is the same for all columns of the

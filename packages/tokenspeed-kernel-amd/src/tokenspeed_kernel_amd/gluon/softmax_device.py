@@ -1,10 +1,10 @@
 """Online softmax over blocks of keys.
 
-The scores of a row never exist all at once. Three values per row are kept for the blocks so far: the largest score ``row_max``;
-``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the weighted sum of the values. If a block has a larger
-score, ``exp(old row_max - new row_max)`` rescales the earlier sums ("online softmax", https://arxiv.org/abs/1805.02867). The row
-max may be any value near the largest score, as long as no weight overflows. `weigh` keeps the current ``row_max``, and
-`largest_sum` gives the limit up to which the result is valid.
+The scores of a row never exist all at once. Three values per row are kept for the key blocks so far: the largest score ``row_max``;
+``row_sum``, the sum of the *weights* (unnormalised probabilities) ``exp(score - row_max)``; and ``acc``, the sum of V weighted by
+them. If a block has a larger score, ``exp(old row_max - new row_max)`` rescales row_sum and acc ("online softmax",
+https://arxiv.org/abs/1805.02867). The row max may be any value near the largest score, as long as no weight overflows. `weigh` does
+not update ``row_max``, and `largest_sum` gives the row sum up to which the result is then valid.
 
 All scores are multiplied by log2(e), because an exponential is then one instruction (exp2).
 """
@@ -43,12 +43,12 @@ class Scaling:
 
 @gluon.aggregate
 class SoftmaxState:
-    """The state of a tile's rows after some blocks of keys.
+    """The online softmax's state for a tile's rows after some blocks of keys.
 
     Attributes:
-        acc: float32 [rows, v_head_dim], the sum of the values weighted by ``exp2(score - row_max)``.
-        row_max: float32 [rows], for base-2 exponentials.
-        row_sum: float32, the per-lane sums of the weights, see `lane_sums`; `summed` reduces them to [rows].
+        acc: float32 [rows, v_head_dim], the sum of V weighted by ``exp2(score - row_max)``.
+        row_max: float32 [rows], the row max of the scores times log2(e).
+        row_sum: float32, the sums of the weights per lane, see `lane_sums`; `summed` reduces them to [rows].
     """
 
     acc: gl.tensor
@@ -58,8 +58,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, or NaN if an operand is NaN. gfx950 has one instruction for the NaN-propagating maximum of three operands. It
-    does not need canonicalised operands."""
+    """The maximum, or NaN if an operand is NaN. gfx950 has one instruction for the NaN-propagating maximum of three operands. That
+    instruction does not need canonicalised operands."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -70,10 +70,10 @@ def add(a, b):
 
 @gluon.jit
 def lane_sums(weights):
-    """The partial sum of a row's elements in each lane, [rows, 4]; the reduction across lanes is deferred to `summed`.
+    """Returns each lane's partial sum of a row's elements, [rows, 4]; the reduction across lanes is deferred to `summed`.
 
-    If only two lanes hold a row, they are reduced at once, [rows, 1]. A prefill of 1024 tokens took 10.0 us of the emulator's
-    timing model, and 10.5 us with per-lane sums, which LLVM schedules worse.
+    If only two lanes hold a row, their partial sums are reduced at once, [rows, 1]. A prefill of 1024 tokens took 10.0 us of the
+    emulator's timing model, and 10.5 us with per-lane sums, which LLVM schedules worse.
     """
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
@@ -87,7 +87,7 @@ def lane_sums(weights):
 
 @gluon.jit
 def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.constexpr, layout: gl.constexpr):
-    """The state before the first key."""
+    """The state before the first key, with per-lane row sums."""
     return SoftmaxState(
         gl.zeros([rows, v_head_dim], gl.float32, layout),
         gl.full([rows], LOWEST, gl.float32, gl.SliceLayout(1, layout)),
@@ -97,7 +97,7 @@ def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.cons
 
 @gluon.jit
 def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.constexpr):
-    """The `summed` state before the first key."""
+    """The state before the first key, with row sums [rows] as after `summed`."""
     row: gl.constexpr = gl.SliceLayout(1, layout)
     return SoftmaxState(
         gl.zeros([rows, v_head_dim], gl.float32, layout),
@@ -142,7 +142,7 @@ def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
 
 @gluon.jit
 def weigh(scores, state, scaling):
-    """Like `softmax_step`, but the row max is kept, so weights may exceed 1. See `largest_sum`."""
+    """Like `softmax_step`, but does not update the row max, so weights may exceed 1. See `largest_sum`."""
     if scaling.capped:
         weights = gl.exp2(scores - state.row_max[:, None])
     else:
@@ -152,7 +152,8 @@ def weigh(scores, state, scaling):
 
 @gluon.jit
 def first_step(scores, v_head_dim: gl.constexpr, scaling):
-    """The weights of the first block of scores, and the state. The state's row sum includes these weights; its acc is 0."""
+    """`softmax_step` for a row's first block. Returns the block's weights and the state, whose row sum includes these weights and
+    whose acc is 0."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(highest, LOWEST)
@@ -166,8 +167,8 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """The largest row sum that guarantees that no weight became infinite when it was rounded to ``dtype``. The PV accumulators also
-    stay finite, with values of up to 2**87."""
+    """The row sum up to which `weigh` is valid: no weight became infinite when it was rounded to ``dtype``, and the PV accumulators
+    are finite if V is at most 2**87."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 
@@ -181,14 +182,14 @@ def in_some_row(found):
 
 @gluon.jit
 def summed(state):
-    """The state with the row sums reduced across lanes, [rows]."""
+    """Returns the state with its row sums reduced across lanes, [rows]."""
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout)
     return SoftmaxState(state.acc, state.row_max, row_sum)
 
 
 @gluon.jit
 def normalise(state, sink):
-    """The output and the base-2 LSE of a `summed` state.
+    """Returns the normalised output and the base-2 LSE of a `summed` state.
 
     A row without visible keys has output 0 and, without a sink, LSE -inf.
 

@@ -1,7 +1,7 @@
 """Tiles of query rows of one sequence.
 
-A row is one query head of one token. All rows of a tile use the same KV head, so that each key is loaded once for all of them. Row
-``r`` is the new token ``r // gqa_ratio`` and the query head ``r % gqa_ratio`` of the KV head's group.
+A row is one query head of one new token. All rows of a tile use the same KV head, so that each key is loaded once for all of them.
+Row ``r`` is new token number ``r // gqa_ratio`` of the sequence, and query head number ``r % gqa_ratio`` of the KV head's group.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class QueryTile:
 
     Attributes:
         first_query: the index in q of the sequence's first new token.
-        q_len: new tokens of the sequence.
-        first_row: the index of the tile's first row in the sequence.
+        q_len: number of new tokens of the sequence.
+        first_row: the index of the tile's first row among the sequence's rows.
         kv_head: the KV head.
         gqa_ratio: query heads per KV head.
         m: rows of the tile. Rows of tokens at or after ``q_len`` are padding.
@@ -36,8 +36,8 @@ class QueryTile:
 
 @gluon.jit
 def new_tokens(cu_seqlens_q, sequence, q_len):
-    """The index in q of a sequence's first new token, and the sequence's number of new tokens, which is q_len if cu_seqlens_q is
-    None.
+    """Returns the index in q of a sequence's first new token, and the sequence's number of new tokens. If cu_seqlens_q is None,
+    every sequence has q_len new tokens.
     """
     first = sequence * q_len
     new = q_len
@@ -49,13 +49,13 @@ def new_tokens(cu_seqlens_q, sequence, q_len):
 
 @gluon.jit
 def rows_of(tile, layout: gl.constexpr):
-    """The indices of the tile's rows, int32 [m], along the first axis of a layout."""
+    """The indices of the tile's rows among the sequence's rows, int32 [m], along the first axis of ``layout``."""
     return tile.first_row + gl.arange(0, tile.m, gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.constexpr, layout: gl.constexpr):
-    """The positions that each row sees in a sequence of ``length`` tokens, including the new tokens."""
+    """Returns the key positions that each row of a tile sees. The sequence has ``length`` tokens, the new tokens included."""
     end = length - tile.q_len + rows_of(tile, layout) // tile.gqa_ratio + 1
     all_end = length - tile.q_len + 1 + tile.first_row // tile.gqa_ratio
     return Visible(end - 1 - window_left, end, all_end, ends_differ, window_left >= 0)
@@ -63,8 +63,8 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """Loads the tile's rows of q, [m, head_dim]. Padding rows are loaded from the last valid row. The load has no mask. So
-    nothing waits for q before the first MFMA."""
+    """Loads the tile's rows of q, [m, head_dim]. Padding rows load the last valid row instead, so the load needs no mask. So no
+    instruction waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they are relative to the tile
@@ -81,7 +81,7 @@ def store_rows(out, rows, tile, first, token_stride, head_stride):
         out: pointer to the tensor.
         rows: the rows to write.
         tile: the rows' `QueryTile`.
-        first: the index in the tensor of the sequence's first new token.
+        first: the index along the tensor's first axis of the sequence's first new token.
         token_stride, head_stride: the tensor's strides, in elements.
     """
     row_layout: gl.constexpr = rows.type.layout if len(rows.shape) == 1 else gl.SliceLayout(1, rows.type.layout)

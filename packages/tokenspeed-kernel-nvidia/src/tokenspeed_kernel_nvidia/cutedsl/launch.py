@@ -13,19 +13,19 @@ from torch import Tensor
 from tokenspeed_kernel_base.alignment import aligned, aligned_cache
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 
-# Dtypes of q, keys, values and the output, as configurations name them.
+# Names of the dtypes of Q, K, V and the output in kernel configurations.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Dtype tags of sinks and biases for device code; 0 stands for no tensor.
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
-# Operands that live in a paged KV cache. An unaligned one would be copied whole.
+# Names of the operands that are paged KV caches. A cache with unaligned rows would be copied whole.
 CACHES = ("k_cache", "v_cache")
 
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
-    """Returns ``(scale, cap_factor)``. Scores are in base 2 (``log2(e)`` times base-e scores).
+    """Returns ``(scale, cap_factor)``, the kernel's two factors of scores. Scores are in base 2 (``log2(e)`` times base-e scores).
 
-    Without a cap, ``scale`` multiplies ``q @ k.T`` and ``cap_factor`` is None. With a cap, ``cap_factor`` is the factor of
+    Without a logit cap, ``scale`` multiplies ``q @ k.T`` and ``cap_factor`` is None. With a cap, ``cap_factor`` is the factor of
     `softmax_device.cap`, and ``scale`` multiplies the result of `softmax_device.cap`.
     """
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -33,7 +33,7 @@ def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: floa
 
 
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns the sinks (keep the tensor alive until the launch), their address, and their tag in `KINDS`.
+    """Returns the tensor of sinks (keep it alive until the launch), its address, and its dtype's tag in `KINDS`.
 
     float64 and non-contiguous sinks are copied to float32.
     """
@@ -46,9 +46,9 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def scales_at(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns the scale (keep the tensor alive until the launch), its address, and the stride in bytes between key heads.
+    """Returns the tensor of fp8 scales (keep it alive until the launch), its address, and its stride between KV heads in bytes.
 
-    The stride is 0 if all heads have one scale. Without a scale, all three are None or 0.
+    The stride is 0 if all heads share one scale. Without scales, the three results are None, 0 and 0.
     """
     if scale is None:
         return None, 0, 0
@@ -71,9 +71,10 @@ def launched(
     itself.
 
     Args:
-        program: takes q, k, v, the output, ``numbers`` and ``others``. Raises ValueError for invalid arguments.
-        numbers: lengths, offsets and page tables.
-        others: arguments that are not tensors.
+        program: the compiled kernel, a function of q, k, v, the output, ``numbers`` and ``others``. It raises ValueError for
+            invalid arguments.
+        numbers: int32 tensors: lengths, offsets and page tables.
+        others: the kernel's arguments that are not tensors.
     """
     width = v.shape[-1]
     if out is not None:
@@ -97,15 +98,18 @@ def launched_on(
     """Launches a kernel on the given tensors, or on aligned copies if bulk copies cannot read or write these.
 
     Args:
-        program: takes ``read``, ``written``, ``numbers`` and ``others``. Raises ValueError for invalid arguments.
-        read: the operands.
-        caches: the names of the KV caches, which are the last operands.
+        program: the compiled kernel, a function of ``read``, ``written``, ``numbers`` and ``others``. It raises ValueError for
+            invalid arguments.
+        read: the operands that the kernel reads.
+        written: the tensor that the kernel writes.
+        numbers, others: see `launched`.
+        caches: the names of the KV caches, which are the last operands of ``read``.
 
     Returns:
-        The tensor that was written: ``written``, or a temporary for `deliver`.
+        The tensor that the kernel wrote: ``written``, or a temporary for `deliver`.
 
     Raises:
-        ValueError: the kernel rejects tensors that need no copy.
+        ValueError: the kernel rejects the tensors, although all of them are aligned and contiguous.
     """
     given = (*read, written, *numbers)
     try:

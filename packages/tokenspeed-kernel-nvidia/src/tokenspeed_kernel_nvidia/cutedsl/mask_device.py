@@ -1,6 +1,7 @@
 """Masks: set the scores of keys that a query does not see to -inf.
 
-Column indices are relative to the thread's first column of the tile. `registers_device` describes the accumulator's layout.
+``scores`` is a thread's accumulator, whose two rows are r = 0 and 1; see `registers_device`. Column indices and limits are relative
+to the thread's first column of the tile.
 """
 
 # mypy: ignore-errors
@@ -13,7 +14,7 @@ from cutlass import Float32, Int32, cute
 
 @cute.jit
 def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
-    """Masks a row's columns at ``limit`` and above."""
+    """Masks the columns from ``limit`` on, in one of the thread's two rows."""
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             at = 4 * j + 2 * row + c
@@ -22,7 +23,7 @@ def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) ->
 
 @cute.jit
 def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
-    """Masks a row's columns before ``limit``."""
+    """Masks the columns before ``limit``, in one of the thread's two rows."""
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             at = 4 * j + 2 * row + c
@@ -31,7 +32,8 @@ def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) 
 
 @cute.jit
 def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Masks the columns below ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    """Masks the columns below ``limits[r]`` in the thread's rows r = 0 and 1. Of the tile's groups of 8 columns, only groups
+    ``begin`` to ``end - 1`` are masked."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 < limits[e // 2]:
@@ -40,7 +42,8 @@ def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int],
 
 @cute.jit
 def hide_above(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Masks the columns above ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    """Masks the columns above ``limits[r]`` in the thread's rows r = 0 and 1. Of the tile's groups of 8 columns, only groups
+    ``begin`` to ``end - 1`` are masked."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 > limits[e // 2]:

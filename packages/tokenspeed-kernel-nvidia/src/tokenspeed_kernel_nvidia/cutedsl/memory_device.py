@@ -15,24 +15,24 @@ from cutlass import Int32, Uint32, cute
 
 
 def acquire_int(address: Any) -> Any:
-    """Reads a flag with acquire semantics. Later reads see all writes that precede the flag's release with this value."""
+    """Reads a flag with acquire semantics: later reads see all writes that precede the `release_add` whose value is read."""
     return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def release_add(address: Any, value: Any) -> None:
-    """Adds to a flag with release semantics: earlier writes become visible first."""
+    """Adds to a flag with release semantics: the lane's earlier writes become visible before the new value of the flag."""
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def exchange_add(address: Any, value: Any) -> Any:
-    """Adds to a flag and returns its former value. Combines the semantics of `acquire_int` and `release_add`."""
+    """Adds to a flag and returns the flag's former value, with acquire and release semantics."""
     return cute.arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
     )
 
 
 def take_ticket(address: Any) -> Any:
-    """Adds 1 to a counter and returns its former value (relaxed: orders no other access)."""
+    """Adds 1 to a counter and returns the counter's former value (relaxed: orders no other access)."""
     return cute.arch.inline_ptx(
         "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
     )
@@ -40,7 +40,7 @@ def take_ticket(address: Any) -> Any:
 
 @cute.jit
 def wait_for(address: Any, value: Int32) -> None:
-    """Spins until a flag has a value."""
+    """Spins until the flag at ``address`` equals ``value``, with acquire semantics."""
     while acquire_int(address) != value:
         pass
 
@@ -55,7 +55,7 @@ def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
 
 
 def load_words(space: str, address: Any, count: int) -> Any:
-    """Loads 1, 2 or 4 consecutive 32-bit words."""
+    """Loads 1, 2 or 4 consecutive 32-bit words. ``space`` is PTX's state space, with qualifiers, such as ``"shared"``."""
     if count == 1:
         return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Uint32], read_only_args=[address])
     to = ", ".join(f"{{$w{at}}}" for at in range(count))

@@ -1,11 +1,11 @@
 """mbarrier pipelines between the producer warp that loads tiles and the consumer warps that compute on them.
 
-A ring buffer has a fixed number of stages. The producer waits until a stage is empty. It sets the expected bytes on the stage's
-full barrier and issues the bulk copies. The completed copies complete the barrier. A consumer waits until the stage is full. It
-arrives on the stage's empty barrier once it has read the stage. An mbarrier has a phase bit that flips at each completion. So a
-wait names the phase that must have ended. `Cursor` holds the stage and that phase.
+A ring buffer has a fixed number of stages. The producer waits until a stage is empty, sets the expected bytes on the stage's full
+barrier, and issues the bulk copies. The completed copies complete the full barrier. A consumer waits until the stage is full. When
+the consumer has read the stage, it arrives on the stage's empty barrier. An mbarrier has a phase bit that flips at each completion.
+So a wait names the phase that must have ended. `Cursor` holds the stage and that phase.
 
-All containers are frozen dataclasses, because CuteDSL carries those through a loop only if the loop assigns them.
+All containers are frozen dataclasses: CuteDSL carries these through a loop only if the loop assigns them.
 """
 
 # mypy: ignore-errors
@@ -21,35 +21,35 @@ from cutlass import Boolean, Int32, cute
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in a ring buffer: the stage, and the phase of its barrier to wait for."""
+    """A position in a ring buffer: the stage, and the phase of the stage's barrier that must end before the stage is used."""
 
     stage: Int32
     phase: Int32
 
 
 def first_to_fill() -> Cursor:
-    """The producer's first position. Stages that were never filled count as empty."""
+    """The cursor of the first stage that the producer fills. Its phase makes stages that were never filled count as empty."""
     return Cursor(Int32(0), Int32(1))
 
 
 def first_to_read() -> Cursor:
-    """A consumer's first position."""
+    """The cursor of the first stage that a consumer reads."""
     return Cursor(Int32(0), Int32(0))
 
 
 def nth_to_fill(index: Int32, stages: int) -> Cursor:
-    """The producer's ``index``-th position, for callers that keep a running index."""
+    """The cursor of the ``index``-th stage that the producer fills, counted from 0, for callers that keep a running index."""
     return Cursor(index % stages, (index // stages + 1) % 2)
 
 
 def nth_to_read(index: Int32, stages: int) -> Cursor:
-    """A consumer's ``index``-th position, for callers that keep a running index."""
+    """The cursor of the ``index``-th stage that a consumer reads, counted from 0, for callers that keep a running index."""
     return Cursor(index % stages, index // stages % 2)
 
 
 @cute.jit
 def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
-    """The next stage."""
+    """The cursor of the next stage."""
     stage, phase = at.stage + 1, at.phase
     if stage == stages:
         stage = Int32(0)
@@ -59,7 +59,8 @@ def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
-    """The position to `Pipeline.acquire` so that all filled stages have been released. ``at``: the next position to fill."""
+    """The cursor of the last filled stage, for the producer: once `Pipeline.acquire` of it returns, consumers have released all
+    stages. ``at``: the cursor of the next stage to fill."""
     stage, phase = at.stage - 1, at.phase ^ 1
     if stage < 0:
         stage = Int32(stages - 1)
@@ -69,7 +70,8 @@ def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
-    """The position ``step`` stages on, where other warps handle the stages between. ``step`` is at most ``stages``."""
+    """The cursor ``step`` stages further, for warps that leave the stages between to other warps. ``step`` is at most
+    ``stages``."""
     stage, phase = at.stage + step, at.phase
     if stage >= stages:
         stage -= stages
@@ -92,15 +94,15 @@ class Barriers:
         cute.arch.mbarrier_init(self.first + stage, arrivals)
 
     def of(self, at: Cursor) -> cute.Pointer:
-        """The barrier of a stage, to pass to a bulk copy."""
+        """The barrier of the cursor's stage, to pass to a bulk copy."""
         return self.first + at.stage
 
     def wait(self, at: Cursor) -> None:
-        """Waits until the phase that the cursor names has ended."""
+        """Waits until the cursor's phase of the stage's barrier has ended."""
         cute.arch.mbarrier_wait(self.first + at.stage, at.phase)
 
     def poll(self, at: Cursor) -> Boolean:
-        """Whether that phase has ended, without waiting."""
+        """Whether the cursor's phase of the stage's barrier has ended, without waiting."""
         return cute.arch.mbarrier_test_wait(self.first + at.stage, at.phase)
 
     def arrive(self, at: Cursor) -> None:
@@ -108,7 +110,8 @@ class Barriers:
         cute.arch.mbarrier_arrive(self.first + at.stage)
 
     def expect(self, at: Cursor, count: int | Int32) -> None:
-        """The calling lane arrives and expects ``count`` bytes: the phase ends only after bulk copies have delivered them."""
+        """The calling lane arrives on the stage's barrier and expects ``count`` bytes: the phase ends only after bulk copies have
+        delivered these bytes."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.first + at.stage, count)
 
 
@@ -117,8 +120,8 @@ class Pipeline:
     """A ring buffer with one producer warp.
 
     Attributes:
-        full: completed by the producer's copies.
-        empty: the barriers that consumer warps complete; each warp arrives once per stage.
+        full: the barriers that the producer's copies complete.
+        empty: the barriers that the consumer warps complete; each warp arrives once per filled stage.
     """
 
     full: Barriers
@@ -150,5 +153,5 @@ class Pipeline:
 
 
 def pipeline(full: Any, empty: Any) -> Pipeline:
-    """A `Pipeline` whose barriers are these two members of a shared-memory struct."""
+    """A `Pipeline` whose full and empty barriers are these two members of a shared-memory struct."""
     return Pipeline(Barriers(full.data_ptr()), Barriers(empty.data_ptr()))

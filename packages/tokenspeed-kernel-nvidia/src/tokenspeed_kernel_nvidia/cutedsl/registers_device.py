@@ -16,12 +16,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 
 LANES = 32
-EXPONENT = 127 + 14  # exponent field, in float32, of values scaled to float16's range: one below float16's largest exponent, 15
-LEAST_EXPONENT = 27  # smaller values and zeros would need a factor that float32 cannot represent
+EXPONENT = 127 + 14  # float32 exponent field of an amax that is scaled to float16's range: one below float16's largest exponent, 15
+LEAST_EXPONENT = 27  # an amax with a smaller exponent field would need a factor that float32 cannot represent
 
 
 def dtype_of(name: str) -> type[Numeric]:
-    """CuteDSL's type for a name in `launch.DTYPES`, or for ``"float32"``."""
+    """Returns CuteDSL's dtype for a name in `launch.DTYPES`, or for ``"float32"``."""
     return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}[name]
 
 
@@ -41,21 +41,21 @@ def opt_barrier(x: Int32) -> Int32:
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """The maximum over the four lanes of one row."""
+    """The maximum of x over the four lanes that hold one row of an accumulator."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """The sum over the four lanes of one row."""
+    """The sum of x over the four lanes that hold one row of an accumulator."""
     x += cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
 @cute.jit
 def column_max(x: Float32) -> Float32:
-    """The maximum over the eight lanes of one column, which have the same lane index modulo 4."""
+    """The maximum of x over the eight lanes that hold one column of an accumulator: those with the same lane index modulo 4."""
     for power in cutlass.range_constexpr(2, 5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
     return x
@@ -63,7 +63,7 @@ def column_max(x: Float32) -> Float32:
 
 @cute.jit
 def column_sum(x: Float32) -> Float32:
-    """The sum over the eight lanes of one column."""
+    """The sum of x over the eight lanes that hold one column of an accumulator."""
     for power in cutlass.range_constexpr(2, 5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
@@ -71,7 +71,8 @@ def column_sum(x: Float32) -> Float32:
 
 @cute.jit
 def transpose_matrix(word: Uint32, lane: Int32) -> Uint32:
-    """Transposes an 8 x 8 matrix of 16-bit elements. Lane ``4 g + t`` holds columns 2 t and 2 t + 1 of row g."""
+    """Transposes an 8 x 8 matrix of 16-bit elements, held by a warp. Lane ``4 g + t`` holds columns 2 t and 2 t + 1 of row g in one
+    word, before and after."""
     column = lane // 4
     low, high = (cute.arch.shuffle_sync(word, offset=lane % 4 * 8 + row * 4 + column // 2) for row in range(2))
     return permute_bytes(low, high, cutlass.select_(column % 2 == 0, Int32(0x5410), Int32(0x7632)))
@@ -84,18 +85,18 @@ def any_lane(condition: Boolean) -> Boolean:
 
 @cute.jit
 def ballot(condition: Boolean) -> Int32:
-    """Bit i is lane i's condition."""
+    """Returns a bit mask of the warp's lanes: bit i is lane i's condition."""
     return Int32(cute.arch.vote_ballot_sync(condition))
 
 
 def lanes_with(x: Int32) -> Int32:
-    """A bit mask of lanes: bit i is set if lane i has the same value as this lane."""
+    """Returns a bit mask of the warp's lanes: bit i is set if lane i's x equals this lane's x."""
     return cute.arch.inline_ptx("match.any.sync.b32 {$w0}, {$r0}, 0xFFFFFFFF;", write_only_types=[Int32], read_only_args=[x])
 
 
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """The inclusive prefix sum over lanes."""
+    """The inclusive prefix sum of x over the warp's lanes."""
     for shift in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(x, offset=1 << shift)
         x = x + below if lane >= 1 << shift else x
@@ -104,7 +105,7 @@ def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def transpose_quad(words: list, lane: Int32) -> list:
-    """Transposes four words of each of a quad's four lanes: word i of lane j becomes word j of lane i.
+    """Transposes a 4 x 4 matrix of words, four in each of a quad's four lanes: word i of lane j becomes word j of lane i.
 
     Args:
         lane: this lane's index within its quad.
@@ -127,7 +128,7 @@ def transpose_quad(words: list, lane: Int32) -> list:
 
 @cute.jit
 def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32) -> None:
-    """Multiplies one of an accumulator's two rows by ``factor``."""
+    """Multiplies one of the two rows of a thread's accumulator by ``factor``."""
     for j in cutlass.range_constexpr(cute.size(values) // 4):
         values[4 * j + 2 * row] = values[4 * j + 2 * row] * factor
         values[4 * j + 2 * row + 1] = values[4 * j + 2 * row + 1] * factor
@@ -135,12 +136,13 @@ def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32)
 
 @cute.jit
 def round_to(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Rounds an accumulator to the 16-bit operand of the next MMA. Both fragments have the same element order."""
+    """Rounds an accumulator, ``source``, to a 16-bit operand of the next MMA, ``target``. Both fragments have the same element
+    order."""
     target.store(source.load().to(target.element_type))
 
 
 def pack(dtype: type[Numeric], low: Float32, high: Float32) -> Uint32:
-    """Rounds two float32 values to 16 bits each and packs them into one register."""
+    """Rounds two float32 values to the 16-bit dtype, and packs them into one register."""
     return cute.arch.inline_ptx(
         f"cvt.rn.{_ptx_type(dtype)}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
     )
@@ -157,7 +159,7 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
 
 @cute.jit
 def factors_of_float16(bits: Int32):
-    """Returns the power of 2 that scales a warp's values into float16's range, and the inverse of this power.
+    """Returns the power of 2 that scales the values of a warp's lanes into float16's range, and the inverse of this power.
 
     Args:
         bits: the float32 bit pattern of this lane's amax.
@@ -167,7 +169,7 @@ def factors_of_float16(bits: Int32):
 
 
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
-    """Converts four e4m3 values to two registers of two 16-bit values each."""
+    """Converts a word of four e4m3 values to two registers with two values of the 16-bit dtype each."""
     halves = (
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
         if dtype is cutlass.Float16
@@ -180,7 +182,8 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
 
 
 def permute_bytes(x: Any, y: Any, order: Any) -> Any:
-    """Selects four bytes of two words (prmt). The hex digits of ``order``, an int or a register, are the selectors."""
+    """Returns a word of four bytes selected from two words (prmt). The hex digits of ``order``, an int or a register, are the
+    selectors."""
     known = isinstance(order, int)
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order if known else '{$r2}'};",
@@ -190,7 +193,7 @@ def permute_bytes(x: Any, y: Any, order: Any) -> Any:
 
 
 def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Uint32:
-    """Rounds four values to e4m3 and packs them into one register; saturates."""
+    """Rounds four values to e4m3, saturating, and packs them into one register."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};"
         " mov.b32 {$w0}, {low, high}; }",
@@ -200,7 +203,7 @@ def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -
 
 
 def bits_of(x: Float32) -> Int32:
-    """Returns the bit pattern of a float32."""
+    """Returns the bit pattern of a float32 as an integer."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
@@ -210,7 +213,7 @@ def float_of(bits: Int32) -> Float32:
 
 
 def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """``c + a @ b`` with a 16 x 16 and b 16 x 8."""
+    """Returns ``c + a @ b`` for the fragments of a 16 x 16 and a 16 x 8 operand in a 16-bit dtype."""
     kind = _ptx_type(dtype)
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
@@ -221,7 +224,7 @@ def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Se
 
 
 def ldmatrix(address: Any, transposed: bool) -> Any:
-    """Loads four 8 x 8 matrices from shared memory. Each lane passes one row's address."""
+    """Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane i passes the address of row i % 8 of matrix i / 8."""
     trans = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
@@ -231,7 +234,7 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
 
 
 def stmatrix(address: Any, words: Sequence[Any]) -> None:
-    """Stores four 8 x 8 matrices to shared memory, in the layout that `ldmatrix` loads."""
+    """Stores four 8 x 8 matrices of 16-bit elements to shared memory. Addresses and words are as for `ldmatrix`, not transposed."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
@@ -241,7 +244,8 @@ def stmatrix(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_floats(space: str, address: Any, count: int) -> Any:
-    """Loads 1, 2 or 4 consecutive float32 values; a single value is returned bare, not in a list."""
+    """Loads 1, 2 or 4 consecutive float32 values; a single value is returned bare, not in a list. ``space`` is PTX's state
+    space."""
     vector = f".v{count}" if count > 1 else ""
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
     return cute.arch.inline_ptx(
@@ -252,7 +256,8 @@ def load_floats(space: str, address: Any, count: int) -> Any:
 
 
 def load_floats_if(condition: Any, address: Any, count: int) -> Any:
-    """Loads 2 or 4 consecutive float32 values from global memory, bypassing L1 (``.cg``), if a condition holds; else zeros."""
+    """Loads 2 or 4 consecutive float32 values from global memory, bypassing L1 (``.cg``), if ``condition`` holds; otherwise returns
+    zeros."""
     to = [f"{{$w{at}}}" for at in range(count)]
     zeros = " ".join(f"mov.b32 {one}, 0;" for one in to)
     return cute.arch.inline_ptx(
@@ -263,7 +268,7 @@ def load_floats_if(condition: Any, address: Any, count: int) -> Any:
 
 
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
-    """Stores 1, 2 or 4 consecutive float32 values."""
+    """Stores 1, 2 or 4 consecutive float32 values. ``space`` is PTX's state space."""
     vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
     cute.arch.inline_ptx(
@@ -272,10 +277,10 @@ def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
 
 
 def store_if(condition: Any, address: Any, values: Sequence[Any]) -> None:
-    """Predicated store of 1, 2 or 4 consecutive 32-bit words or float32 values to global memory.
+    """Stores 1, 2 or 4 consecutive 32-bit words or float32 values to global memory if ``condition`` holds.
 
-    Predicated, not a branch: ptxas treats a branch around a store as divergent. In a loop with such a branch, ptxas waits for every
-    MMA separately.
+    The store is predicated, not in a branch: ptxas treats a branch around a store as divergent. In a loop with such a branch, ptxas
+    waits for every MMA separately.
     """
     vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 2}}}" for at in range(len(values)))
@@ -301,13 +306,13 @@ def store_words(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_int(address: Any, early: bool) -> Any:
-    """Loads an int32. ``early``: other threads may still write the value. So the load is relaxed at GPU scope, and leaves nothing
-    stale in L1.
+    """Loads an int32 from global memory. ``early``: whether other threads may still write the value. Then the load is relaxed at
+    GPU scope, and leaves no stale line in L1.
     """
     order = ".relaxed.gpu" if early else ""
     return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def prefetch_line(address: Any) -> None:
-    """Prefetches a cache line of global memory into L2."""
+    """Prefetches the cache line at a global address into L2."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

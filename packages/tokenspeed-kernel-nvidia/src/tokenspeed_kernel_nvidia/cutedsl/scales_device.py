@@ -13,11 +13,11 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of an fp8 tensor.
+    """The scales of fp8 queries, keys or values: one per KV head, or one for all.
 
     Attributes:
-        address: the first scale's address; 0 without scales.
-        apart: the stride in bytes between key heads.
+        address: the global address of the first scale; 0 without scales.
+        apart: bytes from one KV head's scale to the next; 0 if all heads share one.
     """
 
     address: Int64
@@ -25,7 +25,7 @@ class Scales:
 
     @cute.jit
     def of(self, kv_head: Int32) -> Float32:
-        """The scale of a key head; 1 without scales."""
+        """Loads the scale of a KV head; returns 1 without scales."""
         scale = Float32(1.0)
         if self.address != 0:
             scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)

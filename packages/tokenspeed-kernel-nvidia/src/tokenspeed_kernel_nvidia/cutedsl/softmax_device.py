@@ -1,7 +1,7 @@
 """Online softmax on accumulator fragments, in base 2: ``exp2(score * scale - shift)`` with ``scale = softmax_scale * log2(e)``.
 
-``row_max`` is the shift of a row's exponents, in base 2. The shift need not be the exact row max: any value that keeps the
-exponentials in range is correct.
+``row_max`` is a row's shift, in base 2. The shift need not be the exact row max: any value that keeps the exponentials in range is
+correct.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import any_lane, quad_max
 
 LN2 = 0.6931471805599453
-# Initial row max. The value is finite, so that a row without visible keys so far has weights of 0, not NaN.
+# The initial row max. The value is finite, so that the exponentials of a row without visible keys are 0, not NaN.
 LOWEST = -1.0e30
 
 
@@ -51,12 +51,13 @@ def tanh(x: Float32) -> Float32:
     return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
-# -- rows of an accumulator; `registers_device` describes its layout ------------------------------------------------------------
+# -- rows of an accumulator, whose layout `registers_device` describes ----------------------------------------------------------
 
 
 @cute.jit
 def lane_maxima(scores: cute.Tensor):
-    """For each of this thread's two rows, the max over the thread's elements. Four independent chains hide the latency of fmax."""
+    """For each of this thread's two accumulator rows, the max over the thread's elements. Four independent chains hide fmax
+    latency."""
     best = [scores[i] for i in range(4)]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         for i in cutlass.range_constexpr(4):
@@ -66,7 +67,7 @@ def lane_maxima(scores: cute.Tensor):
 
 @cute.jit
 def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
-    """For one of this thread's two rows, the max over the thread's elements, in two independent chains."""
+    """For one of this thread's two accumulator rows, the max over the thread's elements, in two independent chains."""
     even, odd = scores[2 * row], scores[2 * row + 1]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         even = cute.arch.fmax(even, scores[4 * j + 2 * row])
@@ -76,9 +77,10 @@ def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
 
 @cute.jit
 def cap(scores: cute.Tensor, factor: Float32) -> None:
-    """Replaces scores s by ``tanh(x)``, where ``2 * log2(e) * x`` equals ``factor * s``. Computed as ``1 - 2 / (1 + exp(2 * x))``.
+    """Logit cap: replaces each score s by ``tanh(x)``, where ``2 * log2(e) * x`` equals ``factor * s``. Computes tanh(x) as ``1 - 2
+    / (1 + exp(2 * x))``.
 
-    The tanh instruction has a relative error of 2^-11. Times a cap of 50, that exceeds the rounding error of the softmax weights.
+    The tanh instruction has a relative error of 2^-11. With a cap of 50, the resulting error exceeds that of rounding P to 16 bits.
     """
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = Float32(1.0) - 2.0 * reciprocal_ftz(1.0 + exp2_ftz(scores[i] * factor))
@@ -88,10 +90,10 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
 def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
     """`cap` by the tanh instruction, whose relative error is at most 2^-11.
 
-    Suppose that 4096 scores have random errors of that size. For scores of variance 1, outputs would have an error of 6e-4 of their
-    norm; rounding weights to bfloat16 costs 1.5e-3. For a standard deviation of 5 and a cap of 50, the error would be 2.6e-3.
-    Prefill of Gemma 2 9B (4 x 4096 tokens, head_dim 256) took 836 us on an H200 with this function, and 980 us with `cap`. Prefill
-    of the 27B (head_dim 128) took 1028 us and 1295 us, and 839 us without a cap.
+    Suppose that 4096 scores of a row have random errors of that size. With scores of variance 1, outputs would have an error of
+    6e-4 of their norm; rounding P to bfloat16 costs 1.5e-3. With scores of standard deviation 5 and a cap of 50, the error would be
+    2.6e-3. Prefill of Gemma 2 9B (4 x 4096 tokens, head_dim 256) took 836 us on an H200 with this function, and 980 us with `cap`.
+    Prefill of the 27B (head_dim 128) took 1028 us and 1295 us, and 839 us without a cap.
     """
     each = factor * (0.5 * LN2)  # factor is 2 * log2(e) * x / s
     for i in cutlass.range_constexpr(cute.size(scores)):
@@ -100,7 +102,8 @@ def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
 
 @cute.jit
 def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float32, shift: Float32) -> Float32:
-    """Replaces a row's scores by ``exp2(score * scale - shift)``. Returns this thread's partial sum of the results."""
+    """Replaces the scores of one of this thread's two rows by ``exp2(score * scale - shift)``. Returns this thread's sum of the
+    results."""
     sums = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
@@ -114,10 +117,12 @@ def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float3
 def softmax_first(
     scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32, lift: cutlass.Constexpr[float] = 0.0
 ) -> None:
-    """The exponentials of the first block of keys; initialises the running max and sum of this thread's two rows.
+    """Replaces the scores of the first block of keys by their exponentials, and initialises the running max and sum of this
+    thread's two rows.
 
     Args:
-        lift: log2 of the largest exponential.
+        scale: factor of the scores.
+        lift: log2 of a row's largest exponential.
     """
     seen = lane_maxima(scores)
     for r in cutlass.range_constexpr(2):
@@ -134,16 +139,16 @@ def softmax_step(
     lazy: cutlass.Constexpr[float],
     lift: cutlass.Constexpr[float] = 0.0,
 ):
-    """Computes the exponentials of a further block of keys (online softmax).
+    """Online softmax: replaces the scores of a further block of keys by their exponentials, and updates the running max and sum.
 
     Args:
         scale: factor of the scores; a pair if this thread's two rows have different scales.
-        lazy: log2 of how far exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling).
+        lazy: log2 of the factor by which exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling).
         lift: as for `softmax_first`.
 
     Returns:
-        whether any of this thread's maxima grew by more than ``lazy``; for each row, the rescale factor of its earlier accumulator;
-        this thread's partial sums of this block.
+        Whether one of this thread's row maxima grew by more than ``lazy``; for each row, the factor that rescales the earlier
+        output accumulator; for each row, this thread's sum of the block's exponentials.
     """
     maxima = lane_maxima(scores)
     scales = scale if cutlass.const_expr(isinstance(scale, tuple)) else (scale, scale)
@@ -165,7 +170,7 @@ def softmax_step(
 
 @cute.jit
 def raise_to(row_max: Float32, other: Float32):
-    """Returns the larger of two maxima, and the rescale factor for accumulators that belong to ``row_max``."""
+    """Returns the larger of two row maxima, and the factor that rescales accumulators from ``row_max`` to that maximum."""
     raised = cute.arch.fmax(row_max, other)
     return raised, exp2(row_max - raised)
 
@@ -178,8 +183,8 @@ class Sinks:
     """Attention sinks: one extra score for each query head, in the softmax's denominator only.
 
     Attributes:
-        address: address of the first sink.
-        kind: their dtype, see `launch.KINDS`; 0 for none.
+        address: global address of query head 0's sink.
+        kind: the sinks' dtype, see `launch.KINDS`; 0 without sinks.
     """
 
     address: Int64
@@ -187,7 +192,7 @@ class Sinks:
 
     @cute.jit
     def load(self, head: Int32) -> Float32:
-        """A query head's sink in base 2; -inf, which contributes 0, without sinks."""
+        """Loads the sink of a query head, times log2(e). Returns -inf if there are no sinks, which then adds 0 to a row sum."""
         sink = -Float32.inf
         if self.kind == 1:
             sink = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[head] * LOG2_E
@@ -199,7 +204,7 @@ class Sinks:
 
     @cute.jit
     def load_two(self, first: Int32, rows: tuple, heads: cutlass.Constexpr[int]):
-        """The sinks of query heads ``first + row % heads`` for two rows, not yet scaled to base 2."""
+        """Loads the sinks of query heads ``first + row % heads`` for two rows, not yet multiplied by log2(e)."""
         sink_0, sink_1 = -Float32.inf, -Float32.inf
         for index, dtype in enumerate((Float32, cutlass.BFloat16, cutlass.Float16)):
             if self.kind == index + 1:

@@ -1,14 +1,12 @@
-"""Split-KV load balancing of the decode kernels: splits the KV blocks of all sequences evenly among CTA groups.
+"""Split-KV load balancing of the decode kernels: divides the KV tiles of all sequences evenly among CTA groups.
 
-The split is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
+The division is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
 
-A kernel passes an object ``work`` with these members: the length of a sequence (``length_of``), its visible tiles (``visible``),
-the tiles of some sequences (``tiles_of``, see the function), and how many tiles a group computes (``tiles_per_group``). ``work``
-must be a frozen dataclass. A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
-
-``tiles_per_group`` takes a call, the tiles of all sequences, and the tiles of the first sequence. It returns the tiles per group
-and the fixed cost, in tiles, of starting a sequence. The fixed cost is counted ahead of each sequence's own tiles, and is part of a
-group's range.
+A kernel passes an object ``work``, a frozen dataclass with these methods: ``length_of`` returns a sequence's length, ``visible``
+its range of visible tiles, and ``tiles_of`` the tile counts of some sequences (see the function `tiles_of`). ``tiles_per_group``
+takes the call, the number of tiles of all sequences, and that of the first sequence. It returns the number of tiles per group, and
+the fixed cost, in tiles, of starting a sequence. This cost is counted ahead of each sequence's own tiles, and is part of a group's
+range. A ``call`` holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
 """
 
 # mypy: ignore-errors
@@ -26,22 +24,22 @@ def divide(work: Any, call: Any, at_once: cutlass.Constexpr[int]):
     """Finds the range of tiles of this CTA's group. Runs on one warp.
 
     The tiles of all sequences, concatenated, are split into ``groups`` equal ranges. A group has a CTA for each KV head.
-
-    Makes two passes over the lengths. The first sums the tiles of all sequences. The second finds the sequence in which the range
-    begins, by a warp prefix sum.
+    The function makes two passes over the sequence lengths. The first pass sums the tiles of all sequences. The second pass finds
+    the sequence in which the range begins, by a warp prefix sum.
 
     Args:
-        at_once: how many lengths each lane loads per round.
+        work, call: see the module.
+        at_once: how many sequence lengths each lane loads per round.
 
     Returns:
-        The sequence in which the range begins, that sequence's length, the tile offset in that sequence, the tiles of this range,
-        the tiles of a full range, and the starting cost of a sequence in tiles.
+        The sequence in which the range begins, that sequence's length, the range's offset in that sequence in tiles, the number of
+        tiles of this range, the number of tiles of a full range, and the cost of starting a sequence in tiles.
     """
     lane = cute.arch.lane_idx()
     lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
     rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
     total = Int32(0)
-    # Backwards: the last round leaves lengths and counts of the first sequences, with which the search below begins.
+    # Rounds run backwards: the last one leaves lengths and counts of the first sequences, with which the search below begins.
     for back in cutlass.range(rounds, unroll=1):
         total += cute.arch.warp_redux_sync(work.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
     per_group, starting = work.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))
@@ -80,7 +78,8 @@ def divide(work: Any, call: Any, at_once: cutlass.Constexpr[int]):
 
 @cute.jit
 def tiles_of(work: Any, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-    """Loads the lengths and tile counts of this lane's sequences of a round. Returns the lane's sum of tiles."""
+    """Loads the lengths of this lane's ``at_once`` sequences of round ``step``, and computes their tile counts. Returns the sum of
+    these counts."""
     some = Int32(0)
     for each in cutlass.range_constexpr(at_once):
         sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each

@@ -9,17 +9,18 @@ Each warp role of a kernel makes its own scheduler, and all roles agree without 
         ...
         index = tiles.next(index)
 
-``has`` tells whether an index belongs to a work item of the launch. ``item`` returns what to compute, and ``next`` the CTA's next
-index.
+``has`` says whether an index belongs to a work item of the launch. ``item`` returns the work item of an index, and ``next`` the
+CTA's next index.
 
 * A static scheduler gives each of n CTAs every n-th index.
-* With `Queue`, the next index comes from a counter in global memory. `prefetch` issues the atomic once a CTA has its item; ``next``
-  returns the atomic's result.
-* `LongestFirst` searches for an item. Indices only grow. So its methods take the state of the search, which `seek` advances.
+* With `Queue`, the next index comes from a counter in global memory. ``prefetch`` issues the atomic while the CTA computes its
+  current item; ``next`` returns the atomic's result.
+* `LongestFirst` searches for the item of an index. A CTA's indices only grow. So a search continues from the state of the CTA's
+  previous search, which ``seek`` advances.
 
 `split_kv_device` splits the keys of a batch evenly, for decode kernels.
 
-All containers are frozen dataclasses, because CuteDSL carries those through a loop only if the loop assigns them.
+All containers are frozen dataclasses: CuteDSL carries these through a loop only if the loop assigns them.
 """
 
 # mypy: ignore-errors
@@ -37,7 +38,8 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, warp_prefi
 
 
 def own_indices(ctas: int = 1):
-    """This CTA's first index, and the step to its next index, if persistent CTAs take work items round-robin.
+    """Returns this CTA's first index, and the step from each index to the CTA's next, if persistent CTAs take work items
+    round-robin.
 
     Args:
         ctas: the size of a cluster; its CTAs take the same items.
@@ -48,7 +50,7 @@ def own_indices(ctas: int = 1):
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """A list of ``count`` work items in the kernel's own order. An item is its index."""
+    """A static scheduler of ``count`` work items in the kernel's own order. ``item`` returns the index itself."""
 
     step: Int32
     count: Int32
@@ -65,13 +67,13 @@ class RoundRobin:
 
 @dataclass(frozen=True)
 class Raster:
-    """The tiles of a GEMM's result, in bands of ``band`` rows of tiles. Within a band the order is column by column, so that
-    concurrent tiles share operands in L2.
+    """A static scheduler of the tiles of a GEMM's result. The result is divided into bands of ``band`` rows of tiles. Within a
+    band, tiles are ordered column by column, so that concurrent tiles share operands in L2.
 
     Attributes:
         step: see `own_indices`.
         m, n: the result's rows and columns.
-        rows, columns: numbers of rows and columns of a tile.
+        rows, columns: rows and columns of a tile.
         band: number of rows of tiles in a band; the last band may have fewer.
     """
 
@@ -94,7 +96,7 @@ class Raster:
         return index < self._down * self._across
 
     def item(self, index: Int32):
-        """The row and the column of a tile, counted in tiles."""
+        """The row and the column of the index's tile, counted in tiles."""
         across = self._across
         before = index // (self.band * across)
         inside = index - before * (self.band * across)
@@ -111,13 +113,13 @@ class Raster:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of positions of a sequence, for one KV head.
+    """A work item of `Blocks`: a block of consecutive query positions of a sequence, for one KV head.
 
     Attributes:
-        lane: the lane of the sequence.
+        lane: the lane that holds the sequence in `Blocks`.
         kv_head: the KV head.
-        position: the first position.
-        token, first, length: see `Blocks`.
+        position: the block's first position.
+        token, first, length: the sequence's, see `Blocks`.
     """
 
     lane: Int32
@@ -130,17 +132,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of positions of up to 32 sequences, one sequence per lane: sequence by sequence, all KV heads of a block together.
+    """A static scheduler of the blocks of query positions of up to 32 sequences, one sequence per lane. Blocks are ordered by
+    sequence; the KV heads of a block are adjacent.
 
     Attributes:
         step: see `own_indices`.
-        token: row of the sequence's first query.
-        first: position of its first query.
-        length: its keys.
-        counts: its blocks. The first block starts at the last multiple of 8 that is not after the first query.
-        ends: inclusive prefix sum of blocks over all sequences of the batch.
-        end: the number of blocks of these and all earlier sequences.
-        size: positions of a block.
+        token: row in q of the first query of the lane's sequence.
+        first: position of that query in the sequence.
+        length: number of keys of the lane's sequence.
+        counts: number of blocks of the lane's sequence. The first block starts at the last multiple of 8 that is at most ``first``.
+        ends: number of blocks of the lane's sequence and all earlier sequences of the batch.
+        end: number of blocks of the last lane's sequence and all earlier sequences of the batch.
+        size: positions per block.
         kv_heads: the number of KV heads.
     """
 
@@ -174,10 +177,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Queue:
-    """A work queue: CTAs increment a counter in global memory to get their next work item's index. A CTA's first index is its rank.
+    """A work queue: CTAs increment a counter in global memory to get their next work item's index. A CTA's first index is the CTA's
+    number.
 
     Attributes:
-        counter: int32 ``[2]``: indices drawn, and CTAs that have finished. Both counts are 0 before and after a launch.
+        counter: int32 ``[2]``: the number of indices that CTAs drew, and the number of CTAs that finished. Both are 0 before and
+            after a launch.
         ctas: the number of CTAs.
     """
 
@@ -186,7 +191,7 @@ class Queue:
 
     @cute.jit
     def prefetch(self, lane: Int32) -> Int32:
-        """Draws an index. The atomic is in flight until `next` uses the result."""
+        """Draws an index from the counter. The atomic is in flight until `next` uses its result."""
         ticket = Int32(0)
         if lane == 0:
             ticket = cute.arch.atomic_add(self.counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
@@ -198,7 +203,7 @@ class Queue:
 
     @cute.jit
     def finish(self, lane: Int32) -> None:
-        """The last CTA to finish resets the counters for the next launch."""
+        """Marks this CTA as finished. The last CTA to finish resets both counts for the next launch."""
         if lane == 0:
             done = cute.arch.atomic_add((self.counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
             if done == self.ctas - 1:
@@ -208,21 +213,21 @@ class Queue:
 
 @dataclass(frozen=True)
 class Search:
-    """The state of `LongestFirst`.
+    """The state of a `LongestFirst` search. The search is at some level of some section, for some KV heads.
 
     Attributes:
-        first_head: the first of the KV heads that run together.
-        section: the first sequence of the section, which has a sequence per lane.
+        first_head: the first of the KV heads whose tiles are interleaved at this point of the order.
+        section: the first sequence of the section, which has one sequence per lane.
         start: first token of the lane's sequence.
-        q_len, kv_len: the sequence's queries (none beyond the section), and its keys.
-        members: sequences of the section.
-        heads: KV heads that run together.
-        tiles: tiles of the lane's sequence.
-        level: index of a tile in its sequence; -1 if the section's heads are done.
-        passed: number of tiles before this level, in this section and all earlier ones.
-        head_count: number of KV heads that run together here; fewer than ``heads`` for the last heads.
-        at_level: tiles of this level.
-        found: whether there is an item.
+        q_len, kv_len: numbers of queries (0 for lanes beyond the section) and of keys of the lane's sequence.
+        members: number of sequences of the section.
+        heads: number of KV heads of the section whose tiles are interleaved.
+        tiles: number of query tiles of the lane's sequence.
+        level: the current level, a tile's index in its sequence; -1 if the tiles of these KV heads are done.
+        passed: number of tiles that precede this level in the order of the whole launch.
+        head_count: ``heads``, or fewer if these are the section's last KV heads.
+        at_level: number of tiles of this level, for these KV heads.
+        found: whether the index that was sought has a tile.
     """
 
     first_head: Int32
@@ -247,8 +252,8 @@ class Tile:
     Attributes:
         sequence: index in the batch.
         start: the sequence's first token.
-        q_len, kv_len: its queries and keys.
-        position: the tile's first query.
+        q_len, kv_len: the sequence's numbers of queries and of keys.
+        position: the tile's first query, counted from the sequence's first.
         kv_head: the KV head.
     """
 
@@ -261,20 +266,23 @@ class Tile:
 
     @property
     def record(self) -> tuple:
-        """The values of this work item that consumers need."""
+        """The values of this work item that the producer publishes to the consumer warps."""
         return self.start, self.q_len, self.kv_len, self.position, self.kv_head
 
 
 @dataclass(frozen=True)
 class LongestFirst:
-    """Tiles of queries, by sections of sequences whose K/V fit in L2. Within a section the longest tiles come first, by descending
-    level. With causal attention, a tile's level is proportional to its keys.
+    """Schedules query tiles longest first, for load balancing.
+
+    Sequences are grouped into sections whose K/V fit in L2. Within a section, tiles are ordered by descending *level*, a tile's
+    index in its sequence. With causal attention, a tile's number of keys grows with its level.
 
     Attributes:
-        positions: queries of a tile.
-        budget: how much K/V of one head fits in L2, in blocks of 16 keys, so that the prefix sum cannot overflow.
-        lengths: a function of a call's sequences and an index in the batch. It returns the sequence's first token, its queries and
-            its keys.
+        positions: queries per tile.
+        budget: how many blocks of 16 keys of one KV head fit in L2. The prefix sum over sequences counts such blocks, because a sum
+            of keys could overflow.
+        lengths: a function of the call's sequences and an index in the batch. It returns the sequence's first token, number of
+            queries and number of keys.
     """
 
     positions: int
@@ -290,11 +298,12 @@ class LongestFirst:
 
     @cute.jit
     def read_section(self, first: Int32, batch: Int32, sequences: Any, kv_heads: Int32):
-        """Forms the next section: sequences from ``first`` on, at least one, one per lane.
+        """Forms the next section of consecutive sequences, one per lane. The section begins with sequence ``first``, and has at
+        least one sequence.
 
         Returns:
-            this lane's first token, queries and keys (no queries beyond the section); the sequences of the section; the KV heads
-            that run together.
+            The first token, number of queries and number of keys of this lane's sequence (0 queries beyond the section); the number
+            of sequences of the section; the number of KV heads whose tiles are interleaved.
         """
         lane = cute.arch.lane_idx()
         start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
@@ -317,7 +326,7 @@ class LongestFirst:
 
     @cute.jit
     def seek(self, at: Search, index: Int32, sequences: Any, batch: Int32, kv_heads: Int32) -> Search:
-        """Advances a search to the ``index``-th tile. ``at`` is the state of an earlier tile."""
+        """Advances a search to the ``index``-th tile of the launch. ``at`` is the state of a search for an earlier tile."""
         section, members, heads, first_head = at.section, at.members, at.heads, at.first_head
         start, q_len, kv_len, tiles = at.start, at.q_len, at.kv_len, at.tiles
         level, passed, at_level, head_count = at.level, at.passed, at.at_level, at.head_count
@@ -325,7 +334,7 @@ class LongestFirst:
         searching = Boolean(True)
         while searching:
             if level < 0:
-                # Next heads of the section, or next section.
+                # Continue with the next KV heads of the section, or with the next section.
                 first_head += heads
                 if first_head >= kv_heads or members == 0:
                     section += members
@@ -351,7 +360,7 @@ class LongestFirst:
 
     @cute.jit
     def item(self, at: Search, index: Int32, lane: Int32) -> Tile:
-        """The tile that `seek` found."""
+        """Returns the tile that `seek` found for ``index``."""
         rank = index - at.passed
         nth = rank // at.head_count
         kv_head = at.first_head + rank - nth * at.head_count

@@ -9,21 +9,21 @@ from tokenspeed_kernel_base.workspace import Keeper
 
 # The same size as in FlashInfer's own tests. XQA uses the first 8 MiB for semaphores, and the rest for partial results.
 _WORKSPACE_BYTES = 256 << 20
-# At least one counter for each SM, for any device.
+# Enough counters for one per SM on any device.
 _LEAST_COUNTERS = 1 << 10
 
-# A separate keeper for these kernels. Their documentation guarantees that they leave counters and semaphores zero. A decode needs a
-# counter for each sequence and head, so an arena of 4 MiB is enough for the layers of a large model.
+# A separate `Keeper` of workspaces for FlashInfer's kernels, whose documentation guarantees that they leave counters and semaphores
+# zero. A decode needs a counter for each sequence and head, so an arena of 4 MiB is enough for the layers of a large model.
 _keeper = Keeper(arena=1 << 20)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a graph is being captured on the current stream. The graph's replay stream is unknown."""
+    """Whether a CUDA graph is being captured on the current stream. The stream of a replay is unknown."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _where(device: torch.device) -> tuple[int, int]:
-    """A device's index and its current stream, as the keeper needs them."""
+    """The device's index and its current raw stream, as `Keeper` needs them; -1 and 0 for CPU tensors."""
     if device.type != "cuda":
         return -1, 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -31,10 +31,10 @@ def _where(device: torch.device) -> tuple[int, int]:
 
 
 def workspace(device: torch.device) -> Tensor:
-    """uint8 ``[256 MiB]`` for calls on the current stream.
+    """Returns the workspace, uint8 ``[256 MiB]``, for calls on the current stream.
 
-    It is zeroed before its first use, as XQA's semaphores require, and the kernels leave the semaphores zero. Captured graphs share
-    one, see `Keeper.standing`.
+    The workspace is zeroed before its first use, as XQA's semaphores require, and the kernels leave the semaphores zero. Captured
+    graphs share one workspace, see `Keeper.standing`.
 
     Raises:
         RuntimeError: a graph is being captured, and there was no call on this device before.
@@ -43,18 +43,21 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def counters(device: torch.device, wanted: int) -> Tensor:
-    """int32, at least ``wanted`` counters and one for each SM, for calls on the current stream. The split-KV CTAs of a sequence
-    count their completion in a counter. All counters are zero, and each launch leaves them zero. Each captured launch has its own
-    counters.
+    """Returns int32 counters for calls on the current stream: at least ``wanted``, and at least one per SM.
+
+    The split-KV CTAs of a sequence and head count in a counter how many of them have finished. All counters are zero, and each
+    launch leaves them zero. Each captured launch has its own counters.
     """
     return _keeper.get(*_where(device), 0, max(wanted, _LEAST_COUNTERS)).counters
 
 
 def alike(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both caches after a check. The kernels read only the strides of the keys, and assume a contiguous last axis.
+    """Returns both caches after a check of their strides. The kernels use k_cache's strides for both, and assume a contiguous last
+    axis.
 
     Raises:
-        ValueError: their strides differ, or the last axis is not contiguous. A copy would copy the whole cache in every call.
+        ValueError: the caches' strides differ, or the last axis is not contiguous. This function makes no copy, because a copy
+            would move the whole cache in every call.
     """
     if k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
         raise ValueError(
@@ -65,24 +68,27 @@ def alike(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``out`` if it is contiguous, as the kernels assume, else a new tensor in like's dtype."""
+    """Returns the tensor for the kernel to write: ``out`` if it is contiguous, as the kernels assume, otherwise a new tensor in
+    like's dtype."""
     return out if out is not None and out.is_contiguous() else like.new_empty(shape)
 
 
 def lse_for(q: Tensor, wanted: bool) -> Tensor | None:
-    """float32 ``[tokens, heads]`` for the LSE, if it is requested."""
+    """Allocates float32 ``[tokens, heads]`` for the LSE; None if the LSE is not requested."""
     return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if wanted else None
 
 
 def sinks_of(sinks: Tensor | None) -> Tensor | None:
-    """Sinks as the kernels need them: float32, contiguous. Sinks are in the same scale as scores after softmax_scale, as in the
-    operators.
+    """Returns the sinks as the kernels need them: float32, contiguous. For FlashInfer as for the operators, sinks have the scale of
+    scores after softmax_scale.
     """
     return None if sinks is None else sinks.float().contiguous()
 
 
 def pages(page_table: Tensor, window_left: int) -> Tensor:
-    """The page table, contiguous. Pages that have left a window may have been freed, with entries of -1. FlashInfer's documentation
-    does not say whether such pages are read. So page 0 replaces them, and the window masks its contents.
+    """Returns the page table, contiguous, without entries of -1 for pages that left the window and were freed.
+
+    FlashInfer's documentation does not say whether its kernels read such pages. So page 0 replaces them, and the window masks the
+    contents of page 0.
     """
     return page_table.contiguous() if window_left < 0 else page_table.clamp(min=0)

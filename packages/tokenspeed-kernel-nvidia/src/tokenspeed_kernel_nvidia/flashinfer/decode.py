@@ -1,8 +1,9 @@
 """mha_decode_with_kvcache by FlashInfer: the declarations. The adapter is in ``decode_device``.
 
-On sm_100 and sm_103 FlashInfer calls TensorRT-LLM's generated kernels. On sm_90, sm_120 and sm_121 it calls its XQA kernels. The
-generated kernels return an LSE, but it is not documented whether this LSE includes a sink. XQA returns no LSE. The declared page
-sizes and GQA ratios are those that FlashInfer tests. When XQA loads slots past the end of a sequence, it replaces them by zeros.
+On sm_100 and sm_103, FlashInfer calls TensorRT-LLM's generated kernels. On sm_90, sm_120 and sm_121, it calls its XQA kernels. The
+generated kernels return an LSE, but FlashInfer does not document whether this LSE includes a sink. XQA returns no LSE. The declared
+page sizes and GQA ratios are those that FlashInfer tests. XQA replaces slots past the end of a sequence by zeros when it loads
+them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 _SIGNATURES = format_signatures(("q", "k_cache", "v_cache"), "dense", {torch.bfloat16, torch.float16})
 _ADAPTER = f"{__name__}_device:mha_decode_with_kvcache"
 # On sm_90, XQA is ranked below the portable kernels, which were faster in every measurement. Microseconds on an H200, XQA and
-# portable (64 query and 8 key heads of 64, pages of 64, sinks, in a graph): 13.0 and 7.3 (1 x 1024 tokens), 79.4 and 74.3 (16 x
-# 8192), 171 and 138 (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128). XQA was not measured on sm_120.
+# portable (64 query heads and 8 KV heads of 64, pages of 64, sinks, in a graph): 13.0 and 7.3 (1 x 1024 tokens), 79.4 and 74.3 (16
+# x 8192), 171 and 138 (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128). XQA was not measured on sm_120.
 _XQA_PRIORITY_SM90 = 2
 
 for _width in (64, 128):

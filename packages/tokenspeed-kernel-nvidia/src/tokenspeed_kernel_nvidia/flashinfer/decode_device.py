@@ -35,12 +35,11 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`. Supports one new token per sequence, without scales and without a
-    cap.
+    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`. Supports one new token per sequence, no scales and no logit cap.
 
-    Never waits for the device. If a window has freed pages (-1), the contents of page 0 must be finite. Make the first call before
-    a graph is captured. It loads the kernel, which takes minutes if nvcc compiles it, and allocates 256 MiB of memory on each
-    stream.
+    The call never waits for the device. If the page table has freed pages (-1) left of the window, page 0 must hold finite values.
+    Make the first call before a graph is captured. That call loads the kernel, which takes minutes if nvcc compiles it, and
+    allocates 256 MiB of memory on each stream.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
@@ -58,10 +57,11 @@ def mha_decode_with_kvcache(
         pages(page_table, window_left),
         cache_seqlens.contiguous(),
         max_seqlen_k,
-        # Scale of the scores; bmm2_scale is that of the output.
+        # bmm1_scale is the factor of q @ k^T, bmm2_scale the factor of the output.
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        # FlashInfer's window_left excludes the token itself, as ours does. FlashInfer adds 1 before it calls its kernels.
+        # FlashInfer's window_left does not count the query's own token, as the operator's does not. FlashInfer adds 1 before it
+        # calls its kernels.
         window_left=window_left,
         out=written,
         sinks=sinks_of(sinks),

@@ -40,10 +40,10 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`. Supports no LSE, no scales and no cap. Never waits for the device.
+    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`. Supports no LSE, no scales and no logit cap.
 
-    Unused slots of the last page of each sequence must be finite, and where a window has freed pages (-1), so must page 0. Make the
-    first call before a graph is captured.
+    The call never waits for the device. Unused slots of the last page of each sequence must hold finite values. If the page table
+    has freed pages (-1) left of the window, page 0 must also hold finite values. Make the first call before a graph is captured.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.

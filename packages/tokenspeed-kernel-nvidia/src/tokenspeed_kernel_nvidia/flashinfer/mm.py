@@ -1,12 +1,12 @@
 """mm of block-scaled operands by FlashInfer, on Blackwell: the declarations. The adapter is in ``mm_device``.
 
-nvfp4 and mxfp8 GEMMs are CUTLASS's, mxfp4 GEMMs cuDNN's, which FlashInfer requires. Both operands' scales are in tiles of 128x4.
-GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own: their scales are in rows on sm_100 and sm_103, and in tiles on sm_120 and
-sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need shuffled weights. They are left out, because the
-shuffle is documented only for weights that FlashInfer itself has quantised.
+nvfp4 and mxfp8 GEMMs are CUTLASS's, mxfp4 GEMMs cuDNN's, which FlashInfer requires. The block scales of both operands are in tiles
+of 128x4. GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own. Their block scales are in rows on sm_100 and sm_103, and in
+tiles on sm_120 and sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need shuffled weights. These kernels
+are left out, because the shuffle is documented only for weights that FlashInfer itself has quantised.
 
-These GEMMs have not been measured, and most of them are compiled at first use. So these kernels are ranked below the portable
-kernels, and are used on request only.
+The GEMMs have not been measured, and most of them are compiled at first use. So they are ranked below the portable kernels, and are
+used on request only.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TILES = "128x4"
 # CUTLASS's GEMMs need multiples of 32 elements. Its mxfp8 GEMMs gave wrong results for sizes below 128.
 _WHOLE = {"k": multiple_of(32), "n": multiple_of(32)}
 _LARGE = {size: constraint & at_least(128) for size, constraint in _WHOLE.items()}
-# Larger multiples than cuDNN is documented to need.
+# Constraints of cuDNN's mxfp4 GEMMs: larger multiples than cuDNN's documentation requires.
 _LONG = {"k": multiple_of(128), "n": multiple_of(32)}
 _SOME = {"k": at_least(16), "n": at_least(1)}
-# The kernel rejects operands and results of 2^31 elements or more.
+# Sizes for the kernel on sm_120, which rejects operands and results of 2^31 elements or more.
 _COUNTED = {"m": at_most(1 << 15), "k": at_least(16) & at_most(1 << 15), "n": at_least(1) & at_most((1 << 16) - 1)}
 
 

@@ -25,10 +25,11 @@ def mm(
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, or with a dense a in the weights' layout; no bias.
+    """See `tokenspeed_kernel_nvidia.mm`. Supports block scales in tiles of 128x4, and no bias. With a bfloat16 ``a``, b_scale has
+    the layout that ``mm`` declares.
 
-    Never waits for the device. Operands that are not contiguous (weights: along k) are copied. Make the first call before a graph
-    is captured. It loads the kernel, which takes minutes if nvcc compiles it, and allocates a workspace.
+    The call never waits for the device. Operands that are not contiguous (weights: along k) are copied. Make the first call before
+    a graph is captured. That call loads the kernel, which takes minutes if nvcc compiles it, and allocates a workspace.
     """
     dtype = out_dtype or torch.bfloat16
     written = to_write(out, a.new_empty((), dtype=dtype), (a.shape[0], b.shape[1]))
@@ -67,6 +68,7 @@ def mm(
 
 
 def _rows(scale: Tensor) -> Tensor:
-    """Views tiles ``[down, across, 32, 4, 4]`` in the shape of the scales, ``[128 * down, 4 * across]``; e8m0 as uint8."""
+    """Views block scales in 128x4 tiles, ``[down, across, 32, 4, 4]``, as the two-axis tensor that FlashInfer expects, ``[128 *
+    down, 4 * across]``; e8m0 as uint8."""
     scale = scale.contiguous() if scale.dtype == torch.float8_e4m3fn else scale.contiguous().view(torch.uint8)
     return scale.view(128 * scale.shape[0], 4 * scale.shape[1])

@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 _PRIORITY = 2
 _DEVICE = f"{__name__}_device"
 _ADAPTER = f"{_DEVICE}:moe_apply"
-# Every option of the activation is passed as one value for each expert. The largest float stands for no limit.
+# FlashInfer's function takes alpha, beta and limit as one value per expert. The largest float stands for no limit.
 _OPTIONS = {"activation": "swiglu", "swiglu_limit": any, "swiglu_alpha_beta": any, "bias": any, "w13_interleaved": any}
 # Bulk copies need rows that are multiples of 16 bytes.
 _HALVES = {"hidden_size": multiple_of(8), "intermediate_size": multiple_of(8)}

@@ -1,11 +1,13 @@
 """moe_apply by ``flashinfer.fused_moe.cutlass_fused_moe``, and the preparation of its weights.
 
-The function needs all up rows of w13 first, then all gate rows. mxfp4 weights and their scales are also converted by two functions
-of FlashInfer. Sizes that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) * 0``, for any options.
+``cutlass_fused_moe`` needs all up rows of w13 first, then all gate rows. mxfp4 weights and their scales are also rearranged by two
+functions of FlashInfer. Sizes of mxfp4 weights that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) *
+0``, whatever the activation's parameters.
 
-Slots with negative ids are skipped, as are experts beyond the rank's. A separate kernel sums over slots, and writes zeros for
-tokens without slots. FlashInfer can also sum in the second GEMM's epilogue. But that epilogue uses atomic operations in the
-output's dtype. Results vary from run to run, and a token of four experts is rounded four times.
+``cutlass_fused_moe`` skips top-k slots whose id is negative or beyond the rank's experts. A separate kernel sums over the slots of
+a token, and writes zeros for tokens without slots. FlashInfer can also sum in the down projection's epilogue, but this option is
+not used. That epilogue uses atomic operations in the output's dtype. So results vary from run to run, and a token of four experts
+is rounded four times.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ _MXFP4_MULTIPLE = 128
 
 @dataclass(eq=False)
 class FlashInferWeights(MoEWeights, Resource):
-    """Weights as the kernels need them, and the activation's options.
+    """Weights in the layout that ``cutlass_fused_moe`` needs, and the activation's parameters.
 
     Attributes:
-        alpha, beta, limit: float32 ``[experts]``, or all None for the plain activation.
+        alpha, beta, limit: float32 ``[experts]``, or all None for SwiGLU without limit, with alpha 1 and beta 0.
         hidden_size: number of elements of a token as the kernels read it, padding included.
     """
 
@@ -48,18 +50,18 @@ class FlashInferWeights(MoEWeights, Resource):
     hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        # The layout determines everything that hooks read. Everything else is private to the kernel.
+        # The selection of a kernel depends on these weights only by their layout.
         self.key = self.layout
         self.device = self.w13_weight.device
 
 
 def prepare_dense(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """float16 or bfloat16 weights; copies w13."""
+    """Prepares float16 or bfloat16 weights. Copies w13."""
     return _made(weights, plan, plan.hidden_size, lambda w13: w13, "flashinfer_dense", weights.w2_weight.contiguous(), None, None)
 
 
 def prepare_mxfp4(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """mxfp4 weights; copies everything."""
+    """Prepares mxfp4 weights. Copies all weights and scales."""
     hidden, intermediate = (_up(size, _MXFP4_MULTIPLE) for size in (plan.hidden_size, plan.intermediate_size))
     w13_scale, w2_scale = _scales(weights)
 
@@ -83,8 +85,8 @@ def prepare_mxfp4(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
 
 
 def prepare_fp8_blocks(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """Prepares fp8 weights with a scale per 128 x 128 block. Copies w13. Gates and ups are whole blocks, as the declaration
-    requires."""
+    """Prepares fp8 weights with a scale per 128 x 128 block. Copies w13. The declaration requires that gate rows and up rows fill
+    whole blocks."""
     w13_scale, w2_scale = _scales(weights)
     blocks = plan.intermediate_size // BLOCK_FP8
     swapped = torch.cat([w13_scale[:, blocks:], w13_scale[:, :blocks]], 1)
@@ -105,7 +107,15 @@ def _made(
     w2_scale: Tensor | None,
     intermediate: int | None = None,
 ) -> FlashInferWeights:
-    """The common part: ups before gates, biases in the tokens' dtype, and the options."""
+    """Makes the prepared weights of any format: moves up rows before gate rows, converts biases to the tokens' dtype, and adds the
+    activation's parameters.
+
+    Args:
+        hidden, intermediate: padded sizes; ``intermediate`` is the plan's if None.
+        arrange: function applied to w13 after its rows are reordered.
+        layout: name of the result's layout.
+        w2, w13_scale, w2_scale: prepared tensors, used unchanged.
+    """
     intermediate = plan.intermediate_size if intermediate is None else intermediate
     w13 = arrange(_halves(weights.w13_weight, plan, intermediate))
     b13, b2 = weights.w13_weight_bias, weights.w2_weight_bias
@@ -124,14 +134,14 @@ def _made(
 
 
 def _halves(tensor: Tensor, plan: MoEPlan, intermediate: int) -> Tensor:
-    """Rows (axis 1) of w13: all ups, then all gates, each padded to ``intermediate``."""
+    """Reorders the rows (axis 1) of a tensor of w13: all up rows, then all gate rows, each zero-padded to ``intermediate`` rows."""
     size = plan.intermediate_size
     gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if plan.w13_interleaved else (tensor[:, :size], tensor[:, size:])
     return torch.cat([_rows(up, intermediate), _rows(gate, intermediate)], 1)
 
 
 def _rows(tensor: Tensor, count: int) -> Tensor:
-    """Zero-pads axis 1 to ``count``."""
+    """Zero-pads axis 1 of a tensor to ``count`` rows."""
     behind = (0, 0) * (tensor.dim() - 2)
     return tensor if tensor.shape[1] == count else pad(tensor, (*behind, 0, count - tensor.shape[1]))
 
@@ -155,8 +165,8 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.moe_apply`. Never waits for the device. Make the first call before a graph is captured, because
-    it may compile the kernels.
+    """See `tokenspeed_kernel_nvidia.moe_apply`. The call never waits for the device. Make the first call before a graph is
+    captured, because that call may compile the kernels.
     """
     if not x.numel():
         return deliver(torch.empty_like(x), out)
@@ -169,7 +179,7 @@ def moe_apply(
         options["use_deepseek_fp8_block_scale"] = True
         scales = [*_scales(weights)]
     padding = weights.hidden_size - plan.hidden_size
-    # Padded results do not fit into ``out``.
+    # Rows of results with padding do not fit into ``out``.
     written = to_write(None if padding else out, x, (x.shape[0], weights.hidden_size))
     _experts(
         pad(x, (0, padding)) if padding else x.contiguous(),

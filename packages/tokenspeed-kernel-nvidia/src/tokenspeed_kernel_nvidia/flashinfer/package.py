@@ -1,4 +1,4 @@
-"""Whether FlashInfer is installed, from package metadata; and its import, when an adapter is first selected."""
+"""Checks package metadata for FlashInfer, and imports FlashInfer when an adapter is first selected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib import metadata
 from typing import Any
 
 DISTRIBUTION = "flashinfer-python"
-# The adapters were written from the source of this version. Older versions lack, among other things, the counters of a decode.
+# The adapters were written from the source of this version. Older versions lack, among other things, the decode's counter buffer.
 NEEDED = (0, 7, 2)
 
 
 @functools.cache
 def gap() -> str | None:
-    """Why FlashInfer cannot be used, or None if it can."""
+    """The reason why FlashInfer cannot be used; None if it can."""
     wanted = f"{DISTRIBUTION} >= {'.'.join(map(str, NEEDED))}"
     try:
         version = metadata.version(DISTRIBUTION)
@@ -32,10 +32,10 @@ def gap() -> str | None:
 
 
 def load(module: str, function: str) -> Callable[..., Any]:
-    """A function of FlashInfer.
+    """Imports a function of FlashInfer.
 
     Raises:
-        ImportError: for any error inside. The kernel is then left out of selection, with a warning.
+        ImportError: the import failed with any error, which the message names. The kernel is then excluded, with a warning.
     """
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

@@ -1,6 +1,6 @@
 """mha_prefill by FlashInfer: the declarations. The adapter is in ``prefill_device``.
 
-Supports no LSE with sinks, because it is not documented whether the LSE includes the sink.
+An LSE with sinks is not supported, because FlashInfer does not document whether its LSE includes the sink.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import blackwell, flashinfer_gap
 
-# Head dims of keys and of values that FlashInfer's function supports.
+# Pairs (head_dim, v_head_dim) that FlashInfer's function supports.
 _WIDTHS = ((128, 128), (192, 128), (256, 256))
 
 for _width, _v_width in _WIDTHS:
@@ -26,5 +26,5 @@ for _width, _v_width in _WIDTHS:
             signatures=format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}),
             traits={"head_dim": _width, "v_head_dim": _v_width, "sliding_window": any, **_traits},
             priority=Priority.PERFORMANT,
-            tags={"waits"},  # for the lengths, if they are not on the host
+            tags={"waits"},  # waits for the device if cu_seqlens_cpu is not given
         )(f"{__name__}_device:mha_prefill")

@@ -1,8 +1,8 @@
 """mha_prefill by ``flashinfer.prefill.trtllm_ragged_attention_deepseek``: TensorRT-LLM's generated kernels, for sm_100 and sm_103.
 
-The kernels must not see a sequence without tokens. So lengths are needed on the host. If the caller passes them
-(``cu_seqlens_cpu``), the call does not wait for the device. Otherwise they are copied from the device. The declaration's tag says
-so.
+The kernels must not see a sequence without tokens. So sequence lengths are needed on the host. If the caller passes
+``cu_seqlens_cpu``, the call does not wait for the device. Otherwise the lengths are copied from the device. The declaration's tag
+``waits`` announces this.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_prefill`; head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256; no cap.
-
-    Waits for the device if cu_seqlens_cpu is not given.
+    """See `tokenspeed_kernel_nvidia.mha_prefill`. Supports head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256, and no
+    logit cap. Waits for the device if cu_seqlens_cpu is not given.
 
     Raises:
         RuntimeError: a graph is being captured, and cu_seqlens_cpu has a sequence without tokens.
@@ -64,7 +63,8 @@ def mha_prefill(
         bmm2_scale=1.0,
         o_sf_scale=-1.0,  # the output is not block-scaled
         batch_size=len(lengths),
-        # FlashInfer's window_left excludes the token itself, as ours does. FlashInfer adds 1 before it calls its kernels.
+        # FlashInfer's window_left does not count the query's own token, as the operator's does not. FlashInfer adds 1 before it
+        # calls its kernels.
         window_left=window_left,
         cum_seq_lens_q=starts,
         cum_seq_lens_kv=starts,
@@ -80,7 +80,8 @@ def mha_prefill(
 
 
 def _without_empty(offsets: Tensor, on_host: Sequence[int] | Tensor | None) -> tuple[Tensor | None, list[int]]:
-    """The offsets and lengths of the sequences that have tokens. The offsets are None if all sequences have tokens."""
+    """Returns new cu_seqlens, on the device, and the lengths of the sequences that have tokens. The former is None if all sequences
+    have tokens. ``on_host``: the call's cu_seqlens_cpu."""
     given = offsets if on_host is None else on_host
     values: list[int] = given.tolist() if isinstance(given, Tensor) else list(given)
     lengths = [end - begin for begin, end in itertools.pairwise(values)]

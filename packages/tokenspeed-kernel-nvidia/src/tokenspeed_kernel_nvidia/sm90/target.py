@@ -1,4 +1,4 @@
-"""Hopper (sm_90: H100, H200), as the compiler spells it."""
+"""The compiler's name of the Hopper architecture (sm_90: H100, H200)."""
 
-# The suffix allows wgmma and setmaxnreg. The machine code then runs on no other architecture.
+# The suffix "a" allows wgmma and setmaxnreg. Machine code that is compiled with it runs on no other architecture.
 ARCH = "sm_90a"

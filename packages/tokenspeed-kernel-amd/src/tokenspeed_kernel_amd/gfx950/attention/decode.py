@@ -33,16 +33,16 @@ class Config:
     """Tuning of split-KV. Figures are microseconds of the emulator's timing model, at 64 query heads, 8 KV heads and head_dim 64.
 
     Attributes:
-        stages: pipeline stages of a wave if there are few workgroups: twice as many without splits, half as many for blocks of 64
-            keys. With many workgroups a wave has 1 stage.
-        waves: workgroups per CU that a large batch is split for; a small batch is split for two per CU.
-        long: target length of a split, in keys. Splits are shorter only while there are fewer than two splits per CU.
+        stages: pipeline stages per wave if the launch has few workgroups. Without splits, a wave has twice as many stages. With
+            fp8 caches, a wave has half as many, since a block then has 64 keys. If there are many workgroups, a wave has 1 stage.
+        waves: a large batch is divided into this many splits per CU, a small batch into two per CU.
+        long: target length of a split, in keys. Splits are shorter only if longer ones would be fewer than two per CU.
         least: minimum length of a split, in keys.
-        whole: if no sequence has more visible keys than this, no sequence is split.
+        whole: a number of keys. If no sequence has more visible keys, no sequence is split.
         merged: maximum number of splits that the merge kernel loads at once.
     """
 
-    stages: int = 2  # a sequence of 1024: 2.70, with 1: 3.01, with 4: 3.16. Window of 128: 4 stages 2.61, 2: 2.76, 8: 3.98
+    stages: int = 2  # one sequence of 1024: 2.70, with 1: 3.01, with 4: 3.16. Window of 128: 4 stages 2.61, 2: 2.76, 8: 3.98
     waves: int = 8
     long: int = 1024  # 128 sequences of 1024: 34.2, with 512: 36.3
     least: int = 64
@@ -57,9 +57,9 @@ class Partial(NamedTuple):
     """The splits' partial results for the merge kernel.
 
     Attributes:
-        plan: int64 [batch]; for each sequence, its first split (upper 32 bits) and its number of splits (lower 32 bits).
-        log_sums: float32 [splits, q_len, heads], the base-2 LSE of the scores.
-        results: float32 [splits, q_len, heads, v_head_dim], the normalised output.
+        plan: int64 [batch]; for each sequence, the index of its first split (upper 32 bits) and its number of splits (lower 32).
+        log_sums: float32 [splits, q_len, heads], the base-2 LSE of the scores within a split.
+        results: float32 [splits, q_len, heads, v_head_dim], the output of a split, normalised by the split's own row sum.
     """
 
     plan: Tensor
@@ -71,12 +71,12 @@ class SplitPlan(NamedTuple):
     """The division of sequences into splits: compile-time constants.
 
     Attributes:
-        q_len: sequences with more new tokens, or with none, are skipped.
-        window_left: the operator's.
-        aligned: splits begin at positions that are multiples of this number.
+        q_len: the most new tokens of a sequence. Sequences with more new tokens, or with none, are skipped.
+        window_left: the operator's argument: visible tokens before the query's own; negative without a window.
+        aligned: splits begin at positions that are multiples of this number of tokens.
         block_n: keys per block.
         split_kv: whether sequences may have several splits.
-        at_once: splits that fill the device once, with two workgroups per CU.
+        at_once: number of splits that give every CU two workgroups.
         waves: a large batch is divided into ``waves * at_once`` splits.
         long, short: target and minimum length of a split, in blocks.
         lengths: how many sequences' lengths a workgroup loads at once.
@@ -103,10 +103,10 @@ class Merge(NamedTuple):
     """The merge of splits: compile-time constants.
 
     Attributes:
-        heads, v_head_dim, q_len: the sizes of `Partial`.
-        out_token, out_head: strides of the output, in elements.
+        heads, v_head_dim, q_len: sizes of the tensors of `Partial`.
+        out_token, out_head: the output's strides between tokens and between heads, in elements.
         sinks, lse: whether there are sinks, and whether the LSE is requested.
-        at_once: splits that are loaded at once.
+        at_once: number of splits whose partial results are loaded at once.
     """
 
     heads: int
@@ -157,9 +157,7 @@ def mha_decode_with_kvcache(
 
 
 def tile_of_rows(call: Call, rows: int) -> TileShape:
-    """The one-wave tile for this many query rows per KV head. If there are more rows than the tile has,
-    several tiles are needed.
-    """
+    """The one-wave tile for ``rows`` query rows (tokens times query heads) of a KV head. Over 32 rows need several tiles."""
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
@@ -177,8 +175,8 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
-    # 16 sequences of 8192 take 34.4; with 2 waves 34.7, including 0.1 for merging. Converting fp8 needs more waves: 17.9; with 1
-    # wave 28.6.
+    # 16 sequences of 8192 take 34.4; with waves = 2, 34.7, including 0.1 for merging. The conversion of fp8 needs more waves per
+    # CU: with waves = 3, 17.9; with 1, 28.6.
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
     at_once = extra_splits = 0
     if in_view > CONFIG.whole:
@@ -221,10 +219,10 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
             out_head=strides.out_head,
             sinks=variant.sinks,
             lse=variant.lse,
-            # About the number of splits per sequence if all sequences are about equally long.
+            # About the number of splits of each sequence if all sequences are about equally long.
             at_once=min(CONFIG.merged, max(4, 1 << (extra_splits // batch - 1).bit_length())),
         )
         device.merge_kernel[(heads * q_len * batch,)](
             call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,
-            num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of one iteration
+            num_warps=1, waves_per_eu=4,  # 128 registers per lane hold all loads of one iteration
         )  # fmt: skip

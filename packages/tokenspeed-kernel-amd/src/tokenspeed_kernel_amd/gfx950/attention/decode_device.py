@@ -15,7 +15,9 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, stor
 
 @gluon.jit
 def visible_keys(length, plan):
-    """The first position visible to any query, rounded down to a multiple of plan.aligned, and the number of keys from there on."""
+    """Returns the first key position that any query of a sequence of ``length`` tokens sees, rounded down to a multiple of
+    plan.aligned, and the number of keys from this position to the sequence's end.
+    """
     begin = length * 0
     if plan.window_left >= 0:
         begin = gl.maximum(length - plan.q_len - plan.window_left, 0) // plan.aligned * plan.aligned
@@ -24,10 +26,10 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """For plan.lengths sequences from ``first`` on: their numbers of blocks of keys, whether they exist, and whether they are
-    computed.
+    """Returns three vectors for plan.lengths consecutive sequences, of which the first has index ``first``: the number of key
+    blocks, whether the batch has such a sequence, and whether this launch computes it.
 
-    Sequences with 1 to plan.q_len new tokens are computed; others have 0 blocks.
+    A launch computes the sequences with 1 to plan.q_len new tokens. Other sequences have 0 blocks here.
     """
     index = first + gl.arange(0, plan.lengths, layout)
     real = index < operands.batch
@@ -97,8 +99,8 @@ def search_split(split, operands, plan):
 
 @gluon.jit
 def find_split(split, operands, plan):
-    """The sequence of a split (``batch`` if no sequence has it), that sequence's first split, and the number
-    of blocks per split.
+    """Returns the sequence that split number ``split`` belongs to, that sequence's first split, and the number of key blocks per
+    split. For a surplus split, the sequence is ``batch``.
     """
     sequence = split
     first_split = 0
@@ -125,7 +127,7 @@ def decode_kernel(
     plan: gl.constexpr,
 ):
     """Attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split and KV
-    head; the KV head varies fastest.
+    head. The KV head varies fastest, the tile slowest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -159,8 +161,8 @@ def decode_kernel(
                 )
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
-            # Split bounds assume plan.q_len new tokens. If a sequence has fewer new tokens, its first split's keys may be in a page
-            # that was freed.
+            # `visible_keys` assumes plan.q_len new tokens. If a sequence has fewer, its first split begins too early, and may
+            # include a page that was freed.
             start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
             gl.to_tensor(first_query),
@@ -188,10 +190,10 @@ def decode_kernel(
 
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
-    """Merges the partial results of a sequence's splits for one query head of one token. Workgroups are numbered by sequence, token
-    and head; the head varies fastest.
+    """Merges the partial results of a sequence's splits for one query head of one token. Workgroups are numbered by sequence,
+    token and head. The head varies fastest, the sequence slowest.
 
-    Latency-bound: dependent loads take almost all of the time. So the chain of loads is as short as possible.
+    The kernel is latency-bound: dependent loads take almost all of the time. So the chain of loads is as short as possible.
 
     Args:
         cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
@@ -237,7 +239,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
             shrink = gl.exp2(row_max - top)
             row_sum = row_sum * shrink + gl.exp2(wide - top)
             row_max = top
-        # A row with a visible key has a sum of at least 1, the weight of its largest score.
+        # The row sum of a row with a visible key is at least 1: the largest score contributes exp2(0).
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
         isa.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)

@@ -1,16 +1,16 @@
 """Extend: attention of new tokens to a paged cache that already holds these tokens and all earlier ones.
 
 The rows of a tile are all query heads of a KV head, for as many tokens as fit. For example, eight tokens with a gqa_ratio of eight
-are one tile of 64 rows. The tile is the smallest that holds the new tokens of the longest sequence. So a few tokens cost less than
-many. A tile of 16 or 32 rows is one wave, as in decode. A tile of 64 or 128 rows is four waves, which share the keys in LDS. A tile
-loops from the first key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely
-are not masked. A few new tokens of a few long sequences would leave most of the device idle. So their keys are divided into splits,
-as in decode.
+are one tile of 64 rows. The launch uses the smallest tile that holds all new tokens of the sequence with the most. So a few tokens
+cost less than many. One wave computes a tile of 16 or 32 rows, as in decode. Four waves compute a tile of 64 or 128 rows, and share
+the keys in LDS. The mainloop of a tile begins at the first key visible to its first token, and ends at the last key visible to its
+last token. Key blocks that every row sees entirely are not masked. A few new tokens of a few long sequences would leave most of the
+device idle. So the keys of such sequences are divided into splits, as in decode.
 
-Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as
-the longest sequence. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio
-// m + b`` on. A sequence gets the slots that its rows need, or one more. Finding a slot's owner takes 0.3 us of the emulator's
-timing model.
+Only the device knows how many new tokens each sequence has. If most sequences may have about equally many, every sequence gets as
+many tiles as the sequence with the most. Otherwise all sequences share a grid of *slots*, one tile each. Sequence b owns the slots
+from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on, where m is the number of rows of a tile. A sequence gets the slots that its rows
+need, or one more. Finding a slot's owner takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
 
-# Tiles in ascending order of rows. `tile_of_stretches` selects the first tile that holds all rows of the longest sequence, or the
-# last.
+# Tiles in ascending order of rows. `tile_of_stretches` selects the first tile that holds all query rows of the sequence with the
+# most new tokens. If none does, it selects the last tile.
 TILES = (TileShape(16, 32, 1), TileShape(32, 32, 1), TileShape(64, 64, 4), TileShape(128, 64, 4))
 # For head_dim or v_head_dim 128, which need twice the registers per row. A tile of 128 rows would need 458 registers.
 WIDE_TILES = TILES[:3]
@@ -44,9 +44,9 @@ class Slots(NamedTuple):
     """The tiles that a launch computes: compile-time constants.
 
     Attributes:
-        shared: whether sequences share a grid of slots; otherwise each has as many tiles as the longest.
+        shared: whether sequences share a grid of slots; otherwise each has as many tiles as the sequence with the most new tokens.
         skipped: sequences with at most this many new tokens are skipped.
-        lengths: how many sequences' lengths a workgroup loads at once; 0 if not shared.
+        lengths: how many values of cu_seqlens_q a workgroup loads at once; 0 if ``shared`` is false.
     """
 
     shared: bool
@@ -98,7 +98,7 @@ def mha_extend_with_kvcache(
 
 
 def tile_of_stretches(call: Call) -> TileShape:
-    """The tile for the longest possible run of new tokens of one sequence."""
+    """The tile for a sequence with ``call.max_seqlen_q`` new tokens."""
     rows = call.max_seqlen_q * call.gqa_ratio
     wide = max(call.q.shape[2], call.v_cache.shape[3]) > 64
     choice = (FP8_WIDE_TILES if wide else FP8_TILES) if call.fp8 else (WIDE_TILES if wide else TILES)
@@ -106,19 +106,21 @@ def tile_of_stretches(call: Call) -> TileShape:
 
 
 def split_kv_pays(call: Call, tile: TileShape) -> bool:
-    """Whether split-KV pays off: without it, few new tokens of few long sequences leave most of the device idle."""
+    """Whether split-KV pays off: a tile holds all new tokens of a sequence, sequences are long, and there are at most as many
+    (sequence, KV head) pairs as CUs.
+    """
     one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
     many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole
     return one_each and many_keys and call.batch * call.kv_heads <= current_compute_units()
 
 
 def slots_of(call: Call, tile: TileShape) -> int:
-    """An upper bound of the number of slots that all rows of one KV head need."""
+    """An upper bound of the number of slots that the query rows of one KV head need, over all sequences."""
     return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 
 def attend_in_tiles(call: Call, tile: TileShape, skipped: int = 0) -> None:
-    """Launches attention with one workgroup for each tile. Sequences with at most ``skipped`` new tokens are skipped."""
+    """Launches attention with one workgroup for each tile. Skips sequences with at most ``skipped`` new tokens."""
     if call.empty:
         return
     tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m)

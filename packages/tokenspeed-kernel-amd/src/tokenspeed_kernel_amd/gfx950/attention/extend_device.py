@@ -12,7 +12,13 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens
 
 @gluon.jit
 def owner_of(slot, cu_seqlens_q, batch, rows_of_token: gl.constexpr, m: gl.constexpr, lengths: gl.constexpr):
-    """The sequence that owns a slot."""
+    """Returns the sequence that owns a slot: the last one whose first slot is not after ``slot``.
+
+    Args:
+        rows_of_token: query heads per KV head.
+        m: query rows per tile.
+        lengths: how many values of cu_seqlens_q are loaded at once.
+    """
     layout: gl.constexpr = everywhere_layout(lengths, gl.num_warps())
     begun = 0
     for first in range(0, batch, lengths):
@@ -32,7 +38,7 @@ def extend_kernel(
     slots: gl.constexpr,
 ):
     """Computes a tile of query rows of one KV head. Workgroups are numbered by sequence, tile and KV head, or by slot and KV head
-    if slots.shared; the KV head varies fastest.
+    if slots.shared. The KV head varies fastest.
 
     A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 

@@ -45,7 +45,7 @@ from tokenspeed_kernel_amd.gluon.tiles_device import load_queries, rows_of, stor
 
 @gluon.jit
 def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_shape, sequence, kv_head, length):
-    """The cache of one sequence and KV head, with newly allocated LDS."""
+    """Returns the `PagedCache` of one sequence and KV head, with LDS for ``tile_shape.stages`` blocks of keys and of values."""
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
     vector: gl.constexpr = 128 // stored.primitive_bitwidth
     k_token, v_token = operands.k_token_vectors * vector, operands.v_token_vectors * vector
@@ -80,8 +80,9 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     Args:
         operands, shape, strides, variant, tile_shape: see `gluon.call`.
         tile: the rows, see `QueryTile`.
-        begin: a multiple of the smaller of page size and block size.
-        ends_differ: whether the last visible position differs between rows; otherwise all rows see everything before ``end``.
+        begin: the first position, a multiple of the smaller of page size and block size (both in tokens).
+        ends_differ: whether the last visible position differs between rows; otherwise all rows see every key before ``end`` (and
+            inside the window).
 
     Returns:
         The softmax state, see `summed`.
@@ -102,7 +103,7 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
 
 @gluon.jit
 def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of q's rows to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    """Attention of q's rows to the keys at positions ``begin`` to ``end``; the range is not empty. Returns the softmax state, see
     `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
@@ -129,8 +130,8 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
                 state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, False)
         for block in range(unmasked, fetching):
             state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, visible.ends_differ)
-        # Drain the pipeline: the last blocks are already copied. If there are fewer blocks than stages, the mask hides the surplus
-        # blocks.
+        # Drain the pipeline: the copies of the last blocks are already issued. If there are fewer blocks than stages, the mask
+        # hides the surplus copies.
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
@@ -146,12 +147,13 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One mainloop iteration: computes a block. Once a buffer has been read, prefetches the block ``tile_shape.stages`` ahead into
-    it.
+    """One mainloop iteration: attention to one key block. When the block's LDS buffer has been read, prefetches the block
+    ``tile_shape.stages`` ahead into the same buffer.
 
     Args:
-        first: the position at which the list of pages begins; ``block`` is counted from there.
-        ENDS: the last visible position of some row may be in this block.
+        first: the position at which the list of pages in LDS begins.
+        block: the block's index, counted from ``first``.
+        ENDS: whether the last visible position of some row may be in this block.
     """
     start = first + block * tile_shape.block_n
     ahead = start + tile_shape.stages * tile_shape.block_n
@@ -172,7 +174,7 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
 
 @gluon.jit
 def scaled(x, scale, kv_head, head_stride):
-    """Returns x times the scale of a KV head; x itself if there are no scales."""
+    """Returns x times the K or V scale of one KV head; x itself if ``scale`` is None."""
     if scale is not None:
         x *= gl.load(scale + kv_head * head_stride)
     return x

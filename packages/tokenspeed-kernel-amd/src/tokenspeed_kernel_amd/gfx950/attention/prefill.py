@@ -3,10 +3,10 @@
 The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile, and the
 sequence's length.
 
-A tile starts at the diagonal. The row max of the first diagonal block is kept for the whole tile. So later weights may exceed 1,
-which bf16 and fp32 represent with the same relative precision as smaller weights. A fixed row max saves the max reduction and the
-rescaling of O in every further iteration. If a row's weights grow too large (row sum above 2**40, or above 2**15 in fp16), the
-workgroup computes all its tiles a second time, with the usual online softmax."""
+The mainloop of a tile starts at the diagonal key blocks. The row max of the first diagonal block is kept for the whole tile. So
+later unnormalised probabilities may exceed 1. bf16 and fp32 represent them with the same relative precision as smaller values. A
+fixed row max saves the max reduction and the rescaling of O in every further iteration. If a row sum grows too large (above 2**40,
+or above 2**15 in fp16), the workgroup computes all its tiles a second time, with the usual online softmax."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Config:
 
     Attributes:
         waves_per_simd: occupancy in waves per SIMD: three leave 168 registers per lane, two leave 256. More waves hide more
-            latency. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
+            latency. A prefill of 4 x 1024 tokens takes 36 us with three and 41 us with two; four would spill.
         block_n: keys per iteration. Twice as many keys need fewer instructions per key, but more registers than three waves per
-            SIMD have: 40 for the same prefill.
+            SIMD have: 40 us for the same prefill.
         block_m: query rows of one head in a workgroup's tile: twice block_n. Each wave has 32 of these rows.
         warps: waves per workgroup.
         attributes: LLVM function attributes. Without accumulation registers (AGPRs), any register can hold any value. With AGPRs,
@@ -113,7 +113,7 @@ class Variant(NamedTuple):
 
     Attributes:
         windowed: whether there is a window.
-        narrow: whether the window may hide keys in the diagonal blocks; False for a window at least as wide as a tile.
+        narrow: whether the window may hide keys in the diagonal blocks; False if the window is at least block_m tokens wide.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
     """
 
@@ -129,7 +129,7 @@ class TileShape(NamedTuple):
 
     Attributes:
         block_m, block_n: see `Config`.
-        block_b: how many sequences' lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
+        block_b: how many sequence lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
         cus: CUs per XCD.
     """
 
@@ -182,7 +182,7 @@ def mha_prefill(
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim)
     xcds = math.gcd(heads, _XCDS)
-    # An upper bound of the tiles per XCD: every sequence's last tile may be partly empty.
+    # An upper bound of the number of tiles per XCD: every sequence's last tile may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
     cus = max(current_compute_units() // xcds, 1)
     each = min(4 * config.waves_per_simd // config.warps, -(-most // cus))  # workgroups per CU

@@ -33,12 +33,12 @@ VECTOR = gl.constexpr(8)
 
 @gluon.aggregate
 class TileLocation:
-    """The tile that a workgroup computes.
+    """The query tile that a workgroup computes.
 
     Attributes:
-        level: the tile's index in its sequence; negative if no tile is left.
-        rank: the tile's index among all tiles of its level.
-        start, length: the sequence's first token, and how many tokens it has.
+        level: the tile's index within its sequence; negative if no tile is left.
+        rank: the tile's index among the tiles of all sequences and heads that have this level.
+        start, length: the sequence's first token, and the sequence's number of tokens.
     """
 
     level: gl.tensor
@@ -49,12 +49,12 @@ class TileLocation:
 
 @gluon.aggregate
 class Rows:
-    """Keys or values of one KV head of a sequence.
+    """How blocks of keys, or of values, are copied from global memory to LDS.
 
     Attributes:
         shared: LDS double buffer, [2, block_n, head_dim].
-        offsets: int32 [block_n, head_dim], offsets of a block's elements from the block's first element.
-        token_stride: elements from one token to the next.
+        offsets: int32 [block_n, head_dim], offsets in global memory of a block's elements from the block's first element.
+        token_stride: distance in global memory from one token to the next, in elements.
     """
 
     shared: gl.shared_memory_descriptor
@@ -64,7 +64,7 @@ class Rows:
 
 @gluon.aggregate
 class Block:
-    """The address of a block of keys and values."""
+    """The global addresses of the first key and the first value of a block."""
 
     keys: gl.tensor
     values: gl.tensor
@@ -72,7 +72,12 @@ class Block:
 
 @gluon.aggregate
 class Band:
-    """The mask of a tile's rows. The query at position ``row`` [rows] sees itself and ``window_left`` positions before it."""
+    """The causal window of a tile's query rows.
+
+    Attributes:
+        row: int32 [rows], each query's position in its sequence.
+        window_left: a query sees its own position and this many positions before it.
+    """
 
     row: gl.tensor
     window_left: gl.tensor
@@ -126,7 +131,7 @@ def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.c
 
 @gluon.jit
 def allocate_rows(dtype: gl.constexpr, shape: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, token_stride):
-    """Allocates LDS for blocks of keys or values, and computes the offsets of their elements in memory."""
+    """Allocates the LDS double buffer of keys or of values, and computes a block's element offsets in global memory."""
     row = gl.arange(0, shape[1], gl.SliceLayout(1, copy))
     column = gl.arange(0, shape[2], gl.SliceLayout(0, copy))
     offsets = row[:, None] * token_stride + column[None, :]
@@ -135,7 +140,7 @@ def allocate_rows(dtype: gl.constexpr, shape: gl.constexpr, storage: gl.constexp
 
 @gluon.jit
 def copy_block(keys, values, side, block):
-    """Starts the copy of a block of keys and values to one side of the LDS double buffer."""
+    """Starts the copy of a block of keys and values to half ``side`` (0 or 1) of the LDS double buffers."""
     copies.buffer_load_to_shared(keys.shared.index(side), block.keys, keys.offsets)
     copies.buffer_load_to_shared(values.shared.index(side), block.values, values.offsets)
     copies.commit_group()
@@ -143,7 +148,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """``rows`` for a block with only ``count`` valid rows: the missing rows are loaded from the last valid row."""
+    """Returns ``rows`` for a block with only ``count`` valid tokens: the rows behind them load the last valid token instead."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -151,14 +156,14 @@ def within(rows, count):
 
 @gluon.jit
 def block_at(base, keys, values, position):
-    """The block that begins ``position`` tokens after ``base``."""
+    """Returns the addresses of the block that begins ``position`` tokens after the block ``base``."""
     position = gl.to_tensor(position).to(gl.int64)
     return Block(base.keys + position * keys.token_stride, base.values + position * values.token_stride)
 
 
 @gluon.jit
 def block_after(block, keys, values):
-    """The next block."""
+    """Returns the addresses of the block that follows ``block``."""
     block_n: gl.constexpr = keys.shared.shape[1]
     return Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
 
@@ -168,7 +173,8 @@ def attend_block(
     q, keys, values, side: gl.constexpr, first, state, band, scaling,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr,
 ):  # fmt: skip
-    """Updates the softmax state with the block in one of the two LDS buffers. The block's first key is at position ``first``.
+    """Updates the softmax state with the block in half ``side`` of the LDS double buffers. The block's first key is at position
+    ``first``.
 
     Args:
         MAXIMUM: "first" for the first block of a tile, "moves" to update the row max, "stays" to keep it (see `weigh`).
@@ -189,7 +195,7 @@ def attend_block(
 def attend_before_diagonal(
     q, keys, values, block, state, band, scaling, begin, end, last, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr
 ):
-    """Updates the softmax state with the blocks from position ``begin`` to ``end``, an even number, all before the diagonal.
+    """Updates the softmax state with an even number of blocks before the diagonal, from position ``begin`` to ``end``.
 
     On entry, the copy of ``block`` (the block at ``begin``) to side 0 of LDS is in flight. On exit, the copy of the block at
     ``end`` is in flight, unless ``end`` is ``last``: then there is no further block.
@@ -217,7 +223,7 @@ def attend_window(
 ):
     """Updates the softmax state with all blocks from position ``begin`` to ``end``, where the diagonal begins.
 
-    Blocks before ``full_begin`` are masked. If the row max may move, all blocks of a window are.
+    Blocks before ``full_begin`` are masked. If there is a window and the row max may move, all blocks are masked.
     """
     if WINDOWED:
         masked_end = full_begin if MAXIMUM == "stays" else end
@@ -229,9 +235,10 @@ def attend_window(
 
 @gluon.jit
 def window_begins(first_row, window_left, block_m: gl.constexpr, variant: gl.constexpr):
-    """Returns the first block with a key that some row sees, and the first that all rows see whole; 0 and 0 without a window.
+    """Returns two positions, both 0 without a window. Keys before the first are visible to no row of the tile. Keys from the second
+    up to ``first_row`` are visible to every row.
 
-    Every row sees all keys that are before ``first_row`` and inside its window.
+    Both positions are multiples of block_m.
     """
     begin = 0
     full_begin = 0
@@ -248,7 +255,7 @@ def store_tile(
     operands, state, sink, location, first_row, head, row, strides,
     shape: gl.constexpr, variant: gl.constexpr, block_m: gl.constexpr, mfma: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue: normalises a tile's accumulator, and stores output and LSE. ``row``: int32 [rows], indices in the sequence."""
+    """Epilogue: normalises a tile's accumulator, and stores output and LSE. ``row``: int32 [rows], positions in the sequence."""
     result, log_sum = normalise(state, sink)
     first_token = (location.start + first_row).to(gl.int64)
     out_row = gl.arange(0, block_m, gl.SliceLayout(1, mfma))
@@ -264,7 +271,7 @@ def store_tile(
 
 @gluon.jit
 def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
-    """Loads a tile of q; missing rows are loaded from the sequence's last row."""
+    """Loads a tile of q. Rows beyond the sequence's end load its last token instead."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q_token = strides.q_token * VECTOR
@@ -284,7 +291,7 @@ def attend_tiles(
         MAXIMUM: "stays" or "moves", see `attend_block`: how the row max is treated after a tile's first block.
 
     Returns:
-        int32 [rows], not 0 if a row sum became too large.
+        int32 [rows]: not 0 where the row sum of some tile became too large for a fixed row max.
     """
     block_m: gl.constexpr = tile_shape.block_m
     block_n: gl.constexpr = tile_shape.block_n

@@ -1,4 +1,4 @@
-"""Layouts of MFMA operands in registers, of keys and values in LDS, and of the copies to LDS."""
+"""Layouts for attention: MFMA operands in registers, keys and values in LDS, and the copies of keys and values to LDS."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenspeed_kernel_amd.gluon.layouts_device import key_width, log2
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of a tile of query rows and a block of keys.
+    """The layouts for attention of a tile of query rows to one block of keys and values.
 
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, v_head_dim].
         queries: operand layout of q for the QK MFMA, [rows, head_dim].
         keys, values: LDS layouts, [block_n, head_dim] and [block_n, v_head_dim].
-        key_copy, value_copy: layouts of the copies to LDS, that is, which elements each lane copies.
+        key_copy, value_copy: layouts of the copies of keys and values to LDS, that is, which elements each lane copies.
     """
 
     mfma: Any
@@ -33,7 +33,7 @@ class Layouts:
 
 @gluon.constexpr_function
 def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
-    """The layouts for MFMA instructions of ``mfma_rows`` rows, 16 or 32, and for keys and values of a dtype."""
+    """The layouts for MFMA instructions with ``mfma_rows`` rows (16 or 32), and for keys and values of dtype ``dtype``."""
     mfma = mfma_layout(mfma_rows, warps)
     keys = key_storage(mfma, block_n, head_dim, dtype)
     values = value_storage(mfma, block_n, v_head_dim, dtype)
@@ -119,8 +119,8 @@ def byte_latent_storage(block_n, columns):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row. So most of the row
-    max and row sum is computed within a lane."""
+    """The MFMA accumulator layout with rows divided among waves. A lane holds groups of four adjacent columns of one row. So most
+    of a row max or row sum is computed within a lane."""
     return isa.mfma_layout([mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
@@ -129,8 +129,9 @@ def byte_storage(head_dim):
     """LDS layout of one-byte keys or values [64, head_dim], without bank conflicts in row reads and in transposing reads.
 
     Banks repeat every 256 bytes. Padding is possible only after each 1 KB, the amount that a wave copies at once. In a read of 16
-    bytes per lane, keys that are 1, 2 and 4 apart must be in different banks. In a transposing read, this holds for keys that are
-    1, 2, 4 and 16 apart. As many of these distances as possible stay within 256 bytes. Each other distance is a multiple of 1 KB.
+    bytes per lane, keys whose indices differ by 1, 2 or 4 must be in different banks. In a transposing read, this holds for index
+    differences of 1, 2, 4 and 16. As many of these key pairs as possible lie within 256 bytes of LDS. All other pairs lie a
+    multiple of 1 KB apart, plus padding.
     """
     columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
     rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]
@@ -142,7 +143,8 @@ def key_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
-    # Keys are stored row by row, as in memory. The function returns the layout of the MFMA operand, the transposed keys.
+    # The helper of Triton returns the LDS layout of the MFMA operand, the transposed keys [head_dim, block_n]. Keys are stored row
+    # by row, as in global memory, so the two axes are exchanged.
     operand = gl.DotOperandLayout(1, mfma, 8)
     transposed = isa.padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]
@@ -160,7 +162,8 @@ def value_storage(mfma, block_n, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def copy_layout(storage, dtype, warps):
-    """The register layout of a copy to LDS, in LDS order: 16 bytes per lane, so that a wave writes 1 KB contiguously."""
+    """The layout of a copy from global memory to an LDS block with layout ``storage``: each lane copies 16 bytes, and a wave writes
+    1 KB of contiguous LDS."""
     bases = [list(basis) for basis in storage.offset_bases]
     lane = log2(key_width(dtype))
     warp = lane + 6

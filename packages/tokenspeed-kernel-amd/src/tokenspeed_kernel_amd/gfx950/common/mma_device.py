@@ -1,7 +1,8 @@
 """The QK and PV MFMAs of attention, and the loads of their operands from LDS.
 
-Weights stay in their lanes between the two MFMAs. The PV MFMA takes keys in the order in which the QK MFMA leaves them (``k_width``
-4). The transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
+The softmax's probabilities P (``weights`` here) stay in their lanes between the two MFMAs. The QK MFMA leaves the keys of a row in
+a certain order (``k_width`` 4), and the PV MFMA sums over keys in that order. The transposing LDS reads load V in the same order.
+The result of a sum over keys does not depend on their order, except for rounding.
 """
 
 from __future__ import annotations
@@ -35,6 +36,6 @@ def qk_mma(q, k):
 
 @gluon.jit
 def pv_mma(weights, v, acc, dtype: gl.constexpr):
-    """acc + weights @ values. Weights are rounded to ``dtype``, and fp8 values are converted to it."""
+    """acc + weights @ V. The float32 probabilities ``weights`` are rounded to ``dtype``; fp8 V is converted to ``dtype``."""
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
     return isa.mfma(p, v.to(dtype), acc)

@@ -8,19 +8,20 @@ from triton.experimental.gluon import language as gl
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.layouts_device import log2
 
-# Page-table entries that are loaded at once, 512 bytes of LDS. The pipeline of copies restarts with every list of pages.
+# Number of page-table entries that are loaded to LDS at once (512 bytes). The pipeline of key and value copies is drained before
+# the next entries are loaded.
 PAGES_AT_ONCE = gl.constexpr(128)
 
 
 @gluon.aggregate
 class PagedRows:
-    """Keys or values of one KV head.
+    """The paged keys, or the paged values, of one KV head, and their LDS buffers.
 
     Attributes:
         base: pointer to page 0 of this KV head in the cache.
         page_stride, token_stride: distance in elements from one page to the next, and from one slot of a page to the next.
-        shared: LDS, [stages, block_n, head_dim].
-        copy: the layout of copies to ``shared``.
+        shared: LDS buffers for key or value blocks, [stages, block_n, head_dim].
+        copy: the layout of copies to ``shared``, [block_n, head_dim].
     """
 
     base: gl.tensor
@@ -38,8 +39,8 @@ class PagedCache:
         keys, values: see `PagedRows`.
         table: pointer to the sequence's row of the page table.
         listed: LDS for PAGES_AT_ONCE entries of that row, see `list_pages`.
-        length: tokens of the sequence in the cache.
-        page_size: slots per page.
+        length: number of the sequence's tokens in the cache.
+        page_size: token slots per page.
     """
 
     keys: PagedRows
@@ -52,8 +53,8 @@ class PagedCache:
 
 @gluon.constexpr_function
 def page_span(page_size, block_n):
-    """How many positions PAGES_AT_ONCE pages cover, if the list of pages begins at a multiple of the smaller of page and block
-    size.
+    """The number of token positions for which one list of PAGES_AT_ONCE pages suffices, if the first position is a multiple of the
+    smaller of page size and block size.
     """
     return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
 
@@ -81,7 +82,8 @@ def list_pages(cache, first, page_stride: gl.constexpr = 1):
 
 @gluon.jit
 def find_pages(cache, first, start, rows):
-    """The page of each position of the block that begins at ``start``, int64 [block_n]. The list of pages begins at ``first``."""
+    """Returns the page of each position of the block that begins at position ``start``, int64 [block_n]. ``first``: see
+    `list_pages`; ``rows``: the cache's keys or values, for the layout of the result."""
     row = gl.arange(0, rows.shared.shape[1], gl.SliceLayout(1, rows.copy))
     return cache.listed.gather((start >> log2(cache.page_size)) - first // cache.page_size + row // cache.page_size, 0).to(gl.int64)
 
@@ -95,8 +97,8 @@ def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
         stage: the LDS buffer's index.
         page: the page of each position, from `find_pages`.
         start: the first position, a multiple of the smaller of page size and block size.
-        CLAMPED: slots without a token are not read, because they may hold NaN. Instead, the last slot with a token, or an earlier
-            slot, is read.
+        CLAMPED: whether to avoid reads of slots without a token, which may hold NaN. The last slot with a token, or an earlier
+            slot, is read instead.
     """
     shared = rows.shared.index(stage)
     block_n: gl.constexpr = shared.shape[0]

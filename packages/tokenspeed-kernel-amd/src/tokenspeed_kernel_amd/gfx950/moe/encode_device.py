@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Quantises activations for the MMAs. ``encoding`` defines the quantised values.
 
-A tile of activations is float32 [rows, blocks, 32], because 32 neighbours along k share a scale.
+A tile of activations is [rows, blocks, 32], because a block of 32 neighbours along k shares a scale.
 """
 
 from __future__ import annotations
@@ -16,34 +16,43 @@ from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = gl.constexpr(SMALLEST_NORMAL)
 _SIGNS = gl.constexpr(0x80808080 - 2**32)  # the highest bits of four bytes
-ENOUGH = gl.constexpr(24)  # elements of a block, three quarters
+ENOUGH = gl.constexpr(24)  # a block needs no exact passes if the planes represent this many of its 32 elements exactly
 
 
 @gluon.constexpr_function
 def activation_layout(rows, warps):
-    """[rows, blocks, 32]: 8 elements a lane. Warps are divided among rows, up to one row per warp."""
+    """The register layout of activations [rows, blocks, 32]: 8 adjacent elements per lane. If there are fewer rows than warps,
+    several warps divide the blocks of a row; otherwise each warp has whole rows.
+    """
     along = min(rows, warps)
     return gl.BlockedLayout([1, 1, 8], [1, 16, 4], [along, warps // along, 1], [2, 1, 0])
 
 
 @gluon.jit
 def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """int32 [1, BLOCK / 32, 32]: the positions of a row's elements from ``first`` on."""
+    """int32 [1, BLOCK / 32, 32]: the indices of BLOCK consecutive elements of a row, beginning with ``first``."""
     block = gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))
     return first + block[None, :, None] * 32 + gl.arange(0, 32, axis_layout(layout, 3, 2))[None, None, :]
 
 
 @gluon.jit
 def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """BLOCK unconverted elements of each row, from ``first`` on. ``row``: int32 [rows], where rows of x begin; k may be int32
-    [rows, 1, 1]. Beyond k the hardware returns 0; an explicit value for these elements would take further instructions."""
+    """Loads BLOCK consecutive elements of each row of x, beginning with element ``first``, in x's dtype: [rows, BLOCK / 32, 32].
+    Elements from k on are 0. The buffer load itself returns 0 for masked elements; an explicit ``other`` would take further
+    instructions.
+
+    Args:
+        row: int32 [rows], offsets of the rows' first elements from ``x``, in elements.
+        k: number of elements of a row, a scalar or int32 [rows, 1, 1].
+    """
     at = places(first, BLOCK, layout)
     return isa.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
 
 @gluon.jit
 def magnitudes(values):
-    """Returns the magnitudes' bits as integers. The integers sort as the magnitudes do, with NaN last, in fewer instructions."""
+    """Returns the bits of the values without the sign bit, as integers. Integers compare as the magnitudes do, with NaN largest,
+    but take fewer instructions."""
     short: gl.constexpr = values.dtype.primitive_bitwidth == 16
     bits = values.to(gl.int16 if short else gl.int32, bitcast=True)
     return bits & (0x7FFF if short else 0x7FFFFFFF)
@@ -51,8 +60,13 @@ def magnitudes(values):
 
 @gluon.jit
 def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
-    """The scale of each token, float32 [rows], as `quantize_fp8` computes it. Exception: tokens with a NaN, whose elements keep the
-    NaN. ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several. SPLIT rows are one token."""
+    """Computes the fp8 scale of each token, float32 [rows]. The scale is that of `quantize_fp8`, except for tokens with a NaN.
+
+    Args:
+        largest: `magnitudes` of a tile of activations, or the elementwise maximum of the magnitudes of several tiles.
+        dtype: the activations' dtype.
+        SPLIT: number of adjacent rows of the tile that belong to one token; they get the same scale.
+    """
     rows: gl.constexpr = largest.shape[0]
     bits = gl.max(largest.reshape(rows, largest.shape[1] * 32), axis=1)
     if SPLIT > 1:
@@ -69,7 +83,7 @@ def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
 
 @gluon.jit
 def e2m1_codes(values):
-    """float32 to e2m1, ties to even, saturating: int32 0 to 15."""
+    """Converts float32 to e2m1, ties to even, saturating. Returns the 4-bit patterns as int32 from 0 to 15."""
     magnitude = gl.minimum(gl.abs(values), 6.0)
     # Adding a constant of the right size rounds to a multiple of the constant's ulp, to nearest even, and leaves the multiple in
     # the low bits. The ulps are 0.5 below 2 (codes 0 to 4), 1 from 2 on (codes 4 to 6), and 2 from 4 on (codes 6 and 7).
@@ -80,11 +94,11 @@ def e2m1_codes(values):
 
 @gluon.jit
 def encode_e4m3(values, step, EXACT: gl.constexpr):
-    """e4m3 codes, uint8 [rows, blocks, 32], saturating. ``step``: float32 [rows], the scales.
+    """Quantises values [rows, blocks, 32] to e4m3, saturating. ``step``: float32 [rows], the rows' scales. Returns uint8.
 
-    A division takes ten times as many instructions as a multiplication by the reciprocal. The reciprocal's error matters for a
-    quotient halfway between two codes, one in some thousands of 16-bit floats. EXACT corrects the quotient, by two more
-    instructions.
+    A division takes ten times as many instructions as a multiplication by the reciprocal. The reciprocal's error matters only if
+    the quotient is halfway between two e4m3 values, as for one in some thousands of 16-bit floats. If EXACT is true, two more
+    instructions correct the quotient.
     """
     reciprocal = (1.0 / step)[:, None, None]
     quotient = values * reciprocal
@@ -98,7 +112,8 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
 
 @gluon.jit
 def block_exponents(values, encoding: gl.constexpr):
-    """The scales of each block's first plane, int32 [rows, blocks], biased by 127, and whether all of the block is finite."""
+    """Returns the exponent of the block scale of the first plane (biased by 127) for each block, int32 [rows, blocks], and whether
+    all elements of the block are finite."""
     packed: gl.constexpr = encoding.format == "e2m1"
     # The bits of finite floats sort as the magnitudes do; infinities and NaN lie above.
     field = gl.max(magnitudes(values), axis=2) >> 23
@@ -107,7 +122,12 @@ def block_exponents(values, encoding: gl.constexpr):
 
 @gluon.jit
 def split_by_block(values, exponents, finite, encoding: gl.constexpr):
-    """e4m3 values [rows, blocks, 32] of each plane, and the residual, in units of the last plane's scale."""
+    """Splits float32 values into planes. Returns a tuple with the e4m3 values [rows, blocks, 32] of each plane, and the residual
+    that the planes leave, divided by the last plane's scale.
+
+    Args:
+        exponents, finite: see `block_exponents`. Blocks with a value that is not finite give zeros.
+    """
     reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
     left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)
     planes = ()
@@ -122,8 +142,8 @@ def split_by_block(values, exponents, finite, encoding: gl.constexpr):
 
 @gluon.jit
 def encode_by_block(values, encoding: gl.constexpr):
-    """For each plane, the quantised values, uint8 [rows, blocks, 32] (packed: [rows, blocks, 16]), and the scales, uint8 [rows,
-    blocks].
+    """Quantises float32 values with block scales. Returns two tuples with an entry per plane: the quantised values, uint8 [rows,
+    blocks, 32] (e2m1: packed to [rows, blocks, 16]), and the e8m0 scales, uint8 [rows, blocks].
 
     A block with a NaN or an infinity gets the scale 255, so the whole block is NaN.
     """
@@ -146,7 +166,8 @@ def encode_by_block(values, encoding: gl.constexpr):
 
 @gluon.jit
 def residual_of(values, encoding: gl.constexpr):
-    """The exact residual of all planes of float32 [rows, blocks, 32]. The residual is zero in blocks with an infinity or NaN."""
+    """Returns what remains of float32 values [rows, blocks, 32] after the sum of all planes is subtracted. The residual is exact,
+    and zero in blocks with an infinity or NaN."""
     exponents, finite = block_exponents(values, encoding)
     _, left = split_by_block(values, exponents, finite, encoding)
     last: gl.constexpr = 5 * (encoding.planes - 1)
@@ -165,18 +186,20 @@ def either(a, b):
 
 @gluon.jit
 def held_at_least(codes, exponents, encoding: gl.constexpr):
-    """A quick test for `passes_for`, int32 [lanes of the workgroup].
+    """A quick test of whether rows may need exact passes (see ``exact_device``), int32 [lanes of the workgroup].
 
-    For each block, this computes a lower bound of the number of elements that the planes represent exactly. A lane's result is the
-    minimum over the lane's blocks. The result is below ENOUGH if a block takes several passes.
+    The function computes a lower bound of the number of elements of each block that the planes represent exactly. A lane's result
+    is the minimum over the blocks of which the lane holds elements. If `passes_for` is not 0 for some block, the result is below
+    ENOUGH.
 
     Args:
-        codes, exponents: codes and block exponents of the first plane, with a layout of `activation_layout`.
+        codes, exponents: the first plane's e4m3 values as uint8, in an `activation_layout`, and its block scales.
     """
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = codes.shape[0]
     blocks: gl.constexpr = codes.shape[1]
-    # Four codes at a time: bit 7 of each byte tells whether the code's magnitude is at least ``least``, which planes represent.
+    # Four e4m3 bytes at a time: after the subtraction, bit 7 of a byte is set if the byte without its sign is at least ``least``.
+    # The planes represent elements that large exactly.
     quarters = codes.reshape(rows, blocks, 4, 2, 4)
     byte = gl.arange(0, 4, axis_layout(quarters.type.layout, 5, 4))[None, None, None, None, :]
     words = gl.reduce(quarters.to(gl.int32) << (8 * byte), 4, either)
@@ -185,7 +208,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
     held, _ = gl.broadcast(gl.sum(held, axis=2)[:, :, None], held)
     exponents = gl.convert_layout(exponents, gl.SliceLayout(2, held.type.layout), assert_trivial=True)[:, :, None]
     held = gl.where(exponents > smallest_exponent(encoding), held, 32)
-    # A lane has eight elements of every ``apart``-th block.
+    # A lane holds eight elements of every ``apart``-th block.
     apart: gl.constexpr = 16 * (warps // rows)
     held = gl.min(held.reshape(rows, blocks // apart, apart, 4), axis=1).reshape(rows * apart * 4)
     return gl.convert_layout(held, gl.BlockedLayout([1], [64], [warps], [0]), assert_trivial=True)
@@ -193,8 +216,14 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
 
 @gluon.jit
 def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr):
-    """Encodes and stores a chunk of rows that begins at element ``first``; see `encode_rows`. Returns the minimum of ``held`` and
-    the chunk's `held_at_least`."""
+    """Encodes and stores one chunk of columns of the rows: ``values`` begins at element ``first`` of each row. Returns the minimum
+    of ``held`` and the chunk's `held_at_least`.
+
+    Args:
+        step: float32 [rows], the rows' scales, if scales are per token or static.
+        row: int32 [rows], indices of the rows in ``output``.
+        output: see `Output`.
+    """
     BLOCK: gl.constexpr = values.shape[1] * 32
     layout: gl.constexpr = values.type.layout
     at = places(first, BLOCK, layout)
@@ -208,7 +237,7 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
         planes, exponents = encode_by_block(values, encoding)
         if encoding.planes > 1 and not encoding.exact:
             held = gl.minimum(held, held_at_least(planes[0], exponents[0], encoding))
-        # A lane of an MMA reads the scales of every fourth block. So these scales are stored contiguously.
+        # A lane of an MMA reads the scales of every fourth block along k. So those scales are stored contiguously.
         block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
         scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
         scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
@@ -233,13 +262,13 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
 
 @gluon.aggregate
 class Output:
-    """Where encoded rows belong.
+    """The memory to which a workgroup writes encoded rows.
 
     Attributes:
-        codes, scale: pointers to the first row of the first plane.
-        plane_codes, plane_scales: elements from one plane to the next.
-        width: elements of a row, k padded.
-        rows: how many are encoded.
+        codes, scale: pointers to the values and scales of the workgroup's first row in the first plane.
+        plane_codes, plane_scales: distance from one plane to the next, in elements of codes and of scale.
+        width: elements per row: k, padded.
+        rows: number of rows from the workgroup's first row to the last row.
     """
 
     codes: gl.tensor
@@ -252,15 +281,17 @@ class Output:
 
 @gluon.jit
 def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encoding: gl.constexpr, CHUNKS: gl.constexpr):
-    """Encodes rows of k elements in memory, one per warp, so that no warp waits for another.
+    """Encodes one row of activations per warp, so that no warp waits for another.
 
     Args:
-        x: points to the first row of all; elements have unit stride, rows are ``stride`` apart.
-        codes, scale, width: see `encoding`; k padded to ``width`` elements, a multiple of 512.
-        rows: the number of rows for which ``codes`` has room.
+        x: points to row 0; the elements of a row are contiguous, rows are ``stride`` elements apart.
+        k: number of elements per row.
+        codes, scale: pointers to the encoded rows' tensors, see `encoding`.
+        width: elements per encoded row: k, padded to a multiple of 512.
+        rows: the number of rows that ``codes`` and ``scale`` have memory for.
         first_row: the row of the first warp.
-        count: the rows that there are.
-        CHUNKS: how many chunks of 512 elements of a row are kept in registers; 0: rows are read twice.
+        count: the number of rows to encode, from row 0 on, over all workgroups.
+        CHUNKS: number of 512-element chunks of a row, which are all kept in registers; or 0: the row is read twice.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = activation_layout(warps, warps)
@@ -309,7 +340,8 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
 
 @gluon.jit(do_not_specialize=["rows"])
 def encode_kernel(x, count, codes, scale, k, width, rows, encoding: gl.constexpr, CHUNKS: gl.constexpr):
-    """A workgroup encodes a row of x ``[rows, k]`` for each warp. ``count`` points to the number of rows."""
+    """Encodes the first rows of x, contiguous [rows, k]. Each warp encodes one row. ``count`` points to the number of rows to
+    encode. Other arguments: see `encode_rows`."""
     first = gl.program_id(0) * gl.num_warps()
     count = gl.load(count)
     if first < count:

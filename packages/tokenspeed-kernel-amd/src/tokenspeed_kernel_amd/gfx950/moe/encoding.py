@@ -1,15 +1,17 @@
-"""The encoding of activations for MMAs, as e4m3 or e2m1 values. Blocks of 32 elements, tokens, or all tokens share a scale.
+"""The encoding of activations for MMAs, as e4m3 or e2m1 values. A scale belongs to a block of 32 elements, to a token, or to all
+tokens.
 
 * fp8: one *plane* of e4m3 values, and a float32 scale per token, which the epilogue applies.
 * fp8 with a static scale: one plane of e4m3 values; all tokens share the scale. The gate/up GEMM stores encoded activations for the
-    down projection.
+  down projection.
 * mxfp4: one plane of e2m1 values with block scales.
 * Unrounded: several planes of e4m3 values with block scales. An element is the sum of its values in all planes. Each plane holds
-  the leading four bits, signed, of the residual that the preceding planes leave. Its scales are 2^5 times smaller. Two planes hold
-  a bfloat16 exactly, three a float16, down to 2^-14 of the block's amax. The residual of a smaller element is at most 2^-22 of the
-  amax. A row takes exact passes, see ``exact_device``, if more than a quarter of the nonzero elements of one of its blocks have a
-  residual. If the encoding is exact, every row with a residual takes them. Two MMAs with e4m3 take as long as one MMA with
-  bfloat16, which needs dequantised weights. A token with an infinity gives NaN.
+  the leading four bits, signed, of the residual that the preceding planes leave. A plane's scales are 2^5 times smaller than the
+  preceding plane's. Two planes hold a bfloat16 exactly, three a float16, if its magnitude is at least 2^-14 of the block's
+  amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes exact passes (see ``exact_device``) if
+  more than a quarter of the nonzero elements of one of its blocks have a residual. If the encoding is exact, every row with a
+  residual takes exact passes. Two MMAs with e4m3 take as long as one MMA with bfloat16, which needs dequantised weights. A
+  token with an infinity gives NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or
@@ -33,7 +35,7 @@ ACCURACY = (
     "up to a quarter of the nonzero numbers of a block of 32 have an error of at most 2^-22 of its largest, unless the plan asks "
     "for exact ones"
 )
-# The number of planes that represent an element of this dtype.
+# The number of e4m3 planes that represent an unrounded element of this dtype.
 _PLANES = {torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -42,9 +44,9 @@ class Encoding(NamedTuple):
 
     Attributes:
         format: ``"e4m3"`` or ``"e2m1"``.
-        planes: number of encoded values per element.
-        scales: ``"token"``, ``"tensor"`` or ``"block"``, which share a scale. Block scales are e8m0, others float32.
-        exact: whether every row with a residual takes exact passes.
+        planes: number of e4m3 or e2m1 values that represent one element.
+        scales: whose elements share a scale: ``"token"``, ``"tensor"`` or ``"block"``. Block scales are e8m0, others float32.
+        exact: whether every row that the planes do not represent exactly takes exact passes.
     """
 
     format: str
@@ -54,20 +56,20 @@ class Encoding(NamedTuple):
 
     @property
     def tested(self) -> bool:
-        """Whether a quick test decides which rows are checked for exact passes; where the encoding is exact, all rows are."""
+        """Whether `held_at_least` decides which rows are checked for exact passes. With an exact encoding, all rows are checked."""
         return self.planes > 1 and not self.exact
 
     def row_bytes(self, k: int) -> int:
-        """The bytes of a row of encoded values."""
+        """Bytes of one encoded row of k elements in one plane, padding included."""
         return quads_of(k) * QUAD * STEP // (2 if self.format == "e2m1" else 1)
 
     def row_scales(self, k: int) -> int:
-        """Scales of a row."""
+        """Number of scales of one encoded row of k elements in one plane, padding included."""
         return 1 if self.scales != "block" else quads_of(k) * QUAD * STEP // BLOCK_MX
 
 
 class Encoded(NamedTuple):
-    """Encoded rows, see above."""
+    """Encoded rows: the tensors ``codes`` and ``scale`` of the module's docstring."""
 
     codes: Tensor
     scale: Tensor
@@ -77,7 +79,7 @@ def encoding_of(plan: MoEPlan) -> Encoding:
     """The encoding of a plan's activations.
 
     Raises:
-        ValueError: activations are not rounded, and no number of planes represents their dtype.
+        ValueError: activations are not rounded, and their dtype is neither bfloat16 nor float16.
     """
     if plan.activation_dtype == "fp8":
         return Encoding("e4m3", 1, "token")
@@ -91,7 +93,8 @@ def encoding_of(plan: MoEPlan) -> Encoding:
 
 
 def room_for(encoding: Encoding, rows: int, k: int, device: torch.device, static: Tensor | None) -> Encoded:
-    """Allocates encoded rows. ``static``: the rows' scale, if it is static."""
+    """Allocates the tensors for ``rows`` encoded rows of k elements. ``static``: float32 [1], the static scale of all rows, or
+    None."""
     codes = torch.empty(encoding.planes, rows, encoding.row_bytes(k), dtype=torch.uint8, device=device)
     scales = encoding.row_scales(k)
     if encoding.scales == "tensor":

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Exact dot products for rows that the planes of `encoding` do not hold.
+"""Exact dot products for rows of activations that the planes of `encoding` do not represent exactly.
+A *step* is 128 elements of k, a *quad* four steps.
 
 Such a row takes several passes. Each pass encodes the residual that the preceding passes leave, with its own block scales. The
 planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights
@@ -34,19 +35,20 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 
 @gluon.constexpr_function
 def step_layout(warps):
-    """Elements of a step, [columns, 4, 32]: 8 a lane."""
+    """The register layout of one step (128 elements of k) of a tile's rows, [columns, 4, 32]: 8 adjacent elements per lane."""
     return gl.BlockedLayout([1, 1, 8], [4, 4, 4], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def source_layout(warps):
-    """The layout of a `Source`."""
+    """The register layout of the vectors of a `Source`, [columns]."""
     return axis_layout(step_layout(warps), 3, 0)
 
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps hold the same encoded values."""
+    """The register layout of a quad's encoded values, [columns, step, 128], that matches the right operand of MMAs. All warps hold
+    the same values."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
@@ -55,12 +57,12 @@ def quad_layout(columns, warps):
 
 @gluon.aggregate
 class Source:
-    """The rows of a tile's columns, before they are encoded.
+    """Unencoded activations: the row that each column of the MMAs' right operand encodes.
 
     Attributes:
-        x: points to the first element of all.
-        begins: int64 [columns], where a column's row begins.
-        length: int32 [columns], elements of the row.
+        x: pointer to the tensor of activations.
+        begins: int64 [columns], offset of the first element of each column's row from ``x``, in elements.
+        length: int32 [columns], number of elements of each column's row.
     """
 
     x: gl.tensor
@@ -70,8 +72,12 @@ class Source:
 
 @gluon.aggregate
 class Shared:
-    """Four steps of all rows in LDS, plane after plane: codes, e4m3 [planes * step, columns, 128], and block scales, uint8 [planes
-    * step, columns, g]."""
+    """One quad of all encoded rows in LDS, plane after plane.
+
+    Attributes:
+        codes: e4m3 [planes * 4 steps, columns, 128], the encoded values.
+        scales: uint8 [planes * 4 steps, columns, 4], the block scales.
+    """
 
     codes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -79,14 +85,15 @@ class Shared:
 
 @gluon.jit
 def wave_uniform(value):
-    """A scalar that is equal in all lanes, as an SGPR. Branches on an SGPR need no EXEC mask."""
+    """Moves a scalar, equal in all lanes, to an SGPR. Branches on an SGPR need no EXEC mask."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     return gl.max(gl.full([64], 0, gl.int32, layout) + value, axis=0)
 
 
 @gluon.jit
 def load_step(source, length, step):
-    """A step of all rows, float32 [columns, 4, 32]; zeros beyond ``length``, int32 [columns]."""
+    """Loads the 128 elements of k step ``step`` from all rows of ``source`` as float32 [columns, 4, 32], with zeros from element
+    ``length`` (int32 [columns]) of a row on."""
     at = places(step * 128, 128, step_layout(gl.num_warps()))
     pointers = source.x + (source.begins[:, None, None] + at)
     return gl.load(pointers, mask=at < length[:, None, None], other=0.0).to(gl.float32)
@@ -94,8 +101,8 @@ def load_step(source, length, step):
 
 @gluon.jit
 def passes_for(values, encoding: gl.constexpr):
-    """How many passes represent each block exactly, int32 [rows, blocks]. 0 where one pass suffices: at most a quarter of the
-    nonzero elements lose bits, or none where the encoding is exact.
+    """The number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass suffices if
+    it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
 
     For an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) with two planes, and 2^(-19 - 27 (p - 1)) with
     three. bfloat16 has 8 bits and float32 24.
@@ -115,7 +122,7 @@ def passes_for(values, encoding: gl.constexpr):
 
 @gluon.jit
 def store_step(shared, step, values, encoding: gl.constexpr):
-    """Encodes a step."""
+    """Encodes step number ``step`` (0 to 3) of a quad, float32 [columns, 4, 32], and stores it to LDS."""
     codes, exponents = encode_by_block(values, encoding)
     for plane in gl.static_range(encoding.planes):
         stored = codes[plane].reshape(values.shape[0], 128).to(gl.float8e4nv, bitcast=True)
@@ -125,7 +132,8 @@ def store_step(shared, step, values, encoding: gl.constexpr):
 
 @gluon.jit
 def read_plane(shared, plane):
-    """Four steps of a plane as the right operand of MMAs, [512, columns], and the block scales, uint8 [columns, 16]."""
+    """Reads a quad of one plane from LDS as the right operand of MMAs, [512, columns], and its block scales, uint8 [columns,
+    16]."""
     warps: gl.constexpr = gl.num_warps()
     planes: gl.constexpr = shared.codes.shape[0] // 4
     COLUMNS: gl.constexpr = shared.codes.shape[1]
@@ -142,7 +150,7 @@ def read_plane(shared, plane):
 
 @gluon.jit
 def passes_of(source, quads, encoding: gl.constexpr):
-    """How many passes each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: groups of four steps of a row."""
+    """The number of passes that each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: number of quads per row."""
     passes = source.length * 0
     for step in range(4 * quads):
         passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))
@@ -151,14 +159,15 @@ def passes_of(source, quads, encoding: gl.constexpr):
 
 @gluon.jit
 def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, HALVES: gl.constexpr, encoding: gl.constexpr):
-    """Adds the dot products of pass FIRST, counted from 0, and all later ones to a tile's accumulators, in columns with passes.
+    """Adds the dot products of pass number FIRST (counted from 0) and of all later passes to a tile's accumulators, in the columns
+    whose rows take several passes.
 
     Args:
-        first, second: accumulators of both halves of strips.
-        own: `Strips`.
+        first, second: accumulators of the first and the second halves of strips of weights.
+        own: the warps' `Strips` of weights.
         source: `Source` of the tile's columns.
         passes, quads: see `passes_of`.
-        HALVES: 1 where ``own`` has only the first half; ``second`` is returned as it is then.
+        HALVES: 2, or 1 if ``own`` has only first halves. With 1, ``second`` is returned unchanged.
     """
     COLUMNS: gl.constexpr = first.shape[1]
     length = gl.where(passes > 0, source.length, 0)

@@ -1,10 +1,10 @@
 """`moe_apply` for the smallest batches: two launches.
 
-With few tokens, loading weights and launching kernels take most of the time. So no separate launch prepares anything. Each
-workgroup of a GEMM finds its pairs among all ids, and encodes its input into LDS while its first weights are in flight. An expert
-rarely has more pairs than one workgroup processes. If it has, another workgroup reads the same weights and processes the further
-pairs. In the down projection, one workgroup has all slots of a token, and sums over them. If the router's logits are given, each
-workgroup of the gate/up projection routes by itself.
+With few tokens, loading weights and launching kernels take most of the time. So no separate launch sorts pairs or encodes
+activations. Each workgroup of the gate/up GEMM finds its (token, expert) pairs among all top-k ids, and encodes their rows into LDS
+while its first weights are in flight. An expert rarely has more pairs than one workgroup processes. If an expert has more, another
+workgroup reads the same weights and processes the further pairs. In the down projection, one workgroup computes all top-k slots of
+a token, and sums over them. If the router's logits are given, each workgroup of the gate/up projection routes by itself.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ device = DeviceModule(__name__ + "_device")
 
 MAX_TOP_K = 8
 _MAX_PAIRS = 64  # one pair per lane
-_PAIRS_AT_ONCE = 4  # pairs of an expert that are computed together; few experts have more
-# The most elements of a row that is encoded in registers, by weight format.
+_PAIRS_AT_ONCE = 4  # pairs of one expert that a workgroup computes together; few experts have more
+# The most elements of a padded row that is encoded in registers, by weight format.
 _MAX_K = {"mxfp4": 4096, "fp8_block": 8192}
-_LDS_BYTES = 80 * 1024  # LDS of a workgroup, so that two workgroups fit on a CU
+_LDS_BYTES = 80 * 1024  # the most LDS of a workgroup if two workgroups are to fit on a CU
 
 
 class Operands(NamedTuple):
     """Tensors of a GEMM.
 
     Attributes:
-        ids, topk_weights: the operator's tensors, contiguous.
-        x, x_stride: the input of the GEMM, and its row stride in elements. The input is the tokens, or the gate/up projection's
-            result for the down projection.
-        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout`.
+        ids, topk_weights: the operator's topk_ids and topk_weights, contiguous.
+        x, x_stride: the input of the GEMM, and its row stride in elements. The input of the gate/up projection is the tokens; the
+            input of the down projection is the gate/up projection's result.
+        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout` or `fp8_block_layout`.
         out, out_stride: the result of the GEMM, and its row stride in elements.
-        static, out_static: static scales of the input, and of the gate/up projection's result; or None.
+        static, out_static: the static scales of the GEMM's input and of the gate/up projection's result; or None.
     """
 
     ids: Tensor
@@ -61,9 +61,10 @@ class Shape(NamedTuple):
     """A GEMM's compile-time constants.
 
     Attributes:
-        rows: how many rows a workgroup encodes at once: pairs of an expert, or slots of a token.
-        split: number of parts of k, each with its own warps.
-        block: elements of a row, or of a part of it, padded; a power of two where there are more warps than rows.
+        rows: how many rows a workgroup encodes: one per pair of the expert in the gate/up projection. In the down projection, one
+            per slot of the token and split of k.
+        split: number of splits of k within a workgroup, each with its own warps.
+        block: elements of a row (or of one split of it), padded; a power of two if there are more warps than rows.
         top_k, num_experts: as in the plan.
         bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
@@ -81,7 +82,7 @@ class Shape(NamedTuple):
 
 
 def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
-    """Whether `moe_apply_few` takes a call."""
+    """Whether `moe_apply_few` supports a call with this many tokens."""
     k = max(plan.hidden_size, plan.intermediate_size)
     encoding = encoding_of(plan)
     return (
@@ -94,7 +95,7 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
 
 
 def few_enough_to_choose(tokens: int, plan: MoEPlan) -> bool:
-    """Whether `moe_topk_apply_few` takes a call that is `few_enough`."""
+    """Whether `moe_topk_apply_few` supports a call for which `few_enough` is True."""
     return power_of_two(tokens) * power_of_two(plan.top_k) <= _MAX_PAIRS
 
 
@@ -106,7 +107,8 @@ def moe_apply_few(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout of `mxfp4_layout`, and `few_enough` says yes."""
+    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` must be
+    True."""
     written = rows_to_write(out, x, *x.shape)
     if topk_ids.numel():
         _gemms(rows(x), weights, topk_weights.contiguous(), topk_ids.contiguous(), plan, written, None)
@@ -122,7 +124,7 @@ def moe_topk_apply_few(
     scaling: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `moe_topk_apply`. Like `moe_apply_few`. Also requires that `few_enough_to_choose` returns True."""
+    """See the operator `moe_topk_apply`. Requires what `moe_apply_few` requires, and that `few_enough_to_choose` is True."""
     written = rows_to_write(out, x, *x.shape)
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))
@@ -134,7 +136,8 @@ def moe_topk_apply_few(
 def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Both GEMMs. With a router, the gate/up projection writes the routing. Without a router, both GEMMs read the given routing."""
+    """Launches both GEMMs. With a router, the first launch writes ``topk_ids`` and ``topk_weights``; without, both launches read
+    them."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)
@@ -166,7 +169,7 @@ def _gemms(
             shape=shape, routing=router.routing, num_warps=warps,
         )  # fmt: skip
     w2 = projection(weights, "w2_weight")
-    # One token has fewer workgroups than there are CUs. Then the time of a single workgroup matters.
+    # With one token there are fewer workgroups than CUs. Then the latency of a single workgroup matters, so k is split among warps.
     split = 2 if tokens == 1 and quads_of(features) > 1 else 1
     warps = power_of_two(plan.top_k) * split
     part = -(-quads_of(features) // split) * QUAD * STEP

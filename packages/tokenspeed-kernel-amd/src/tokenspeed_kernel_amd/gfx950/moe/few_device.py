@@ -32,28 +32,31 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 )
 from tokenspeed_kernel_amd.gluon.choose_device import choose, store_choice
 
-# Columns of a matrix instruction. There are fewer rows: they repeat.
+# Columns of an MMA. A tile has fewer rows of activations, so its rows are replicated across the columns.
 _COLUMNS = gl.constexpr(16)
 
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps hold the same encoded values."""
+    """The register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. Rows are replicated across the 16
+    columns, and all warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
 @gluon.constexpr_function
 def repeated_scale_layout(rows, warps):
-    """uint8 [1, 16 / rows, rows, g, step]: the right operand's block scales."""
+    """The register layout of the right operand's block scales, uint8 [1, 16 / rows, rows, g, step]. ``g``: the lane group along
+    k."""
     return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 16 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 2, 1, 3, 0])
 
 
 @gluon.aggregate
 class Encoded:
-    """Rows in LDS, encoded, of each plane:
+    """A workgroup's encoded rows in LDS. The planes are called first, second and third; planes that the encoding lacks repeat the
+    first.
 
-    * codes, uint8 [quads, 1, 1, chunks, rows, 16]: 16 bytes of each row, so that the lanes of a wave read contiguous memory;
-    * block scales, uint8 [quads, 1, 1, rows, g, step].
+    Each plane has encoded values, uint8 [quads, 1, 1, chunks, rows, 16], and block scales, uint8 [quads, 1, 1, rows, g, step]. The
+    16 bytes of neighbouring rows are adjacent, so that the lanes of a wave read contiguous memory.
     """
 
     first: gl.shared_memory_descriptor
@@ -77,7 +80,7 @@ def room_for_scale(ROWS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def store_codes(shared, quad: gl.constexpr, codes):
-    """Stores codes [rows, blocks, bytes] of whole quads in LDS."""
+    """Stores the encoded values of whole quads, [rows, blocks, bytes], to LDS. ``quad`` is the first of these quads."""
     ROWS: gl.constexpr = codes.shape[0]
     pieces: gl.constexpr = shared.shape[3]
     quads: gl.constexpr = codes.shape[1] // 16
@@ -91,7 +94,7 @@ def store_codes(shared, quad: gl.constexpr, codes):
 
 @gluon.jit
 def store_scale(shared, quad: gl.constexpr, exponents):
-    """Stores block scales [rows, blocks] in LDS."""
+    """Stores the block scales of whole quads, [rows, blocks], to LDS. ``quad`` is the first of these quads."""
     ROWS: gl.constexpr = exponents.shape[0]
     quads: gl.constexpr = exponents.shape[1] // 16
     # [row, quad, step, g] -> [quad, 1, 1, row, g, step]
@@ -104,13 +107,15 @@ def store_scale(shared, quad: gl.constexpr, exponents):
 
 @gluon.constexpr_function
 def elements_at_once(rows, block, warps):
-    """Elements of a chunk. With one row per warp these are 512, which need no padding to a power of two."""
+    """Number of elements of a row that are loaded and encoded as one chunk: 512 with one row per warp, otherwise the whole block.
+    Chunks of 512 need no padding of the row to a power of two."""
     return 512 if warps == rows else block
 
 
 @gluon.jit
 def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Rows of x, which begin at ``row``, int32 [rows], and have k elements: chunks for `encode`."""
+    """Loads rows of k elements of x as a tuple of chunks for `encode`. ``row``: int32 [rows], the offsets of the rows' first
+    elements from ``x``."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     chunks = ()
@@ -123,9 +128,17 @@ def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 def encode(
     chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
 ):
-    """Encodes rows of dtype ``dtype``. SPLIT rows are one token. Rows that are already encoded are copied. ``static``: points to
-    the static scale. Returns the rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes.
-    The last value is the same in all waves."""
+    """Encodes the rows of `load_rows` into LDS. Chunks that are already e4m3 are copied.
+
+    Args:
+        dtype: the dtype of the rows in memory.
+        static: points to the static scale, if there is one.
+        SPLIT: number of adjacent rows that belong to one token, and share its scale.
+
+    Returns:
+        The `Encoded` rows, their scales, float32 [rows] (1 with block scales), and whether some row may take exact passes. The last
+        value is the same in all waves.
+    """
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
@@ -175,7 +188,7 @@ def encode(
 
 @gluon.jit
 def any_inexact(held, encoding: gl.constexpr):
-    """Whether rows may take exact passes. The result is the same in all waves. ``held``: see `held_at_least`."""
+    """Whether some row may take exact passes. The result is the same in all waves. ``held``: result of `held_at_least`."""
     warps: gl.constexpr = gl.num_warps()
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
@@ -188,7 +201,7 @@ def any_inexact(held, encoding: gl.constexpr):
 
 @gluon.jit
 def repeated_codes(shared, quad, encoding: gl.constexpr):
-    """Four steps of a plane as the right operand, [512, 16] (packed: [256, 16])."""
+    """Reads a quad of one plane from LDS as the right operand of MMAs, [512, 16] (packed e2m1: [256, 16])."""
     pieces: gl.constexpr = shared.shape[3]
     ROWS: gl.constexpr = shared.shape[4]
     layout: gl.constexpr = repeated_codes_layout(ROWS, gl.num_warps())
@@ -202,7 +215,7 @@ def repeated_codes(shared, quad, encoding: gl.constexpr):
 
 @gluon.jit
 def repeated_scale(shared, quad):
-    """Block scales of four steps of a plane, uint8 [16, 16]."""
+    """Reads the block scales of a quad of one plane from LDS, in the MMAs' scale layout, uint8 [16 columns, 16 blocks]."""
     ROWS: gl.constexpr = shared.shape[3]
     layout: gl.constexpr = repeated_scale_layout(ROWS, gl.num_warps())
     operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(gl.num_warps()), 16)
@@ -214,7 +227,8 @@ def repeated_scale(shared, quad):
 
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
-    """The encoded values and block scales of all planes. Without block scales, returns the encoded values twice."""
+    """Reads a quad of the encoded row from LDS. Returns a tuple of encoded values and a tuple of block scales, with one tensor per
+    plane. Without block scales, the second tuple repeats the encoded values and is not used."""
     codes = (repeated_codes(shared.first, quad, encoding),)
     scales = codes
     if encoding.planes > 1:
@@ -232,7 +246,7 @@ def operands_of(shared, quad, encoding: gl.constexpr):
 
 @gluon.jit
 def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
-    """Values of rows, [rows], replicated over the 16 columns of an MMA."""
+    """Replicates one value per row, [rows], across the 16 columns of an MMA: [16] in ``layout``."""
     wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 64], [1, gl.num_warps()], [0, 1])
     once = gl.convert_layout(values, gl.SliceLayout(0, wide))[None, :]
     often, _ = gl.broadcast(once, gl.zeros([_COLUMNS // ROWS, ROWS], values.dtype, wide))
@@ -246,10 +260,11 @@ def add(a, b):
 
 @gluon.jit
 def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM. Workgroups are numbered by pair and block of strips; the block varies fastest.
+    """The gate/up GEMM. Workgroups are numbered by (token, expert) pair and by block of strips of weights; the block varies
+    fastest.
 
-    A column is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert, nearly always
-    all. If there are more, the workgroups of the first pair beyond these compute the next ``shape.rows`` pairs, and so on. All
+    A column of the MMAs is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert,
+    nearly always all. If there are more, the workgroups of the next pair compute the next ``shape.rows`` pairs, and so on. All
     other workgroups end at once.
 
     Args:
@@ -289,25 +304,33 @@ def routed_first_kernel(
     real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
     lane_pair = gl.where(real, lane // routing.slots * routing.top_k + lane % routing.slots, 64)
     lane_expert = gl.convert_layout(ids.reshape(64), layout)
-    # The weights' address must be the same in all lanes of a wave. The compiler knows this of a maximum over all lanes.
+    # The address of the expert's weights must be the same in all lanes of a wave. The compiler knows that a maximum over all lanes
+    # is.
     expert = gl.max(gl.where(lane_pair == pair, lane_expert, 0), axis=0)
     multiply_first(operands, real & (lane_expert == expert), lane_pair, pair, expert, block, strips, k, swiglu, shape)
 
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to ``shape.rows`` pairs of an expert if ``pair`` is the first of them. Workgroups of other pairs do nothing.
-    ``own`` tells for each lane whether its pair has the expert. Lanes have pairs in ascending order, each at most once."""
+    """Computes up to ``shape.rows`` pairs of ``expert`` if ``pair`` is the first of them. Workgroups of other pairs do nothing.
+
+    Args:
+        own: [64], whether the lane's pair has this expert.
+        lane_pair: int32 [64], the lane's pair. Lanes have pairs in ascending order, each pair at most once.
+        pair, expert, block: the workgroup's pair, the pair's expert, and the workgroup's block of strips.
+        operands, strips, k, swiglu, shape: see `first_kernel`.
+    """
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
     if earlier % shape.rows == 0:
-        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # the own pair's is 1
+        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # 1 for the workgroup's own pair
         multiply_pairs(operands, place, lane_pair, expert, block * gl.num_warps(), strips, k, swiglu, shape)
 
 
 @gluon.jit
 def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.constexpr):
-    """Adds the exact passes of the rows of ``token``, int32 [rows], if ``inexact``."""
+    """Adds the exact passes of the given tokens to the accumulators ``gate`` and ``up``, if ``inexact``. ``token``: int32
+    [rows]."""
     if inexact:
         repeated = by_column(token, shape.rows, source_layout(gl.num_warps()))
         source = Source(operands.x, repeated.to(gl.int64) * operands.x_stride, repeated * 0 + k)
@@ -318,8 +341,12 @@ def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.cons
 
 @gluon.jit
 def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: gl.constexpr):
-    """Adds the exact passes of each warp's row, if ``inexact``. A row begins at element ``begins`` of ``h`` and has ``length``
-    elements. ``ids``: points to each row's expert."""
+    """Adds the exact passes of each warp's row of ``h`` to ``acc``, if ``inexact``.
+
+    Args:
+        begins, length: int32 [warps], the first element of a warp's row, and the row's number of elements.
+        ids: pointers to the expert of each warp's row.
+    """
     warps: gl.constexpr = gl.num_warps()
     if inexact:
         expert = gl.load(ids)
@@ -333,7 +360,14 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """Computes the gate/up GEMM for the pairs of token and expert at positions 1 to ``shape.rows``."""
+    """Computes the gate/up GEMM for the pairs at positions 1 to ``shape.rows`` among those of ``expert``.
+
+    Args:
+        place: int32 [64], the position of the lane's pair, counted from 1 at the workgroup's own pair; at most 0 for other pairs.
+        lane_pair: int32 [64], the lane's pair.
+        first_strip: the strip of weights of the first warp.
+        operands, strips, k, swiglu, shape: see `first_kernel`.
+    """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     acc_layout: gl.constexpr = accumulator_layout(warps)
@@ -347,7 +381,7 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane_pair, 0), axis=0)
         token = gl.where(row == index, pair // shape.top_k, token)
         column_pair = gl.where(column == index, pair, column_pair)
-    # Loads return in order, and activations are needed first.
+    # Loads return in order, and activations are needed before weights.
     chunks = load_rows(operands.x, token * operands.x_stride, k, shape.rows, shape.block)
     gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, acc_layout)
     up = gl.zeros([16 * warps, _COLUMNS], gl.float32, acc_layout)
@@ -393,8 +427,9 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
 
 @gluon.jit
 def second_kernel(operands, strips, k, shape: gl.constexpr):
-    """The down projection and the sum over slots: workgroup (half a strip, token). A warp handles one split of k of one slot. So
-    does a column. Only the diagonal blocks of the accumulator are used, where both have the same split.
+    """The down projection and the sum over slots. The grid is [half strips of weights, tokens]. Each warp handles one split of k of
+    one slot: its rows of the accumulator belong to that slot's expert. Each column belongs to one split of one slot as well. Only
+    the diagonal blocks of the accumulator are used, where row and column have the same slot and split.
 
     Args:
         operands, shape: see `few`.

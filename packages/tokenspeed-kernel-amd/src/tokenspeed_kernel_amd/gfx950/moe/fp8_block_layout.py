@@ -1,15 +1,14 @@
-"""The layout ``"gfx950_fp8_block"`` of expert weights in fp8 blocks, which this folder's kernels read. The layout is made once,
-when a model is loaded.
+"""The layout ``"gfx950_fp8_block"`` of fp8 expert weights with block scales, which this folder's kernels read. Weights are put into
+this layout once, when a model is loaded.
 
-Strips and their rows are as in `mxfp4_layout`. A lane has 16 bytes as there, which here are 16 elements of k:
+Strips and their rows are as in `mxfp4_layout`. A lane has 16 bytes as in that layout, but these bytes are 16 elements of k:
 
     weight  float8_e4m3fn  [experts, strips, chunks, 2, 64, 16]   chunks of 64 elements of k; byte ``b`` of lane ``16 g + r`` has
                                                                   element ``16 g + b`` of row ``r`` of the strip's half
-    scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; beyond the last 0
-    bias    float32        [experts, 32 * strips]                 as there
-
-The 16 rows of a half share a scale, because gates and ups begin at multiples of 16 rows, or are adjacent. A block is one step along
-k. Elements of k are padded to a multiple of 64 with zeros.
+    scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; 0 beyond the last
+    bias    float32        [experts, 32 * strips]                 as in `mxfp4_layout`
+The 16 rows of a half share a scale, because gate rows and up rows begin at multiples of 16 rows, or alternate. A scale block is one
+step (128 elements) along k. Elements of k are padded to a multiple of 64 with zeros.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 
 LAYOUT = "gfx950_fp8_block"
-_PIECE = 64  # elements of k that the lanes of a wave have together
+_PIECE = 64  # elements of each row, along k, that the lanes of a wave load at once
 _LANES_K = 4
 _BYTES = 16  # bytes that a lane loads at once
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Canonical weights in fp8 blocks in the layout above, an expert at a time. The result has the bytes of the weights, padding,
-    and a scale per 16 rows instead of one per 128."""
+    """Copies canonical fp8 weights with block scales to the layout above, one expert at a time. The result takes the bytes of the
+    weights, plus padding, and has a scale per 16 rows instead of one per 128."""
     w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
@@ -46,7 +45,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(given: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One projection. ``rows``: the canonical row for each row of the strips, in the strips' order."""
+    """Returns the weight, the scale and the bias of one projection in this module's layout. ``rows``: for each row of the strips,
+    in the strips' order, the index of the given row to store there."""
     assert scale is not None  # checked by the operator
     codes = given.view(torch.uint8)
     experts, count, k = codes.shape

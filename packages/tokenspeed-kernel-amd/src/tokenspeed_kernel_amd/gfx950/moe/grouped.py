@@ -1,13 +1,14 @@
-"""`moe_apply` for many pairs of tokens and slots: two grouped GEMMs. Weights are in the layout of `mxfp4_layout` or
-`fp8_block_layout`. The latter has no wide tiles.
+"""`moe_apply` for many (token, expert) pairs: two grouped GEMMs. Weights are in the layout of `mxfp4_layout` or
+`fp8_block_layout`. Wide tiles support only the former.
 
 A call takes five launches: sort pairs by expert and encode tokens; gate/up GEMM with the activation; encode its result (with static
-scales the GEMM's epilogue does this); down projection; sum over slots. Wide tiles of unrounded activations have a launch more
-behind each GEMM, see ``grouped_exact_device``. The grid covers the most tiles that any routing can need; the schedule stays on the
-device.
+scales the GEMM's epilogue does this); down projection; sum over the slots of each token. With wide tiles and unrounded activations,
+one more launch follows each GEMM, see ``grouped_exact_device``. The grid of a GEMM covers the most tiles that any routing can need;
+the host never reads the schedule.
 
 The waves of a workgroup share a tile of tokens in LDS. Each wave prefetches its own strips of weights into registers. So an
-expert's weights are loaded once for each of its tiles. These tiles run one after another on the same XCD.
+expert's weights are loaded once for each tile of the expert's tokens. The workgroups of these tiles run one after another on the
+same XCD, and find the weights in its L2.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ exact_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.grouped_exact_devi
 schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device")
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
-_XCDS = 8  # consecutive workgroups go to these in turn
-# Up to this many logits, each expert's workgroup chooses the experts of all tokens by itself. With 64 tokens and 128 experts, this
-# takes 2.5 us in one launch. Two launches, one for the choice, would take 1.1 and 1.2 us, and a further launch costs 2.3 us. With
-# 128 tokens, one launch takes 4.6 us.
+_XCDS = 8  # accelerator dies; consecutive workgroups run on consecutive XCDs
+# Up to this many router logits, each expert's sorting workgroup routes all tokens by itself. With 64 tokens and 128 experts, this
+# takes 2.5 us in one launch. Separate launches for routing and sorting would take 1.1 and 1.2 us, and a further launch costs 2.3
+# us. With 128 tokens, one launch takes 4.6 us.
 _MOST_LOGITS = 8192
 _CHOOSING_WARPS = 4
-_ENCODED = 4  # rows of a workgroup of the encoding launch, one per warp
+_ENCODED = 4  # rows that a workgroup of the encoding launch encodes, one per warp
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class Tile:
     """The tile that a workgroup computes.
 
     Attributes:
-        columns: number of tokens.
-        warps: number of strips of weights, one per warp.
-        wide: whether the wide kernel computes the tile, which reads tokens from LDS in chunks of 32.
-        blocks: number of blocks of strips that a workgroup computes one after another. Used by the wide kernel only.
+        columns: number of tokens of a tile.
+        warps: number of warps, and of strips of weights of a tile, one per warp.
+        wide: whether ``wide_device`` computes the tile. Its warps read tokens from LDS in chunks of 32.
+        blocks: number of tiles, for the same tokens and consecutive strips, that a workgroup of the wide kernel computes in turn.
     """
 
     columns: int
@@ -59,7 +60,7 @@ class Tile:
 
 
 # Each tile is used up to this average number of pairs per expert. Figures are microseconds of both GEMMs by the emulator's timing
-# model, at GPT-OSS-120B's sizes with fp8 activations and 8 experts.
+# model, at GPT-OSS-120B's hidden and intermediate sizes with fp8 activations and 8 experts.
 _TILES = (
     (12.0, Tile(16, 4)),
     (48.0, Tile(32, 4)),  # 32 pairs per expert: 14.6, of which memory takes 14.1; with 16 columns 15.5, wide with 64 columns 24.9
@@ -74,10 +75,10 @@ class Operands(NamedTuple):
 
     Attributes:
         order, tiles: the schedule, see ``schedule_device``.
-        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout`.
+        weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout` or `fp8_block_layout`.
         codes, scale: the encoded activations, see `encoding`.
         x, x_stride: the unencoded activations, and the stride of their rows in elements.
-        out: [rows, features].
+        out: the result of the GEMM, [pairs, features].
         out_static: the static scale of the gate/up GEMM's result, or None.
     """
 
@@ -95,7 +96,7 @@ class Operands(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """Options of the activation."""
+    """Parameters of the SwiGLU activation, see `MoEPlan`; ``limit`` is 0 if gate and up are not clamped."""
 
     alpha: float
     limit: float
@@ -106,13 +107,13 @@ class Shape(NamedTuple):
     """Compile-time constants of a GEMM.
 
     Attributes:
-        columns: tokens of a tile.
-        blocks: number of blocks of strips that a workgroup computes one after another.
+        columns: number of (token, slot) pairs in a tile, each a column of the MMAs.
+        blocks: see `Tile`.
         top_k: slots of a token.
         gated: whether this is the gate/up GEMM, which gathers its rows from the tokens and applies the activation in its epilogue.
-        bias: whether there is one.
+        bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
-        padded: whether encoded rows are padded to whole groups of four steps.
+        padded: whether encoded rows are padded to a multiple of 512 elements.
         encoding: encoding of the activations.
     """
 
@@ -127,7 +128,8 @@ class Shape(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Pairs sorted by expert, see ``schedule_device``. ``entries``: of the list of tiles."""
+    """The (token, slot) pairs sorted by expert, and the list of tiles, see ``schedule_device``. ``entries``: the most tiles that
+    the list may have."""
 
     order: Tensor
     tiles: Tensor
@@ -135,10 +137,10 @@ class Schedule(NamedTuple):
 
 
 def tile_for(pairs: int, plan: MoEPlan) -> Tile:
-    """Returns the tile for a number of pairs."""
+    """Returns the tile for a call with this many (token, expert) pairs."""
     planes = encoding_of(plan).planes
     if plan.weight_format == "fp8_block" and planes > 2:
-        return _TILES[0][1]  # 32 columns take more registers than there are
+        return _TILES[0][1]  # 32 columns would spill registers
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
@@ -157,9 +159,11 @@ def moe_apply_many(
     tile: Tile | None = None,
     router: Router | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None. With a ``router``,
-    the chosen experts are written to ``topk_weights`` and ``topk_ids``, which must be contiguous. `few_enough_to_route` must return
-    True then."""
+    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`.
+
+    If ``tile`` is None, `tile_for` selects the tile. With a ``router``, the routing is written to ``topk_weights`` and
+    ``topk_ids``, which must be contiguous, and `few_enough_to_route` must be True.
+    """
     tokens, hidden = x.shape
     pairs, features = topk_ids.numel(), plan.intermediate_size
     written = rows_to_write(out, x, tokens, hidden)
@@ -194,19 +198,23 @@ def moe_apply_many(
 
 
 def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
-    """Whether the launch that sorts pairs may also choose the experts. Each expert's workgroup then has all logits in registers."""
+    """Whether the launch that sorts pairs may also route tokens, because a workgroup can hold all router logits in registers."""
     return power_of_two(tokens) * padded_experts(plan.num_experts) <= _MOST_LOGITS
 
 
 def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
-    """The static scales of both projections' activations, or None."""
+    """Returns the static scales of the inputs of the gate/up and of the down projection; two None if the encoding has no static
+    scales."""
     return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
 
 
 def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
-    """The dtype of the gate/up GEMM's result: quantised values with a static scale; float32 where float16 may overflow. Rounding to
-    16 bits before quantisation changes quantised values: with weights in fp8 blocks, the error is 1.5e-2 instead of 2e-3. With
-    mxfp4 weights the portable kernel has that error too, and halving the bytes is worth more.
+    """Returns the dtype of the gate/up GEMM's result: fp8 with a static scale; float32 if float16 may overflow, or if fp8
+    block-scaled weights have quantised activations; otherwise the plan's dtype.
+
+    Rounding the result to 16 bits before it is quantised changes quantised values. With fp8 block-scaled weights, the error of the
+    output would be 1.5e-2 instead of 2e-3, so the result is float32. With mxfp4 weights the portable kernel has that error too, and
+    16-bit results save half of the memory traffic.
     """
     if encoding.scales == "tensor":
         return torch.float8_e4m3fn
@@ -215,24 +223,25 @@ def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
 
 
 def of_slots(plan: MoEPlan) -> torch.dtype:
-    """The dtype of the down projection's result: float16 has not the range for it."""
+    """The dtype of the down projection's result, per slot: float32 instead of float16, whose range is too small."""
     return torch.float32 if plan.dtype == torch.float16 else plan.dtype
 
 
 def most_tokens(plan: MoEPlan) -> int:
-    """Tokens of a call's launches: byte offsets of their pairs are 32-bit."""
+    """The most tokens per launch: byte offsets within the tensors of their pairs must fit in 32 bits."""
     results = plan.intermediate_size * between(encoding_of(plan), plan).itemsize, plan.hidden_size * of_slots(plan).itemsize
     widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), *results)
     return (2**31 - 1) // (plan.top_k * widest)
 
 
 def padded(k: int) -> int:
-    """The number of elements of an encoded row."""
+    """The number of elements of an encoded row: k, rounded up to a multiple of 512."""
     return quads_of(k) * QUAD * STEP
 
 
 def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> None:
-    """Encodes the first ``count[0]`` rows of x, contiguous ``[rows, k]``; count: int32."""
+    """Launches the encoding of the first ``count[0]`` rows of x, contiguous [rows, k], to ``encoded``. ``count``: int32, on
+    device."""
     room, k = x.shape
     encode_device.encode_kernel[(-(-room // _ENCODED),)](
         x, count, *encoded, k, padded(k), room, encoding=encoding, CHUNKS=_chunks(k), num_warps=_ENCODED
@@ -240,7 +249,7 @@ def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> No
 
 
 def _chunks(k: int) -> int:
-    """Number of chunks of 512 elements of a row that stays in registers while it is encoded; 0 if the row is too long."""
+    """Number of 512-element chunks of a row of k elements that stays in registers while it is encoded; 0 if the row is too long."""
     return quads_of(k) if quads_of(k) <= 16 else 0
 
 
@@ -273,8 +282,8 @@ def _route(
             encoding=encoding, routing=router.routing, ROWS=tile.columns, CHUNKS=_chunks(hidden), num_warps=warps,
         )  # fmt: skip
         return schedule, encoded
-    # All ids at once if they fit in registers: 4096 ids take 2.2 us with 8 warps, 2.3 us with 4, and 3.6 us in chunks of 1024. 1024
-    # take 1.2 us with 4 warps, 1.6 with 8.
+    # All top-k ids are loaded at once if they fit in registers: 4096 ids take 2.2 us with 8 warps, 2.3 us with 4, and 3.6 us in
+    # chunks of 1024. 1024 ids take 1.2 us with 4 warps, 1.6 us with 8.
     warps = 4 if pairs <= 1024 else 8
     ids_at_once = min(512 * warps, max(1024, power_of_two(pairs)))
     schedule_device.route_kernel[(plan.num_experts + -(-tokens // warps),)](
@@ -303,14 +312,15 @@ def _product(
     gated: bool,
     out_static: Tensor | None = None,
 ) -> None:
-    """One grouped GEMM."""
+    """Launches one grouped GEMM: the gate/up projection with the activation if ``gated``, otherwise the down projection."""
     k = plan.hidden_size if gated else plan.intermediate_size
     features = 2 * plan.intermediate_size if gated else plan.hidden_size
     name = "w13_weight" if gated else "w2_weight"
     weight, weight_scale, bias = projection(weights, name)
     codes = encoded.codes if encoding.format == "e2m1" else encoded.codes.view(torch.float8_e4m3fn)
     strips = strips_of(features)
-    # A multiple of the number of XCDs. So an expert's tiles of tokens find its weights in the same L2.
+    # A multiple of the number of XCDs. So the workgroups of all token tiles of an expert that read the same strips run on one XCD,
+    # and share its L2.
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
     limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
     shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Device code of `grouped`: a tile of one expert's GEMM, and the sum over slots."""
+"""Device code of `grouped`: a tile of one expert's GEMM, and the sum over the slots of a token.
+
+A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,23 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 
 @gluon.constexpr_function
 def copy_layout(row_bytes, warps):
-    """uint8 [columns, bytes of four steps]: 16 bytes a lane."""
+    """The register layout of encoded rows on their way from global memory to LDS, uint8 [columns, row_bytes]: 16 bytes per lane."""
     lanes = row_bytes // 16
     return gl.BlockedLayout([1, 16], [64 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.aggregate
 class Columns:
-    """A tile of tokens, and the locations of their encoded rows and scales.
+    """The addresses of the encoded rows and block scales of a tile's columns.
 
     Attributes:
-        codes, scale: pointers to the first row of the first plane.
-        plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
-        offsets: int32 [columns, bytes of four steps], offsets of the encoded values.
-        place: int32 [1, bytes of four steps], the index of each byte within a row.
+        codes, scale: pointers to the encoded values and the scales of row 0 in the first plane.
+        plane_codes, plane_scales: distances from one plane to the next, in elements of codes and of scale.
+        offsets: int32 [columns, bytes per quad], offsets of the first quad's encoded values from ``codes``.
+        place: int32 [1, bytes per quad], the index of each byte of the first quad within its row.
         row_bytes: bytes of an encoded row.
-        scale_offsets: int32 [columns, 4, 4], offsets of the block scales.
-        quads: number of groups of four steps.
+        scale_offsets: int32 [columns, 4, 4], offsets of the first quad's block scales from ``scale``.
+        quads: number of quads of a row.
     """
 
     codes: gl.tensor
@@ -55,8 +58,8 @@ class Columns:
 
 @gluon.jit
 def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The row of each column: in the gate/up GEMM the pair's token, else its index in the order. Columns beyond ``count`` get the
-    last row.
+    """Returns the row of the encoded activations that each column of a tile reads. In the gate/up GEMM, this is the pair's token.
+    In the down projection, it is the pair's index in ``order``. Columns from ``count`` on read the last valid row.
     """
     row = first + gl.minimum(gl.arange(0, COLUMNS, layout), count - 1)
     return gl.load(order + row) // top_k if GATED else row
@@ -64,7 +67,7 @@ def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def load_codes(columns, quad, encoding: gl.constexpr):
-    """The encoded values of four steps, of all planes; zeros beyond the row."""
+    """Loads the encoded values of one quad: a tuple with an entry per plane, with zeros beyond a row's end."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
     codes = ()
@@ -81,7 +84,7 @@ def store_codes(shared, codes, encoding: gl.constexpr):
 
 @gluon.jit
 def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The block scales of four steps, uint8 [columns, 16], of all planes."""
+    """Loads the block scales of one quad: a tuple with a uint8 [columns, 16] per plane."""
     exists = gl.full(columns.scale_offsets.shape, quad, gl.int32, columns.scale_offsets.type.layout) < columns.quads
     scales = ()
     for plane in gl.static_range(encoding.planes):
@@ -92,7 +95,7 @@ def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, la
 
 @gluon.jit
 def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
-    """The encoded values of each plane as the right operand of MMAs."""
+    """Reads a quad's encoded values from LDS as right operands of MMAs: a tuple with an entry per plane."""
     codes = ()
     for plane in gl.static_range(encoding.planes):
         codes += (shared.index(plane).permute([1, 0]).load(operand),)
@@ -101,11 +104,11 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 @gluon.jit
 def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
-    """Whether rows of a tile may take exact passes. The result is the same in all waves. ``held``: points to the test's results,
-    see `encoding`."""
+    """Whether some row of a tile may take exact passes. The result is the same in all waves. ``held``: points to the rows' results
+    of the test `held_at_least`."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
-        layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all
+        layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all rows
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, lanes, layout)
         return gl.min(gl.load(held + row).to(gl.int32), axis=0) < ENOUGH
     return gl.to_tensor(shape.encoding.planes > 1)
@@ -113,7 +116,7 @@ def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
 
 @gluon.jit
 def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.constexpr):
-    """The rows of a tile before they are encoded."""
+    """Returns the `Source` of a tile's columns: the addresses of their unencoded rows."""
     layout: gl.constexpr = source_layout(gl.num_warps())
     row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, layout)
     return Source(operands.x, row.to(gl.int64) * operands.x_stride, gl.zeros([COLUMNS], gl.int32, layout) + k)
@@ -121,7 +124,7 @@ def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.co
 
 @gluon.jit
 def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact, shape: gl.constexpr):
-    """Adds the exact passes of the rows of a tile, if ``inexact``."""
+    """Adds the exact passes of a tile's rows to the accumulators ``first`` and ``second``, if ``inexact``."""
     if inexact:
         source = source_of(operands, first_row, count, k, shape.columns, shape)
         quads = (k + 511) // 512
@@ -133,22 +136,23 @@ def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact,
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """Computes a tile of one GEMM. Workgroups are numbered by tile of tokens and block of strips; the block varies fastest.
+    """Computes a tile of one grouped GEMM. Workgroups are numbered by tile of tokens and by block of strips of weights; the block
+    varies fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
-        rows: encoded rows.
+        rows: number of encoded rows per plane.
         row_bytes: bytes of an encoded row.
-        strips: number of strips of an expert.
+        strips: number of strips of an expert's weights.
         k: the inner dimension.
-        blocks: number of blocks of strips.
+        blocks: number of blocks into which an expert's strips are divided, one strip per warp.
     """
     COLUMNS: gl.constexpr = shape.columns
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     acc_layout: gl.constexpr = accumulator_layout(warps)
     operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 16)
-    size: gl.constexpr = 256 if encoding.format == "e2m1" else 512  # bytes of a row's four steps
+    size: gl.constexpr = 256 if encoding.format == "e2m1" else 512  # bytes of one quad of an encoded row
     copy: gl.constexpr = copy_layout(size, warps)
     scale_copy: gl.constexpr = token_scale_layout(COLUMNS, warps)
     token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [COLUMNS, 16])
@@ -228,8 +232,14 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
 
 @gluon.aggregate
 class Tokens:
-    """The columns of a tile. For each: whether it exists, the row of its result, its scale (1 with block scales), and the
-    reciprocal of the static scale of the result (1 without a static scale)."""
+    """The columns of a tile in the epilogue.
+
+    Attributes:
+        exists: [columns], whether the column has a (token, expert) pair.
+        out_row: int32 [columns], the row of ``out`` that the column's result goes to.
+        scale: float32 [columns], the activations' scale; 1 with block scales.
+        out_scale: reciprocal of the result's static scale; 1 without a static scale.
+    """
 
     exists: gl.tensor
     out_row: gl.tensor
@@ -239,7 +249,7 @@ class Tokens:
 
 @gluon.jit
 def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The columns of a tile that has ``count`` rows, the first of which is ``first_row``."""
+    """Returns the columns of a tile with ``count`` pairs, of which the first has index ``first_row`` in ``operands.order``."""
     column = gl.arange(0, COLUMNS, layout)
     row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
     pair = gl.load(operands.order + row)
@@ -266,7 +276,7 @@ def add_bias(first, second, operands, expert, first_strip, strips, shape: gl.con
 
 @gluon.jit
 def store_product(operands, first, second, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
-    """Applies the activation, and stores a tile."""
+    """Stores a tile's accumulators: in the gate/up GEMM after the activation, in the down projection directly."""
     by_row: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     lane = gl.arange(0, first.shape[0], by_row)
     strip = first_strip + lane // 16
@@ -296,7 +306,7 @@ def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TO
     total = gl.zeros([BLOCK], gl.float32, layout)
     for slot in gl.static_range(TOP_K):
         expert = gl.load(ids + token * TOP_K + slot)
-        # The row of a slot without an expert was not written, and may be NaN. Its weight may also be NaN.
+        # The result row of a slot without an expert was not written, and may hold NaN. The slot's weight may also be NaN.
         present = (expert >= 0) & (expert < num_experts)
         weight = gl.load(weights + token * TOP_K + slot)
         known = feature < gl.where(present, hidden, 0)

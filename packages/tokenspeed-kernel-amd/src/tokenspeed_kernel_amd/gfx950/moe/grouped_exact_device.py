@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The exact passes after `wide_device`, whose mainloop leaves no registers for them.
 
-This kernel has the same grid. It computes the rows of its tiles that planes do not represent, and replaces their results. A
-workgroup without such rows ends after the test.
+This kernel has the grid of `wide_kernel`. It computes again the rows of activations that the planes do not represent exactly, and
+overwrites their results. A workgroup without such rows exits after the test.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, passes_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, strips_at
 
-_PART = gl.constexpr(32)  # columns
+_PART = gl.constexpr(32)  # columns of a tile that are computed together
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Workgroups are numbered by tile of tokens and group of blocks of strips; the group varies fastest. Arguments: see
-    `wide_kernel`.
-    """
+    """Computes the exact rows of a tile of tokens for several blocks of strips. Grid and arguments: see `wide_kernel`."""
     strip = gl.program_id(0) % groups * (shape.blocks * gl.num_warps())
     tile = operands.tiles + gl.program_id(0) // groups * 4
     expert = gl.load(tile)
@@ -36,7 +34,7 @@ def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl
 
 @gluon.jit
 def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to 32 rows from ``first_row`` on, of ``count`` that there are."""
+    """Computes the exact rows among 32 rows of a tile (or ``count``, if fewer remain), of which the first is ``first_row``."""
     warps: gl.constexpr = gl.num_warps()
     acc_layout: gl.constexpr = accumulator_layout(warps)
     quads = (k + 511) // 512

@@ -1,6 +1,7 @@
-"""`moe_apply` with weights in mxfp4 and in fp8 blocks on CDNA4. Weights are in one layout, see `mxfp4_layout` and
-`fp8_block_layout`. Two groups of kernels read these layouts: `few` for the smallest batches, in two launches; and `grouped`, which
-sorts pairs by expert. The number of tokens decides.
+"""`moe_apply` with mxfp4 and fp8 block-scaled weights on CDNA4.
+
+Each weight format has one layout, see `mxfp4_layout` and `fp8_block_layout`. Two groups of kernels read these layouts: `few` for
+the smallest batches, in two launches; and `grouped`, which sorts (token, expert) pairs by expert. The number of tokens decides.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Weights(NamedTuple):
 
     Attributes:
         format: the tensor format of both projections.
-        traits: the traits of kernels for these weights.
-        prepare: function that arranges the weights in the kernels' layout.
+        traits: the traits of the kernels that read these weights.
+        prepare: function that copies canonical weights to the kernels' layout.
     """
 
     format: TensorFormat
@@ -57,7 +58,7 @@ WEIGHTS = {
     "mxfp4": Weights(mxfp4_format(), {**_TRAITS, "weight_layout": mxfp4_layout.LAYOUT}, mxfp4_layout.prepare_weights),
     "fp8_block": Weights(
         fp8_format(torch.float8_e4m3fn, "block", (BLOCK_FP8, BLOCK_FP8)),
-        # Strips have 32 rows, and a row begins at a multiple of 16 bytes.
+        # Strips have 32 rows of weights, and a row of k fp8 values must begin at a multiple of 16 bytes.
         {
             **_TRAITS,
             "weight_layout": fp8_block_layout.LAYOUT,
@@ -96,6 +97,6 @@ def moe_apply(
 
 for _weights in WEIGHTS:
     _registered("", _weights, {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_apply)
-    # No codes represent float32, so float32 activations must be rounded.
+    # No number of planes represents float32 exactly, so float32 activations must be rounded.
     for _kind, _trait in ROUNDED.items():
         _registered(f"_float32_{_kind}", _weights, {torch.float32}, **{_trait: {True}})(moe_apply)

@@ -1,5 +1,7 @@
-"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the GEMMs of `moe_apply`. In the smallest batches, the gate/up
-projection also routes. In larger batches, the launch that sorts pairs by expert also routes, or a separate launch before it.
+"""`moe_topk_apply` with mxfp4 and fp8 block-scaled weights on CDNA4: routing and the GEMMs of `moe_apply`.
+
+In the smallest batches, the launch of the gate/up projection also routes. In larger batches, the launch that sorts pairs by expert
+also routes. With too many tokens for either launch to route, a separate launch routes first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""Routing: sorts pairs of tokens and slots by expert, divides them into tiles, and encodes tokens in the same launch.
+"""Sorts (token, expert) pairs by expert, divides them into tiles for the grouped GEMMs, and encodes tokens in the same launch.
 
-An expert's tiles have a position in the list that depends only on the number of pairs of earlier experts. So no expert's workgroup
-waits for another. With ``start`` such pairs, the tiles of expert ``e`` begin at entry ``start // rows + e``. Unused entries have
-the expert -1: at most one per expert in between, and those beyond the last tile.
+The position of an expert's tiles in the list of tiles depends only on the number of pairs of earlier experts. So no expert's
+workgroup waits for another. With ``start`` such pairs, the tiles of expert ``e`` begin at entry ``start // rows + e``, where
+``rows`` is the number of pairs per tile. Unused entries of the list have the expert -1. There is at most one unused entry after
+each expert's tiles, and the list's end may be unused.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def add(a, b):
 
 @gluon.constexpr_function
 def lanes_layout(warps):
-    """The layout of the ids that are read at a time."""
+    """The register layout of the chunk of top-k ids that a workgroup loads at once."""
     return gl.BlockedLayout([4], [64], [warps], [0])
 
 
 @gluon.jit
 def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS: gl.constexpr, CHUNK: gl.constexpr):
-    """Lists an expert's pairs and tiles. Arguments: see `route_kernel`."""
+    """Writes one expert's pairs to ``order`` and its tiles to ``tiles``. Arguments: see `route_kernel`."""
     lane = gl.arange(0, CHUNK, lanes_layout(gl.num_warps()))
     found = isa.buffer_load(ids, lane, mask=lane < pairs, other=-1)
     before = ((found >= 0) & (found < expert)).to(gl.int32)
@@ -50,8 +51,8 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
 
 @gluon.jit
 def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl.constexpr):
-    """Lists the tiles of an expert with ``count`` pairs. All earlier experts together have ``start`` pairs. For the last expert,
-    also writes the unused entries at the end of the list. ``lane``: int32 [lanes], 0, 1, and so on."""
+    """Writes the tiles of an expert with ``count`` pairs to ``tiles``. All earlier experts together have ``start`` pairs. For the
+    last expert, also writes the unused entries at the end of the list. ``lane``: int32 [lanes], 0, 1, and so on."""
     lanes: gl.constexpr = lane.shape[0]
     entry = start // ROWS + expert
     after = (start + count) // ROWS + expert + 1
@@ -69,7 +70,11 @@ def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl
 
 @gluon.jit
 def list_pairs(found, pair, order, row, expert):
-    """Lists those pairs that have the expert, from entry ``row`` on. Returns the entry after the last pair."""
+    """Writes the pairs that have ``expert`` to ``order``, beginning at index ``row``. Returns the index after the last pair.
+
+    Args:
+        found, pair: int32 [lanes], expert ids and the pairs that they belong to, in ascending order.
+    """
     mine = (found == expert).to(gl.int32)
     until = gl.associative_scan(mine, 0, add)
     isa.buffer_store(pair, order, row + until - 1, mask=mine != 0)
@@ -96,20 +101,22 @@ def route_kernel(
     CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """The first workgroups are for experts: each lists its expert's pairs. The other workgroups encode tokens, one per warp.
+    """Sorts pairs and encodes tokens. The first ``num_experts`` workgroups each write one expert's pairs and tiles. The other
+    workgroups encode tokens, one per warp.
 
     Args:
-        ids: int32 [pairs], TOP_K expert ids for each token. Ids that are not in 0 ... num_experts - 1 are left out.
-        order: int32 [pairs], receives the pairs by expert, ascending within one.
-        tiles: int32 [entries + 1, 4], receives expert, first row and number of rows of each tile; at the end the number of rows.
+        ids: int32 [pairs], TOP_K expert ids for each token. Pairs whose id is not in 0 ... num_experts - 1 are left out.
+        order: int32 [pairs], receives the pairs sorted by expert; an expert's pairs are in ascending order.
+        tiles: int32 [entries + 1, 4], receives each tile's expert, first index in ``order`` and number of pairs. The last entry
+            receives the number of sorted pairs.
         x: [tokens, k], rows x_stride apart.
         codes, scale, k, width, CHUNKS: see `encode_rows`.
-        ROWS: of a tile.
-        CHUNK: ids that are read at once.
+        ROWS: the most pairs of a tile.
+        CHUNK: number of ids that a workgroup loads at once.
     """
     program = gl.program_id(0)
     if program < num_experts:
-        # The compiler sees that this number is a multiple of TOP_K, and loads several ids at once.
+        # The compiler sees that the number of pairs is a multiple of TOP_K, and loads several ids with one instruction.
         schedule_expert(ids, tokens * TOP_K, order, tiles, entries, program, num_experts, ROWS, CHUNK)
     else:
         first = (program - num_experts) * gl.num_warps()
@@ -139,12 +146,12 @@ def choose_and_route_kernel(
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """Like `route_kernel`, but each expert's workgroup also chooses the tokens' experts from their logits. The first one stores the
-    choice. There are at most ``routing.rows`` tokens.
+    """Like `route_kernel`, but each expert's workgroup also routes all tokens from their router logits. The first workgroup stores
+    the routing. There are at most ``routing.rows`` tokens.
 
     Args:
         logits, logits_stride, scaling, routing: see `choose`.
-        ids_out, weights_out: receive the choice, contiguous [tokens, top_k].
+        ids_out, weights_out: receive the top-k ids and weights, contiguous [tokens, top_k].
         others: see `route_kernel`.
     """
     program = gl.program_id(0)

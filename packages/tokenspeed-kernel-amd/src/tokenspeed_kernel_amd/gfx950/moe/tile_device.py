@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-"""Code that the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout`` say how
-weights lie in memory. Weights in fp8 blocks are float8e4nv, mxfp4 weights are uint8. A step in fp8 blocks has twice as many loads
-of 16 bytes per lane.
+"""Code that the MoE GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout`` define
+the layouts of weights in memory, and the words *strip*, *half*, *step* (128 elements of k) and *quad* (four steps).
 
-A wave has a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
+fp8 block-scaled weights are float8e4nv, mxfp4 weights are uint8. A step of fp8 weights takes twice as many loads of 16 bytes per
+lane.
+
+A wave computes a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
 features, and columns are tokens.
 """
 
@@ -24,31 +26,33 @@ def log2(power):
 
 @gluon.constexpr_function
 def accumulator_layout(warps):
-    """Warps are divided along features. A lane holds four neighbouring features of one token."""
+    """The register layout of accumulators [features, tokens]. Features are divided among warps. A lane holds four neighbouring
+    features of one token."""
     return isa.mfma_layout([16, 16, 128], False, [warps, 1])
 
 
 @gluon.constexpr_function
 def plain(rank):
-    """A layout of LDS without gaps, the last axis fastest."""
+    """An LDS layout of ``rank`` axes without padding or swizzling; the last axis varies fastest."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
 def pieces_of_step(dtype):
-    """Loads of 16 bytes per lane in a step of weights."""
+    """Number of 16-byte loads per lane that one step of a half strip of weights takes."""
     return 2 if dtype == gl.float8e4nv else 1
 
 
 @gluon.constexpr_function
 def words_of_quad(dtype):
-    """Number of words of the scales of four steps of a half strip: one per lane, or one per step."""
+    """Number of 32-bit words with the scales of a quad of a half strip: mxfp4 has one per lane, fp8 one per step."""
     return 4 if dtype == gl.float8e4nv else 64
 
 
 @gluon.constexpr_function
 def weight_layout(warps, steps=4):
-    """[warps, chunk, g, r, b] as it lies in memory: 16 bytes a lane."""
+    """The register layout of weights in the order of memory, [warps, 16-byte loads, g, r, b]: 16 bytes per lane and load. ``g`` is
+    the lane's group along k, ``r`` its row in the half strip, ``b`` a byte."""
     lanes = [[0, 0, 0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 1 << bit, 0, 0] for bit in range(2)]
     registers = [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(log2(steps))]
     divided = [[1 << bit, 0, 0, 0, 0] for bit in range(log2(warps))]
@@ -57,28 +61,31 @@ def weight_layout(warps, steps=4):
 
 @gluon.constexpr_function
 def weight_scale_layout(warps):
-    """int32 [warps, g, r] as stored in memory: a word per lane, whose bytes are the scales of four steps."""
+    """The register layout of mxfp4 scales in the order of memory, int32 [warps, g, r]: a word per lane, whose bytes are the scales
+    of a quad's four steps."""
     lanes = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     return gl.DistributedLinearLayout([], lanes, [[1 << bit, 0, 0] for bit in range(log2(warps))], [], [warps, 4, 16])
 
 
 @gluon.constexpr_function
 def block_scale_layout(warps):
-    """float32 [warps, 1, step]: all lanes of a wave have the scales of four steps."""
+    """The register layout of fp8 block scales, float32 [warps, 1, step]: every lane of a wave holds the scales of a quad's four
+    steps."""
     divided = [[1 << bit, 0, 0] for bit in range(log2(warps))]
     return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]], [[0, 0, 0]] * 6, divided, [], [warps, 1, 4])
 
 
 @gluon.constexpr_function
 def rows_layout(warps):
-    """[warps, 16]: the rows of an accumulator."""
+    """The register layout of a vector with a value per row of an accumulator, [warps, 16]."""
     lanes = [[0, 0]] * 4 + [[0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[1 << bit, 0] for bit in range(log2(warps))], [], [warps, 16])
 
 
 @gluon.constexpr_function
 def token_scale_layout(columns, warps, steps=4):
-    """uint8 [columns, g, step]: a lane's block scales of tokens, a byte a step for each 16 columns."""
+    """The register layout of the tokens' block scales, uint8 [columns, 4 blocks of a step, steps]: for every 16 columns, a lane
+    holds one byte per step."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
@@ -86,7 +93,7 @@ def token_scale_layout(columns, warps, steps=4):
 
 @gluon.constexpr_function
 def axis_layout(layout, rank, axis):
-    """The layout of one axis of another layout."""
+    """The layout of a vector along axis ``axis`` of a tensor with ``rank`` axes and layout ``layout``."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -95,16 +102,17 @@ def axis_layout(layout, rank, axis):
 
 @gluon.aggregate
 class Strips:
-    """The location of a workgroup's strips, one strip per warp.
+    """The addresses of a workgroup's strips of weights, one strip per warp.
 
     Attributes:
-        weight, scale: pointers to the weights and the scales of the first strip. A word of scales is for four steps.
-        offsets: int32 [warps, chunk, g, r, b], offsets of the first loads of the first halves of the strips, as many as are loaded
-            at once.
-        block: int32 [1, chunk, g, 1, 1], the index of a lane's 16-byte block in a row, counted from the first step.
-        scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
-        blocks: number of 16-byte blocks in a row, a scalar or int32 [warps, 1, 1, 1, 1]. Memory beyond these blocks is not read.
-        scale_blocks: number of 32-element blocks in k, a scalar or int32 [warps, 1, 1].
+        weight, scale: pointers to the weights and the scales of the first warp's strip.
+        offsets: int32 [warps, loads, g, r, b], byte offsets from ``weight`` of the first loads of each warp's first half strip.
+            There are as many loads as are issued at once.
+        block: int32 [1, loads, g, 1, 1], the index within its row of the 16-byte block that a lane loads.
+        scale_offsets: int32 [warps, g, r] (mxfp4) or [warps, 1, step] (fp8), offsets of the first quad's scales from ``scale``, in
+            words.
+        blocks: number of 16-byte blocks per row, a scalar or int32 [warps, 1, 1, 1, 1]. Memory beyond these blocks is not read.
+        scale_blocks: number of 32-element blocks along k, a scalar or int32 [warps, 1, 1].
     """
 
     weight: gl.tensor
@@ -118,11 +126,12 @@ class Strips:
 
 @gluon.aggregate
 class Quad:
-    """Four steps of strips. In mxfp4: two tiles of weights, uint8 [16 * warps, 256], and the words of their scales, int32 [warps,
-    g, r]. In fp8 blocks: [16 * warps, 512], and float32 [warps, 1, step].
+    """One quad of both halves of the warps' strips, in registers.
 
-    Scales stay words until they are used. If a loop carried bytes instead, it would split words into bytes right after loading
-    them, and so wait for the loads."""
+    With mxfp4, weights are uint8 [16 * warps, 256], and scales are words, int32 [warps, g, r]. With fp8, weights are [16 * warps,
+    512] and scales float32 [warps, 1, step]. mxfp4 scales stay words until they are used. If a loop carried bytes instead, it would
+    split words into bytes right after loading them, and so wait for the loads.
+    """
 
     first: gl.tensor
     second: gl.tensor
@@ -132,8 +141,11 @@ class Quad:
 
 @gluon.jit
 def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_ONCE: gl.constexpr = 4):
-    """Strips of an expert from ``first`` on. The expert has ``strips`` of them; the last strip replaces strips beyond it.
-    ``AT_ONCE`` steps are loaded at once."""
+    """Returns the `Strips` of an expert that a workgroup computes; the first warp has strip number ``first``.
+
+    The expert has ``strips`` strips. Warps beyond the last strip read the last strip instead. ``AT_ONCE``: number of steps that are
+    loaded at once.
+    """
     PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
     WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
     layout: gl.constexpr = weight_layout(warps, PIECES * AT_ONCE)
@@ -161,7 +173,8 @@ def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_O
 
 @gluon.jit
 def scale_places(dtype: gl.constexpr, warps: gl.constexpr):
-    """Positions of the words of four steps' scales: warp, int32 [warps, 1, 1], and word, int32 [1, g, r] or [1, 1, step]."""
+    """Returns indices for the scale words of a quad: the warp, int32 [warps, 1, 1], and the word within the quad of a half strip,
+    int32 [1, g, r] (mxfp4) or [1, 1, step] (fp8)."""
     layout: gl.constexpr = block_scale_layout(warps) if dtype == gl.float8e4nv else weight_scale_layout(warps)
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
     if dtype == gl.float8e4nv:
@@ -174,7 +187,8 @@ def scale_places(dtype: gl.constexpr, warps: gl.constexpr):
 
 @gluon.aggregate
 class HalfQuad:
-    """Weights of four steps along k, uint8 [16 * warps, 256], and the words of their scales. A warp has 16 rows, half a strip."""
+    """One quad of weights in registers, uint8 [16 * warps, 256] (fp8: [16 * warps, 512]), and the words of their scales. A warp has
+    16 rows, half a strip."""
 
     first: gl.tensor
     first_scale: gl.tensor
@@ -182,15 +196,16 @@ class HalfQuad:
 
 @gluon.jit
 def expert_of(ids, warp, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr):
-    """The expert of a warp's slot, some expert where it has none."""
+    """The expert of each warp's slot; expert 0 if the slot has no valid expert."""
     expert = gl.load(ids + gl.minimum(warp // SPLIT, top_k - 1))
     return gl.where((expert >= 0) & (expert < num_experts), expert, 0)
 
 
 @gluon.jit
 def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr, warps: gl.constexpr):
-    """For each warp, half of a strip of its slot's expert. ``half`` is counted in 16 rows. SPLIT neighbouring warps handle one
-    slot, each a part of k. All weights together must have less than 2^31 bytes."""
+    """Returns `Strips` that address half a strip per warp: 16 rows of the expert of the warp's slot. The rows begin at row 16 *
+    ``half``. SPLIT neighbouring warps handle one slot, each with its own split of k. All weights together must have less than 2^31
+    bytes."""
     PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
     WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
     layout: gl.constexpr = weight_layout(warps, 4 * PIECES)
@@ -227,7 +242,8 @@ def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.conste
 
 @gluon.jit
 def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
-    """The weights of one half from ``step`` on, [16 * warps, bytes]; zeros beyond k."""
+    """Loads the weights of half HALF (0 or 1) of each warp's strip, beginning with step number ``step``, [16 * warps, bytes].
+    Elements beyond k are zeros."""
     PIECES: gl.constexpr = pieces_of_step(strips.weight.dtype.element_ty)
     count: gl.constexpr = strips.offsets.shape[1]
     tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
@@ -238,7 +254,7 @@ def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit
 def load_scale(strips, quad, HALF: gl.constexpr):
-    """The words of the scales of one half's four steps."""
+    """Loads the scale words of one quad of half HALF (0 or 1) of each warp's strip."""
     WORDS: gl.constexpr = words_of_quad(strips.weight.dtype.element_ty)
     exists = gl.full(strips.scale_offsets.shape, quad * 16, gl.int32, strips.scale_offsets.type.layout) < strips.scale_blocks
     return isa.buffer_load(strips.scale + quad * (2 * WORDS) + HALF * WORDS, strips.scale_offsets, mask=exists)
@@ -246,7 +262,8 @@ def load_scale(strips, quad, HALF: gl.constexpr):
 
 @gluon.jit
 def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constexpr):
-    """The scales of two or four steps, from a step on, as MMAs take them: uint8 [16 * warps, 4 * steps]."""
+    """Unpacks the mxfp4 scales of COUNT (2 or 4) consecutive steps of a quad, beginning with step FIRST, into the MFMA scale
+    layout: uint8 [16 * warps, 4 * COUNT]. ``words``: the quad's scales, a word per lane with a byte per step."""
     tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     layout: gl.constexpr = isa.mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
     low = gl.join((words >> (8 * FIRST)).to(gl.uint8), (words >> (8 * FIRST + 8)).to(gl.uint8))
@@ -273,7 +290,7 @@ def load_quad(strips, quad, warps: gl.constexpr):
 
 @gluon.jit
 def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
-    """The four steps of a tensor with two axes; AXIS is k."""
+    """Splits a quad of an MMA operand, a tensor with two axes of which AXIS is k, into its four steps."""
     if AXIS == 1:
         parts = tensor.reshape(tensor.shape[0], 2, 2, tensor.shape[1] // 4).permute(0, 3, 1, 2)
     else:
@@ -291,7 +308,7 @@ def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def factors_of(words, warps: gl.constexpr, acc_layout: gl.constexpr):
-    """The scales of four steps in fp8 blocks, float32 [16 * warps, 1] each."""
+    """Returns the fp8 block scales of a quad's four steps as a tuple; each is float32 [16 * warps, 1], a value per row."""
     by_warp: gl.constexpr = rows_layout(warps)
     factors = ()
     even, odd = gl.split(words.reshape(warps, 2, 2))
@@ -308,12 +325,12 @@ def factors_of(words, warps: gl.constexpr, acc_layout: gl.constexpr):
 
 @gluon.jit
 def add_mfmas(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """Adds the dot products of four steps of weights with some planes of tokens.
+    """Adds the dot products of one quad of weights and of the tokens' planes to the accumulator.
 
     Args:
         weight, words: weights and scale words of a `Quad`.
-        codes: quantised values of some planes, each [512, columns] (packed along k: [256, columns]).
-        scales: block scales of the same planes, uint8 [columns, 16]; unused if a token has one scale.
+        codes: tuple of the planes' quantised values, each [512, columns] (e2m1, packed along k: [256, columns]).
+        scales: tuple of the planes' block scales, each uint8 [columns, 16]; unused if activations have no block scales.
     """
     if weight.dtype == gl.float8e4nv:
         acc = add_block_products(acc, weight, words, codes, scales, encoding)
@@ -329,8 +346,8 @@ def add_mfmas(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_mfmas` for weights in fp8 blocks. A block is one step along k, and the block's scale multiplies the step's partial
-    sum."""
+    """`add_mfmas` for fp8 block-scaled weights. A scale block is one step along k, so the block's scale multiplies the step's
+    partial sum."""
     acc_layout: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 16)
     token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [acc.shape[1], 4])
@@ -355,8 +372,8 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
 
 @gluon.jit
 def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
-    """The biases of both halves of an expert's strips from ``first_strip`` on, one strip per warp, float32 [16 * warps]. Beyond the
-    last strip they are zeros."""
+    """Loads the biases of the first and of the second halves of the warps' strips, float32 [16 * warps] each. The first warp has
+    strip ``first_strip``. Biases beyond the expert's last strip are zeros."""
     row = gl.arange(0, 16 * gl.num_warps(), layout)
     strip = first_strip + row // 16
     at = strip * 32 + row % 16
@@ -366,8 +383,8 @@ def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
 
 @gluon.jit
 def activated(gate, up, swiglu, LIMITED: gl.constexpr):
-    """``(up + beta) * gate * sigmoid(alpha * gate)``."""
+    """SwiGLU: ``(up + beta) * gate * sigmoid(alpha * gate)``, after gate and up are clamped if LIMITED."""
     if LIMITED:
-        gate = -larger(-gate, -swiglu.limit)  # a NaN stays one
+        gate = -larger(-gate, -swiglu.limit)  # a NaN stays a NaN
         up = larger(-larger(-up, -swiglu.limit), -swiglu.limit)
     return (up + swiglu.beta) * libdevice.fast_dividef(gate, 1.0 + gl.exp2(gate * (-LOG2_E * swiglu.alpha)))

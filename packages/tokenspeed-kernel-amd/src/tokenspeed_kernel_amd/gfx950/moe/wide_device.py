@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """Device code of `grouped` for the compute-bound case: a tile of up to 128 tokens of one expert's GEMM.
 
-Two steps of all tokens are in LDS, and the next two are in flight through registers. A wave has the weights of two steps in
-registers, and the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows
-that take exact passes are left to ``grouped_exact_device``.
+A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
+
+LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
+registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that
+need exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, axis_layout, scales_of, strips_at, token_scale_layout
 
-_PART = gl.constexpr(32)
+_PART = gl.constexpr(32)  # tokens of a chunk
 
 
 @gluon.constexpr_function
 def scale_copy_layout(warps):
-    """uint8 [columns, g, step], of two steps: 2 bytes a lane."""
+    """The register layout of two steps of the tokens' block scales on their way to LDS, uint8 [columns, g, step]: 2 bytes per
+    lane."""
     return gl.BlockedLayout([1, 1, 2], [16, 4, 1], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.aggregate
 class Pair:
-    """Two steps of both halves of strips: uint8 [16 * warps, 128]."""
+    """The weights of two consecutive steps of k, for one strip per warp: ``first`` has the first half of every warp's strip,
+    ``second`` the second half, uint8 [16 * warps, 128] each."""
 
     first: gl.tensor
     second: gl.tensor
@@ -34,7 +38,7 @@ class Pair:
 
 @gluon.aggregate
 class Words:
-    """The words of the scales of four steps, of both halves of strips."""
+    """The scale words of one quad, for both halves of the warps' strips."""
 
     first: gl.tensor
     second: gl.tensor
@@ -42,8 +46,13 @@ class Words:
 
 @gluon.aggregate
 class Expert:
-    """An expert's strips in memory; see `Strips` for the names. ``steps`` and ``quads``: of k;
-    ``strips``: how many it has."""
+    """The addresses of an expert's weights. ``weight``, ``scale``, ``offsets``, ``block``, ``scale_offsets`` and ``blocks`` are as
+    in `Strips`, for the expert's first strips.
+
+    Attributes:
+        steps, quads: number of steps and of quads along k.
+        strips: number of the expert's strips.
+    """
 
     weight: gl.tensor
     scale: gl.tensor
@@ -77,7 +86,8 @@ def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Loads two steps of a block of strips. Strips that do not exist, and elements beyond k, are zeros."""
+    """Loads the weights of two steps of k from step number ``step`` on, for one strip per warp; the first warp's strip is
+    ``first_strip``. Strips beyond the expert's last strip, and elements beyond k, are zeros."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
@@ -104,15 +114,15 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
 
 @gluon.aggregate
 class Columns:
-    """The location of the encoded values and block scales of a tile's tokens.
+    """The addresses of the encoded rows and block scales of a tile's tokens.
 
     Attributes:
-        codes, scale: pointers to the first row of the first plane.
-        plane_codes, plane_scales: distances from one plane to the next, for codes and for scales.
+        codes, scale: pointers to the encoded values and the scales of row 0 in the first plane.
+        plane_codes, plane_scales: distances from one plane to the next, in elements of codes and of scale.
         row_bytes: bytes of an encoded row.
-        offsets: int32 [columns, bytes of two steps] of the encoded values.
-        place: int32 [1, bytes of two steps], the index of each byte within a row.
-        scale_offsets: int32 [columns, g, 2] of the block scales of two steps.
+        offsets: int32 [columns, bytes of two steps], offsets of the first two steps' encoded values from ``codes``.
+        place: int32 [1, bytes of two steps], the index of each byte of the first two steps within its row.
+        scale_offsets: int32 [columns, g, 2], offsets of the first two steps' block scales from ``scale``.
     """
 
     codes: gl.tensor
@@ -127,7 +137,8 @@ class Columns:
 
 @gluon.jit
 def columns_at(operands, rows, row_bytes, first_row, count, k, size: gl.constexpr, shape: gl.constexpr):
-    """A tile of tokens. ``size``: bytes of two steps."""
+    """Returns the `Columns` of a tile of tokens. ``size``: bytes of two steps of an encoded row. Other arguments: see
+    `wide_kernel`."""
     copy: gl.constexpr = copy_layout(size, gl.num_warps())
     scale_copy: gl.constexpr = scale_copy_layout(gl.num_warps())
     row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, shape.columns, gl.SliceLayout(1, copy))
@@ -151,8 +162,8 @@ def columns_at(operands, rows, row_bytes, first_row, count, k, size: gl.constexp
 
 @gluon.aggregate
 class Shared:
-    """LDS for two k steps of a tile of tokens. Each plane has quantised values, [planes, columns, bytes], and block scales, uint8
-    [planes, columns, g, step]. Without block scales, ``scales`` is the same memory as ``codes``."""
+    """LDS for two steps of a tile of tokens: quantised values, [planes, columns, bytes], and block scales, uint8 [planes, columns,
+    g, step]. Without block scales, ``scales`` is the same memory as ``codes``."""
 
     codes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -171,7 +182,7 @@ def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexp
 
 @gluon.jit
 def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
-    """Loads two of the four steps of all tokens; HALF names the first two or the last two. Returns the encoded values of each
+    """Loads the first (HALF = 0) or last (HALF = 1) two steps of a quad of all tokens. Returns a tuple: the encoded values of each
     plane, then the block scales of each plane. If rows are not padded, encoded values beyond a row's end are zeros."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists = None
@@ -198,8 +209,9 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 
 @gluon.jit
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
-    """Loads two steps of 32 tokens of a plane: the right operand [256, 32] (packed: [128, 32]), and the block scales, uint8 [32,
-    8]. Without block scales, returns the operand twice. ``ITEM`` numbers the planes of all parts."""
+    """Reads two steps of one plane of a chunk of 32 tokens from LDS: the MMAs' right operand [256, 32] (packed e2m1: [128, 32]),
+    and the block scales, uint8 [32, 8]. Without block scales, returns the operand twice. ``ITEM`` is the chunk's index times the
+    number of planes, plus the plane."""
     warps: gl.constexpr = gl.num_warps()
     operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes
@@ -226,8 +238,17 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
-    """MMAs of two steps, STEP and the next one of the four of ``words``, with the tokens in ``shared``. Each chunk is read during
-    the MMAs of the previous chunk. Meanwhile, the loaded steps are stored in the other half of LDS."""
+    """Multiplies the weights of two steps of k by all tokens, and adds the products to the accumulators. A chunk of tokens is read
+    from LDS during the MMAs of the previous chunk.
+
+    Args:
+        firsts, seconds: tuples of accumulators of the first and second half strips, an entry per chunk of 32 tokens.
+        pair, words: the weights of the two steps, and the scale words of their quad.
+        STEP: index of the first of the two steps within the quad, 0 or 2.
+        shared: the LDS buffer that holds the tokens' two steps.
+        other, arrived: the other LDS buffer, and the loaded next two steps of tokens, which are stored to it.
+        count: number of tokens in the tile.
+    """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     planes: gl.constexpr = encoding.planes
@@ -278,10 +299,10 @@ def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count,
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Computes a tile of tokens for several blocks of strips, in one GEMM. Workgroups are numbered by tile of tokens and group of
-    blocks; the group varies fastest.
+    """Computes a tile of tokens for several blocks of strips (one strip per warp) of one grouped GEMM. Workgroups are numbered by
+    tile of tokens and by group of blocks; the group varies fastest.
 
-    The pipeline runs across blocks: during one's epilogue, the weights of the next are in flight.
+    The pipeline runs across blocks of strips: during the epilogue of one block, the weights of the next are in flight.
 
     Args:
         groups: number of groups of blocks of strips. A group has ``shape.blocks`` blocks.

@@ -1,4 +1,7 @@
-"""Dequantisation of `layout` words (e2m1 values and scales) to A fragments of mma.sync or wgmma in registers."""
+"""Dequantisation of mxfp4 weights in the layout of `layout` to A fragments of mma.sync or wgmma in registers.
+
+A *word* is 32 bits with eight e2m1 values of two rows. A *block* is a strip's 64 elements of k, with two scales per row.
+"""
 
 # mypy: ignore-errors
 
@@ -7,9 +10,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Numeric, Uint32, cute
 
-# Dequantises a word to four registers. A multiplication moves the two parts of an e2m1 value (sign; exponent and mantissa) to their
-# positions. A mask clears all other bits. In a bfloat16 these positions are bits 15 and 8...6. The bfloat16 is 2^-126 times the
-# e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the sign of a zero.
+# Dequantises a word to four registers of bfloat16x2. A multiplication moves the two parts of an e2m1 value (sign; exponent and
+# mantissa) to their positions. A mask clears all other bits. In a bfloat16 these positions are bits 15 and 8...6. The bfloat16 is
+# 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -31,7 +34,7 @@ and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# In a float16 the positions of the two parts are bits 15 and 11...9. The float16 is 2^-14 times the e2m1 value.
+# Like BFLOAT16, for float16x2: the positions of the two parts are bits 15 and 11...9. The float16 is 2^-14 times the e2m1 value.
 FLOAT16 = """{
 .reg .b32 a, s;
 shl.b32 a, {$r0}, 8;
@@ -60,8 +63,8 @@ and.b32 s, s, 0x80808080;
 lop3.b32 {$w1}, a, 0x0E0E0E0E, s, 0xEA;
 }"""
 
-# Like E5M2, with each value multiplied by its row's scale. The upper byte of a float16 is a float8_e5m2, so the conversion is exact
-# for results of at least 2^-16.
+# Like E5M2, with each value multiplied by its row's scale in float16. The upper byte of a float16 is a float8_e5m2, so the
+# conversion is exact for results of at least 2^-16.
 SCALED_E5M2 = (
     FLOAT16.replace(".b32 a, s;", ".b32 a, s, w, x, y, z;")
     .replace("{$w0}", "w")
@@ -71,7 +74,8 @@ SCALED_E5M2 = (
     + "prmt.b32 {$w0}, w, y, 0x7351;\nprmt.b32 {$w1}, x, z, 0x7351;\n}"
 )
 
-# Converts the four scale bytes of a lane's two rows to two pairs, {first half of k, second half}, by their exponent fields.
+# Converts a block's four scale bytes of a lane's two rows to a bfloat16x2 per row: the scales of the block's first and second half
+# of k. A scale byte becomes the bfloat16's exponent field.
 BFLOAT16_PAIRS = """{
 .reg .b32 a;
 shl.b32 a, {$r0}, 7;
@@ -79,8 +83,9 @@ and.b32 {$w0}, a, 0x7F807F80;
 shr.u32 a, {$r0}, 1;
 and.b32 {$w1}, a, 0x7F807F80;
 }"""
-# 253 maps to 2^14, whose exponent field is 29. A byte whose upper three bits are ones keeps its lower five bits. Other bytes are
-# scales about 2^29 times smaller than their row's largest scale. They become 0.
+# Like BFLOAT16_PAIRS, for float16x2. Byte 253, a row's largest scale, becomes 2^14, whose exponent field is 29. A byte whose upper
+# three bits are ones keeps its lower five bits as the exponent field. Other bytes are scales about 2^29 times smaller than their
+# row's largest scale. They become 0.
 FLOAT16_PAIRS = """{
 .reg .b32 a, b;
 shl.b32 a, {$r0}, 1;
@@ -104,8 +109,8 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, {$r0}, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
-# Converts the four scale bytes of a lane's two rows to float32, with 2^62 for a row's largest. An exponent field of 253 would
-# overflow when summed.
+# Converts a block's four scale bytes of a lane's two rows to float32. A row's largest scale becomes 2^62, because with an exponent
+# field of 253, sums of dot products would overflow.
 FLOATS = (
     "{ .reg .b32 a;"
     + "".join(
@@ -114,9 +119,10 @@ FLOATS = (
     )
     + "}"
 )
-# The factor for accumulators of `decode_e5m2` values that were scaled by these scales.
+# Accumulators of `decode_e5m2` weights that were scaled by `scales_of` are multiplied by this factor.
 E5M2_FACTOR = 2.0 ** (14 - 62)
-# Instructions on 16-bit pairs can use either half of an operand for both, so this broadcast is free.
+# Duplicates the lower 16 bits of a register, and the upper 16 bits. Instructions on 16-bit pairs can use either half of an operand
+# for both, so this broadcast is free.
 BOTH = """{
 .reg .b16 low, high;
 mov.b32 {low, high}, {$r0};
@@ -126,20 +132,21 @@ mov.b32 {$w1}, {high, high};
 
 
 def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
-    """Returns the scales of a block as 16-bit multipliers.
+    """Returns a block's scales, for the lane's two rows, as multipliers for `decode`.
 
     Args:
         dtype: dtype of the operand, BFloat16 or Float16.
-        scales: the four scale bytes of row ``lane / 4`` of a block.
+        scales: the block's four scale bytes of rows ``lane / 4`` and ``lane / 4 + 8`` of the strip.
 
     Returns:
-        for each half of the block's k, the multipliers of the lane's first and second row, each duplicated in one register.
+        For each half of the block's k: the multipliers of the lane's first and second row, each twice in one register.
     """
     return _multipliers(BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS, scales)
 
 
 def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
-    """Returns `multipliers` of float16, if no scale but 0 is more than 2^29 times smaller than the largest of its row."""
+    """Like `multipliers` for float16, in fewer instructions. Requires that no nonzero scale is more than 2^29 times smaller than
+    its row's largest scale."""
     return _multipliers(NEAR_FLOAT16_PAIRS, scales)
 
 
@@ -154,16 +161,17 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
 
     Args:
         dtype: dtype of the operand, BFloat16 or Float16.
-        word: the lane's word. Words ``s`` = 0 and 1 of a block cover the first half of its k, words 2 and 3 the second half.
-        first, second: the `multipliers` of that half, for row ``lane / 4`` and for the row eight further.
+        word: one of the lane's four words of a block. Words 0 and 1 cover the first half of the block's k, words 2 and 3 the
+            second.
+        first, second: the `multipliers` of that half of k, for rows ``lane / 4`` and ``lane / 4 + 8``.
     """
     code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])
 
 
 def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32]:
-    """Returns `decode_e5m2` of a word times the multipliers of its two rows. ``first`` and ``second`` hold two float16 each, see
-    `multipliers`.
+    """Like `decode_e5m2`, with the values of each of the word's two rows multiplied by the row's scale. ``first`` and ``second``
+    are the two rows' float16 `multipliers`.
 
     The result is exact if the scale is at least 2^-15 times the largest scale of its row.
     """
@@ -171,13 +179,15 @@ def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uin
 
 
 def decode_e5m2(word: Uint32) -> tuple[Uint32, Uint32]:
-    """Returns four values of row ``lane / 4`` and four of the row eight further, as float8_e5m2 times 2^-14.
+    """Converts a word to two registers of float8_e5m2: four values of row ``lane / 4``, and four of row ``lane / 4 + 8``.
 
-    The bytes are elements 0, 8, 1 and 9 of k, relative to the lane's first element of the word.
+    The results are 2^-14 times the e2m1 values. The bytes of a register are elements 0, 8, 1 and 9 along k, relative to the lane's
+    first element of the word.
     """
     return cute.arch.inline_ptx(E5M2, write_only_types=[Uint32] * 2, read_only_args=[word])
 
 
 def scales_of(scales: Uint32) -> tuple[Float32, Float32, Float32, Float32]:
-    """Returns the scales of a block as float32: of the lane's first and second row in the first half of k, then in the second."""
+    """Converts a block's four scale bytes to float32; a row's largest scale becomes 2^62. Returns the scales of the lane's first
+    and second row for the first half of the block's k, then for the second half."""
     return cute.arch.inline_ptx(FLOATS, write_only_types=[Float32] * 4, read_only_args=[scales])

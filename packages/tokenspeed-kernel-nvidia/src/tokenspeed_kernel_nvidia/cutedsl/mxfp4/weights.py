@@ -1,10 +1,10 @@
 """mxfp4 weights of an expert layer, and whether float8_e5m2 represents them exactly.
 
 With fp8 activations, the MMAs can use weights as float8_e5m2: each e2m1 value times the ratio of its scale to the row's largest
-scale. This product is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count.
-Experts with any other row use 16-bit operands, which represent every value. This module finds these other experts when weights are
-loaded. The weights' ``card`` lists these experts. Calls have the trait ``inexact_experts``, so that kernels with only fp8 MMAs are
-not eligible.
+scale. This operand is exact if a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count.
+Experts with any other row are *inexact*: they use 16-bit operands, which represent every value. This module finds the inexact
+experts when weights are loaded. The weights' ``card`` lists them. The trait ``inexact_experts`` of a call excludes kernels that
+have only fp8 MMAs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout
 OCTAVES = 15
 
 
-_NAMED = 16  # most experts that a card lists
+_NAMED = 16  # the most inexact experts that `RoundedWeights.card` lists
 
 
 @dataclass
@@ -33,8 +33,8 @@ class RoundedWeights(MoEWeights, Resource):
     """Weights for fp8 activations, in the layout of `layout`.
 
     Attributes:
-        exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly.
-        inexact_ids: the ids of all other experts, ascending.
+        exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly, otherwise 0.
+        inexact_ids: the ids of the experts with 0, ascending.
     """
 
     exact: Tensor | None = None
@@ -54,7 +54,7 @@ class RoundedWeights(MoEWeights, Resource):
 
     @property
     def card(self) -> str:
-        """A sentence that states the MMAs used for the experts."""
+        """A sentence that says how many experts use fp8 MMAs, and lists those that use 16-bit MMAs."""
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
             return f"{count} experts: float8 products have all weights exactly"
@@ -69,7 +69,7 @@ class RoundedWeights(MoEWeights, Resource):
 
 
 def require_rounded(weights: MoEWeights) -> RoundedWeights:
-    """Returns the weights of a call with fp8 activations. Raises TypeError for others."""
+    """Returns ``weights``, the weights of a call with fp8 activations. Raises TypeError if they are not `RoundedWeights`."""
     if not isinstance(weights, RoundedWeights):
         wanted = "what moe_apply.prepare makes for fp8 activations"
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
@@ -77,7 +77,7 @@ def require_rounded(weights: MoEWeights) -> RoundedWeights:
 
 
 def exact_experts(*scales: Tensor | None) -> Tensor:
-    """Returns int32 ``[experts]``: 1 for experts whose scales are close enough in every row, else 0.
+    """Returns int32 ``[experts]``: 1 for experts whose scales are at most `OCTAVES` powers of two apart in every row, otherwise 0.
 
     Args:
         scales: the scales of each projection, uint8 ``[experts, rows, k / 32]``.

@@ -9,14 +9,14 @@ import torch
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
-# Head dimensions where keys and values are equally wide. Each head dimension has its own declaration. Traits are constrained
-# independently, so one declaration for both could not require head_dim to equal v_head_dim.
+# Values of head_dim with an equal v_head_dim. Each has its own declaration. Traits are constrained independently, so one
+# declaration for both values could not require head_dim to equal v_head_dim.
 HEAD_DIMS = (64, 128)
-# Further pairs (head_dim, v_head_dim).
+# Further supported pairs (head_dim, v_head_dim).
 OTHER_WIDTHS = ((192, 128), (256, 256), (96, 96), (80, 80))
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # GQA group sizes (query heads per KV head) of prefill and extend, whose Q tiles hold whole groups. Some of the sizes in between
-# would need more registers than there are.
+# would spill registers.
 GQA_RATIOS = (1, 2, 4, 8, 16)
 
 # K/V in ragged tensors, and in paged caches.
@@ -34,6 +34,6 @@ LATENT_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_
 
 
 def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:
-    """Traits of a kernel for this head dimension. If v_head_dim is 0, it equals head_dim."""
+    """Traits of an attention kernel for Hopper with this head_dim and v_head_dim. A v_head_dim of 0 stands for head_dim."""
     widths = {"head_dim": head_dim, "v_head_dim": v_head_dim or head_dim}
     return {**widths, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any, **others}

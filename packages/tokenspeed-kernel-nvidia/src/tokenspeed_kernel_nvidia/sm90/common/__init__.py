@@ -1,3 +1,3 @@
-"""Code that Hopper's kernels share beyond `cutedsl`: wgmma, TMA tiles, bulk copies, clusters, and register
-budgets of warpgroups.
+"""Code for Hopper that kernels share, in addition to `cutedsl`: wgmma, TMA tiles, bulk copies, clusters, and register budgets of
+warpgroups.
 """

@@ -10,12 +10,12 @@ from cutlass import Int32, cute
 
 
 def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = True) -> None:
-    """Starts a bulk copy of ``count`` bytes from global to shared memory; completes on ``barrier``.
+    """Starts a bulk copy of ``count`` bytes from global to shared memory; ``barrier`` counts the bytes.
 
     ``to`` and ``barrier`` are addresses in shared memory. ``to``, ``source`` and ``count`` are multiples of 16.
 
     Args:
-        once: a hint for L2 to evict these bytes first. Such bytes are read once, while other data and instructions are reused.
+        once: whether these bytes are read only once. L2 then evicts them first (a hint), and keeps data that are reused.
     """
     head, hint, policy = "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; ", ".L2::cache_hint", ", first"
     if not once:
@@ -28,15 +28,17 @@ def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = Tr
 
 
 def prefetch_bulk(source: Any, count: Any) -> None:
-    """Starts a prefetch of ``count`` bytes into L2; ``source`` and ``count`` are multiples of 16.
+    """Starts a prefetch of ``count`` bytes of global memory into L2; ``source`` and ``count`` are multiples of 16.
 
-    Later writes by other SMs are still seen, because all SMs share L2.
+    The prefetch never makes data stale: all SMs share L2, so later reads see later writes of other SMs.
     """
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, count])
 
 
 def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
-    """`bulk_load`, multicast to both CTAs of a cluster of two, at the same offsets. Each CTA's barrier counts its own bytes."""
+    """`bulk_load`, multicast to both CTAs of a cluster of two, to the same shared-memory offset. The barrier at the same offset in
+    each CTA counts the bytes that arrive in this CTA.
+    """
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
@@ -52,7 +54,8 @@ def of_rank(address: Any, rank: Any) -> Any:
 
 
 def send_word(address: Any, value: Any, barrier: Any) -> None:
-    """Stores a word to another CTA's shared memory; its barrier counts the four bytes. Both addresses are results of `of_rank`."""
+    """Stores a word to another CTA's shared memory; that CTA's ``barrier`` counts the four bytes. ``address`` and ``barrier`` are
+    results of `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, value, barrier],

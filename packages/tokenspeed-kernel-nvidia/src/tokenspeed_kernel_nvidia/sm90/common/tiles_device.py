@@ -1,8 +1,8 @@
-"""Tiles in shared memory, and the TMA loads and stores of them.
+"""Layouts of tiles in shared memory, and TMA loads and stores of tiles.
 
-A tile of q, keys, values or output has rows of head_dim elements. In shared memory, a tile is a sequence of panels. A panel has 64
-columns of 16 bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose
-pattern repeats every 8 rows. The tiles of a ring buffer are adjacent, one per stage.
+A tile of Q, K, V or output has rows of head_dim elements. In shared memory, a tile is a sequence of panels. A panel has 64 columns
+of 16 bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose pattern
+repeats every 8 rows. The tiles of a ring buffer are adjacent, one per stage.
 """
 
 # mypy: ignore-errors
@@ -15,11 +15,11 @@ import cutlass
 from cutlass import Numeric, cute
 from cutlass.cute.nvgpu import cpasync
 
-PANEL = 64  # columns of a panel: 128 bytes
+PANEL = 64  # 16-bit columns of a panel: 128 bytes
 
 
 def swizzle(row_bytes: int = 128):
-    """The swizzle for rows of 128 or 64 bytes, in bytes."""
+    """The swizzle, in units of bytes, for a panel whose rows have 128 or 64 bytes."""
     return cute.make_swizzle({128: 3, 64: 2}[row_bytes], 4, 3)
 
 
@@ -28,11 +28,11 @@ def swizzle(row_bytes: int = 128):
 
 @dataclass(frozen=True)
 class Tma:
-    """A TMA copy of a tensor in global memory.
+    """A TMA view of a tensor in global memory.
 
     Attributes:
-        atom: the copy of one box.
-        tensor: the tensor's coordinates.
+        atom: the copy atom of one box.
+        tensor: the tensor of TMA coordinates, with the global tensor's shape.
     """
 
     atom: cute.CopyAtom
@@ -40,12 +40,12 @@ class Tma:
 
 
 def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
-    """Makes the TMA copy between a tensor and boxes in shared memory.
+    """Makes the TMA view for copies between a global tensor and boxes in shared memory.
 
     Args:
         operation: load, multicast load or store.
-        box: the shape of a box: rows, then columns of 128 or 64 bytes, and possibly heads. Rows may be a pair of heads and tokens.
-            A head's rows are consecutive, and heads follow one another.
+        box: the shape of a box: rows, then columns of 128 or 64 bytes in total, and possibly heads. Rows may be a pair of heads and
+            tokens. In shared memory, a head's rows are consecutive, and heads follow one another.
     """
     rows, columns, *heads = box
     row_stride, row_count = columns, rows
@@ -58,7 +58,8 @@ def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
 
 
 def gqa_packed(x: cute.Tensor) -> cute.Tensor:
-    """Views ``[tokens, heads, head_dim]`` as ``((heads, tokens), head_dim)``: the heads of a token are consecutive rows."""
+    """Views q or the output, ``[tokens, heads, head_dim]``, as ``((heads, tokens), head_dim)``: a token's heads are consecutive
+    rows."""
     layout = cute.make_layout(((x.shape[1], x.shape[0]), x.shape[2]), stride=((x.stride[1], x.stride[0]), x.stride[2]))
     return cute.make_tensor(x.iterator, layout)
 
@@ -84,11 +85,12 @@ def tma_load(
     barrier: cute.Pointer,
     ctas: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Issues the TMA load of a tensor's first box to shared memory; ``barrier`` counts its bytes.
+    """Issues the TMA load of a tensor's first box to shared memory; ``barrier`` counts the box's bytes.
 
     Args:
-        ctas: multicast mask, with one bit for each CTA of the cluster that receives the box. Each receives it at the same offset
-            and on its own barrier. 0 loads to this CTA alone. ``atom`` must match: a multicast one or not.
+        ctas: multicast mask, with one bit for each CTA of the cluster that receives the box. Each of these CTAs receives the box at
+            the same offset, and its own barrier counts the bytes. 0 loads to this CTA alone. ``atom`` must be a multicast atom if
+            and only if the mask is not 0.
     """
     target, source = _partition(atom, shared, tensor, box)
     if cutlass.const_expr(ctas != 0):
@@ -109,13 +111,13 @@ def tma_store(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, 
 
 @dataclass(frozen=True)
 class Ring:
-    """Layout of a ring buffer's tiles in shared memory.
+    """The layout of a ring buffer's tiles in shared memory.
 
     Attributes:
         rows: number of rows of a tile, 64 or more.
-        head_dim: number of elements of a row, a multiple of ``columns``.
-        stages: number of tiles.
-        columns: columns of a panel, whose rows have 128 or 64 bytes.
+        head_dim: number of elements of a tile's row, a multiple of ``columns``.
+        stages: number of tiles, one per stage.
+        columns: number of elements of a panel's row.
         row_bytes: bytes of a panel's row.
     """
 
@@ -131,53 +133,57 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Elements of all tiles."""
+        """The number of elements of all tiles together."""
         return self.stages * self.rows * self.head_dim
 
     def _tensor(self, memory, shape: tuple, stride: tuple, dtype: type[Numeric] | None = None) -> cute.Tensor:
         return memory.get_tensor(cute.make_layout(shape, stride=stride), swizzle=swizzle(self.row_bytes), dtype=dtype)
 
     def tiles(self, memory, rows: int = 0, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``(rows, head_dim, stage)``: the A operand of an MMA, the B operand of q @ k.T, or an output tile.
+        """Views the ring as ``(rows, head_dim, stage)``: the A operand of an MMA, the B operand of q @ k.T, or an output tile.
 
         Args:
-            rows: rows to view of each tile; all if 0.
-            dtype: dtype of the elements, if the memory is declared as bytes.
+            memory: the ring's shared memory, a member of a struct.
+            rows: how many leading rows of each tile to view; all if 0.
+            dtype: dtype of the elements, if the memory is declared with another dtype.
         """
         columns = self.columns
         shape = (rows or self.rows, (columns, self.panels), self.stages)
         return self._tensor(memory, shape, (columns, (1, self.rows * columns), self.rows * self.head_dim), dtype)
 
     def transposed(self, memory, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``(head_dim, rows, stage)``: the B operand of p @ v. ``dtype``: as of `tiles`."""
+        """Views the ring as ``(head_dim, rows, stage)``: the B operand of P @ V. Arguments: see `tiles`."""
         columns = self.columns
         shape = ((columns, self.panels), self.rows, self.stages)
         return self._tensor(memory, shape, ((1, self.rows * columns), columns, self.rows * self.head_dim), dtype)
 
     def views(self, memory, rows: int) -> cute.Tensor:
-        """``(rows, head_dim, first row / 8, stage)``: overlapping tiles of fewer rows, which begin at any multiple of 8."""
+        """Views the ring as ``(rows, head_dim, first row / 8, stage)``: overlapping subtiles of ``rows`` rows, which begin at any
+        multiple of 8 rows."""
         shape = ((8, rows // 8), (PANEL, self.panels), (self.rows - rows) // 8 + 1, self.stages)
         stride = ((PANEL, 8 * PANEL), (1, self.rows * PANEL), 8 * PANEL, self.rows * self.head_dim)
         return self._tensor(memory, shape, stride)
 
     def transposed_views(self, memory, rows: int) -> cute.Tensor:
-        """`views` with head_dim first."""
+        """The subtiles of `views`, with head_dim as the first axis: B operands of P @ V."""
         shape = ((PANEL, self.panels), (8, rows // 8), (self.rows - rows) // 8 + 1, self.stages)
         stride = ((1, self.rows * PANEL), (PANEL, 8 * PANEL), 8 * PANEL, self.rows * self.head_dim)
         return self._tensor(memory, shape, stride)
 
     def boxes(self, memory, box: int) -> cute.Tensor:
-        """``(rows of a box, 64, box, panel, stage)``: tiles that TMA fills with boxes of ``box`` rows each."""
+        """Views the ring as ``(rows of a box, columns, box, panel, stage)``: tiles that TMA fills with boxes of ``box`` rows
+        each."""
         columns = self.columns
         shape = (box, columns, self.rows // box, self.panels, self.stages)
         return self._tensor(memory, shape, (columns, 1, box * columns, self.rows * columns, self.rows * self.head_dim))
 
     def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``((heads, tokens), 64, panel, box, stage)``: boxes whose rows are some heads of some tokens.
+        """Views the ring as ``((heads, tokens), columns, panel, box, stage)``: TMA boxes whose rows are ``heads`` heads of
+        ``tokens`` tokens.
 
         Args:
-            count: boxes of a tile.
-            dtype: dtype of the elements, if the memory is declared as bytes.
+            count: number of boxes per tile.
+            dtype: see `tiles`.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)
@@ -185,7 +191,7 @@ class Ring:
         return self._tensor(memory, shape, stride, dtype)
 
     def chunks(self, memory) -> cute.Tensor:
-        """``(row, (8, chunk of a panel), panel, stage)``: chunks of 16 bytes."""
+        """Views the ring as ``(row, (8, chunk of a panel's row), panel, stage)``: chunks of 16 bytes."""
         columns = self.columns
         shape = (self.rows, (8, columns // 8), self.panels, self.stages)
         return self._tensor(memory, shape, (columns, (1, 8), self.rows * columns, self.rows * self.head_dim))

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 
 def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.TiledMma:
-    """``q @ k.T`` of 64 query rows for each warpgroup and ``keys`` keys. Both operands lie in shared memory."""
+    """Makes the tiled MMA of ``q @ k.T`` for 64 query rows per warpgroup and ``keys`` keys. Both operands are in shared memory."""
     operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
     if dtype.width == 8:
         op = warpgroup.MmaF8Op(dtype, dtype, Float32, (64, keys, 32), *operands)
@@ -20,8 +20,8 @@ def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.Ti
 
 
 def make_pv_mma(dtype: type[Numeric], head_dim: int, warpgroups: int = 1) -> cute.TiledMma:
-    """``p @ v`` of 64 query rows for each warpgroup. The probabilities p are in registers and the values in shared memory; 8-bit
-    values lie there transposed (K-major).
+    """Makes the tiled MMA of P @ V for 64 query rows per warpgroup. P is in registers and V in shared memory; fp8 V must be
+    transposed there (K-major).
     """
     if dtype.width == 8:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
@@ -42,12 +42,12 @@ def start_mma(
     steps: cutlass.Constexpr[int] = 0,
     first: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Issues ``acc = a @ b``, or ``acc += a @ b``, as a wgmma group of its own. The operands are in use until the group is waited
-    for.
+    """Issues ``acc = a @ b``, or ``acc += a @ b`` if ``accumulate``, as one wgmma group. The operands and ``acc`` are in use until
+    a wait for this group returns.
 
     Args:
-        steps: MMA steps of 32 bytes along k; 0 for all.
-        first: the first step.
+        steps: the number of k-steps (MMAs of 32 bytes along k); 0 for all.
+        first: the first k-step.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)

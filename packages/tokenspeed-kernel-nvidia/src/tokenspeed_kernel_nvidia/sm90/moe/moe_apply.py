@@ -1,7 +1,7 @@
 """`moe_apply` with mxfp4 weights on Hopper.
 
-Weights have one layout, see `mxfp4.layout`. Two implementations read this layout. `stream` is for few (token, slot) pairs per
-expert, where reading weights is the bottleneck, and `grouped` for many.
+Two implementations read weights in the layout of `mxfp4.layout`. `stream` is for few (token, slot) pairs per expert, where reading
+weights is the bottleneck, and `grouped` is for many.
 
 A plan is valid for any number of tokens. This kernel is preferred to the portable kernel. On an H200 it was faster at all measured
 numbers of tokens of GPT-OSS-120B, from 1 to 8192, with 16-bit activations (`benchmarks/h200_moe.json`) and with fp8 activations
@@ -35,7 +35,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
 _ROUNDED_ACCURACY = "float8 MMAs keep about 14 bits of a sum, of up to 256 terms"
-_FEW = 16  # `stream` is used up to this mean number of pairs per expert, which one entry can hold
+_FEW = 16  # the largest mean number of pairs per expert for `stream`; so many pairs can share one read of an expert's weights
 # If `grouped` would split elements, `stream` is used only up to these smaller numbers of pairs: per expert, or in total.
 # Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508
 # and 447 for 128, 501 and 453 for 256.
@@ -48,7 +48,7 @@ _FEW_ROUNDED = 8
 
 
 def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
-    """Returns whether `stream` handles this number of pairs. ``rounded``: whether activations are fp8."""
+    """Returns whether a call with this number of (token, slot) pairs uses `stream`. ``rounded``: whether activations are fp8."""
     most = min(MAX_PAIRS, (_FEW_ROUNDED if rounded else _FEW) * experts)
     if not rounded and inputs_for(dtype, pairs, experts) == (PARTS,):
         most = min(most, max(_FEW_BESIDE_SPLIT * experts, _FEW_IN_ALL))
@@ -57,8 +57,8 @@ def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> 
 
 @functools.cache
 def _require_supported(plan: MoEPlan) -> None:
-    """Raises ValueError for a plan that names this kernel but needs unsupported sizes. The check is needed because naming a kernel
-    skips its traits.
+    """Raises ValueError if the kernel does not support the sizes or the activation dtype of a plan. The registered traits are not
+    enough, because they are not checked if the caller names the kernel.
     """
     limits = {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()}
     for name, most in limits.items():
@@ -69,7 +69,9 @@ def _require_supported(plan: MoEPlan) -> None:
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Rejects `stream` for more pairs than a launch handles. Several launches would be needed, and each would read all weights."""
+    """Returns why a configuration is invalid for a request, or None if it is valid. `stream` is invalid for more pairs than one
+    launch handles, because each of several launches would read all weights.
+    """
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["grouped"]:
         return None
@@ -123,7 +125,7 @@ def moe_apply(
     *,
     grouped: bool | None = None,
 ) -> Tensor:
-    """See the operator. Weights must be in the layout that `prepare_weights` makes.
+    """See the `moe_apply` operator. Weights must be in the layout that `prepare_weights` makes.
 
     ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. Exact activations always use `grouped`.
     """
@@ -131,7 +133,7 @@ def moe_apply(
     rounded = plan.activation_dtype == "fp8"
     if rounded:
         require_rounded(weights)
-    if plan.exact_activations and not rounded:  # `stream` splits rows
+    if plan.exact_activations and not rounded:  # `stream` splits activations into fp8 terms, which may be inexact
         grouped = True
     elif grouped is None:
         grouped = not is_streamed(DTYPES[x.dtype], topk_ids.numel(), plan.num_experts, rounded)

@@ -13,21 +13,24 @@ WIDTHS = (*((head_dim, head_dim) for head_dim in supported.HEAD_DIMS), *supporte
 PAGE_SIZES = (1, *supported.PAGE_SIZES)
 CONSUMERS = 4  # consumer warps of a CTA, which also has one producer warp
 SHARED_BYTES = 228 * 1024  # shared memory of an SM
-OTHER_BYTES = 3072  # a CTA's bytes besides tiles and results: 1024 reserved by the system, up to 1024 of alignment, and other data
+# A CTA's shared memory besides the K/V ring and the partial results: 1024 bytes reserved by the system, up to 1024 bytes of
+# alignment, and small arrays.
+OTHER_BYTES = 3072
 ROWS = (8, 16, 32, 64)  # query rows per KV head that kernel variants exist for
 MERGE_BATCH = 16  # partial results of a sequence that are merged per step; registers limit this number
-# Class of work. Sequences are split (split-KV) for "little" and "much", which compare the visible keys of all sequences together,
-# and for "long", few long sequences. Short sequences are not split.
+# Class of a call's work. Sequences are split (split-KV) in three classes: "little" and "much", by the number of visible keys of all
+# sequences together, and "long", few long sequences. Short sequences are not split.
 Work = Literal["little", "much", "long", "short", "many short"]
 SHORT = ("short", "many short")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Shared-memory layout of a key or value vector. The vector spans panels, and occupies one row of 128 or 64 bytes in each.
+    """Shared-memory layout of one token's key or value vector. The vector spans several panels, and occupies one row of 128 or 64
+    bytes in each.
 
     Attributes:
-        width: elements.
+        width: elements of the vector.
         element_bytes: bytes per element.
     """
 
@@ -36,13 +39,13 @@ class Row:
 
     @property
     def panel_bytes(self) -> int:
-        """Bytes of a panel's row: 64 where that wastes less of the last panel, else 128."""
+        """Bytes of a panel's row: 64 if 64-byte rows waste less of the last panel, otherwise 128."""
         used = self.width * self.element_bytes
         return 128 if -(-used // 128) * 128 == -(-used // 64) * 64 else 64
 
     @property
     def panel(self) -> int:
-        """Columns of a panel."""
+        """The number of elements of each row of a panel of shared memory."""
         return self.panel_bytes // self.element_bytes
 
     @property
@@ -52,7 +55,7 @@ class Row:
 
     @property
     def columns(self) -> int:
-        """Columns of all panels, padding included."""
+        """Elements of the rows of all panels together, padding included."""
         return self.panels * self.panel
 
 
@@ -62,20 +65,20 @@ class Config:
 
     Attributes:
         dtype: dtype of q and the output, and of the caches unless ``fp8``.
-        head_dim: columns of keys.
-        v_head_dim: columns of values.
-        box: number of keys of one TMA box, all of one page. With pages of one token, box is 1, and each row is gathered by cp.async
-            instead.
-        rows: query rows per KV head: at least its query heads times the new tokens of a sequence.
+        head_dim: elements of a key.
+        v_head_dim: elements of a value vector.
+        box: number of keys of one TMA box, all of one page. With pages of one token, box is 1, and each key and value vector is
+            gathered by cp.async instead.
+        rows: query rows per KV head: at least the KV head's query heads times the new tokens of a sequence.
         split: whether sequences are split among CTA groups (split-KV).
-        block: keys of a tile.
+        block: keys per K/V tile.
         resident: CTAs per SM.
-        heads: KV heads of a CTA. Either one head, whose tiles the warps take round-robin; or one per consumer warp.
+        heads: KV heads per CTA. Either one head, whose K/V tiles the consumer warps take round-robin; or one per consumer warp.
         fp8: whether the caches are e4m3. K and V are converted to float16 in registers, and queries are converted to match.
         capped: whether scores are capped by ``logit_cap``.
-        abreast: number of KV heads whose rows are side by side in a tile. With two heads of 64 in fp8, a tile's rows have 128 bytes
-            instead of 64. Each head has eight query rows.
-        swap_ab: swap-AB: whether keys and values are the A operands, see `swap_ab_device`.
+        abreast: number of KV heads whose vectors are side by side in a row of a K/V tile. With two heads of 64 in fp8, a tile's
+            rows have 128 bytes instead of 64. Each of the two heads has eight query rows.
+        swap_ab: swap-AB: whether keys and values are the A operands of MMAs, see `swap_ab_device`.
     """
 
     dtype: str
@@ -94,63 +97,63 @@ class Config:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of an element of K and V."""
+        """Bytes of an element of the K and V caches."""
         return 1 if self.fp8 else 2
 
     @property
     def gathered(self) -> bool:
-        """Whether rows of the cache are gathered one by one, by cp.async instead of TMA."""
+        """Whether key and value vectors are gathered from the cache one by one, by cp.async instead of TMA."""
         return self.box == 1
 
     @property
     def k_row(self) -> Row:
-        """Shared-memory layout of a key."""
+        """The layout in shared memory of the keys of one token, of as many KV heads as are side by side (``abreast``)."""
         return Row(self.abreast * self.head_dim, self.kv_bytes)
 
     @property
     def v_row(self) -> Row:
-        """Shared-memory layout of a value vector."""
+        """The layout in shared memory of the value vectors of one token, of as many KV heads as are side by side (``abreast``)."""
         return Row(self.abreast * self.v_head_dim, self.kv_bytes)
 
     @property
     def width(self) -> int:
-        """Row pitch of results in shared memory, in float32 elements, padded against bank conflicts. A lane stores two elements per
-        instruction, four with an fp8 cache."""
+        """Distance between rows of partial results in shared memory, in float32 elements, padded against bank conflicts. A lane
+        stores two elements per instruction, four with an fp8 cache."""
         return self.v_head_dim + (16 if self.fp8 else 8)
 
     @property
     def row_warps(self) -> int:
-        """The number of warps among which the query rows are split. Each processes all keys of a tile. A warp's accumulators then
-        take at most 64 registers.
+        """The number of consumer warps among which the query rows are divided. Each of these warps processes all keys of a K/V
+        tile. The division limits a warp's accumulators to 64 registers per thread.
         """
         return max(1, self.rows // (32 if max(self.head_dim, self.v_head_dim) == 64 else 16))
 
     @property
     def parts(self) -> int:
-        """The number of warps with partial results of the same rows, from different tiles."""
+        """The number of consumer warps that compute partial results of the same query rows, from different K/V tiles."""
         return CONSUMERS // self.readers
 
     @property
     def readers(self) -> int:
-        """The number of warps that read each tile, which is the number of arrivals at its *empty* barrier."""
+        """The number of consumer warps that read each K/V tile. Each arrives once at the tile's *empty* barrier."""
         return self.row_warps * self.heads
 
     @property
     def merge_floats(self) -> int:
-        """Float32 elements of shared memory for merging the warps' partial results of a KV head."""
+        """Float32 elements of shared memory in which consumer warps merge their partial results of a KV head."""
         if self.heads > 1:
             return 4  # unused, but an array needs a size, here a multiple of 16 bytes
         return self.parts * self.rows * self.width
 
     @property
     def stage_elements(self) -> int:
-        """Elements of a tile: keys and values, padding of their panels included."""
+        """Elements of a ring stage: one tile of keys and values, padding of their panels included."""
         return self.heads * self.block * (self.k_row.columns + self.v_row.columns)
 
     @property
     def stages(self) -> int:
-        """Stages of the ring. A multiple of ``parts``, so that a warp always visits the same stages, and
-        misses no barrier phase.
+        """Stages of the K/V ring. The number is a multiple of ``parts``, so that a consumer warp always visits the same stages, and
+        misses no phase of their barriers.
         """
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
         return room // (self.kv_bytes * self.stage_elements) // self.parts * self.parts
@@ -166,22 +169,26 @@ def config_of(
     capped: bool = False,
     close: bool = False,
 ) -> Config:
-    """The configuration for a class of work.
+    """Returns the configuration for a call.
 
-    Figures are microseconds on an H200 with 64 query heads and 8 KV heads of dimension 64, pages of 64 tokens, in a CUDA graph with
-    an ordinary kernel between calls. These figures are only for comparison: the graph held few calls, and its launch is included.
+    Figures below are microseconds on an H200 with 64 query heads and 8 KV heads of dimension 64, pages of 64 tokens, in a CUDA
+    graph with an ordinary kernel between calls. These figures are only for comparison: the graph held few calls, and the graph's
+    launch is included.
 
     Args:
+        dtype, rows, fp8, capped: see `Config`.
         widths: head_dim and v_head_dim.
+        page_size: tokens per page of the caches.
+        work: the class of the call's work.
         close: whether the number of KV heads is even, and the heads of a token are contiguous in the caches.
     """
     head_dim, v_head_dim = widths
     if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     if fp8 and rows == 8 and head_dim > 128:
-        # With swap-AB, two CTAs per SM fit in the registers. Each pair of figures is microseconds with swap-AB, and with queries as
-        # A. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 81.9. 32 x 4096, 8 heads: 132.6, 133.0. 192/128: 91.7, 91.4. Widths of 96
-        # and 80 are no faster: 96: 80.1, 79.3; 80: 82.6, 82.4.
+        # With swap-AB, the registers suffice for two CTAs per SM. Each pair of figures is microseconds with swap-AB, and with
+        # queries as the A operand. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 81.9. 32 x 4096, 8 heads: 132.6, 133.0. Head dims
+        # 192/128: 91.7, 91.4. With head dims of 96 and 80, swap-AB is no faster: 96: 80.1, 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
@@ -190,33 +197,35 @@ def config_of(
 
 
 def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
-    """Whether two KV heads lie abreast, in tiles of 32 keys, with two CTAs per SM.
+    """Whether two KV heads are side by side in each row of a K/V tile, with tiles of 32 keys and two CTAs per SM.
 
-    64 x 8192 tokens of 64 query heads and 8 KV heads take 133.7 us. With one KV head per CTA and 64 keys they take 148.5 us. The
-    loads alone take 132.0 and 141.3 us: loading rows of 64 bytes is slow. Two heads abreast with tiles of 16 keys take 138.2 us, of
-    64 keys 134.3, with three CTAs 141.9. One head takes 146.4 us with 128 keys, 155.3 with 32 keys, and 155.0 with three CTAs.
+    64 x 8192 tokens of 64 query heads and 8 KV heads take 133.7 us. With one KV head per CTA and 64 keys per tile they take 148.5
+    us. The loads alone take 132.0 and 141.3 us: loading rows of 64 bytes is slow. Two heads side by side take 138.2 us with tiles
+    of 16 keys, 134.3 us with 64 keys, and 141.9 us with three CTAs per SM. One head takes 146.4 us with 128 keys, 155.3 us with 32
+    keys, and 155.0 us with three CTAs per SM.
     """
     return fp8 and rows == 8 and head_dim == v_head_dim == 64 and page_size > 1 and work in ("much", "long")
 
 
 def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
-    """Keys of a tile, CTAs per SM, and KV heads of a CTA. Figures are microseconds with 16-bit caches, see `config_of`."""
+    """Returns the keys per K/V tile, the CTAs per SM, and the KV heads per CTA. Figures are microseconds with 16-bit caches, see
+    `config_of`."""
     if work == "many short" and rows * head_dim <= 2048 and head_dim <= 128:  # limited by registers
         # Windows of 128, four KV heads per CTA then one: 128 sequences 14.4, 15.8; 512: 43.2, 46.3; but 64 back to back 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
-    if head_dim > 128:  # a tile per warp fits in the ring; fragments of wide rows take the registers of two CTAs
+    if head_dim > 128:  # the ring holds one tile per warp; fragments of wide vectors may leave registers for one CTA per SM only
         return 16, 1 if v_head_dim > 128 or (fp8 and rows == 8) else 2, 1
     if head_dim == 128:
         return 32, 2, 1  # limited by registers
     if head_dim > 64:
-        return 16 if rows > 8 else 32, 2, 1  # one tile for each warp, and one tile in flight
+        return 16 if rows > 8 else 32, 2, 1  # the ring holds one tile per warp, and one tile in flight
     if work in SHORT:
         # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache, registers suffice for three CTAs only.
         return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
     if rows > 16 or work == "long":
-        # More than 16 rows are limited by registers. "long" with 32 keys, then with 64 keys: 1 x 2K 6.50, 6.81; 1 x 8K 9.45, 10.33;
-        # 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is no better: 6.43, 9.42,
-        # 21.1, 67.1.
+        # With more than 16 rows, registers limit the tile. "long" with 32 keys, then with 64 keys: 1 x 2K 6.50, 6.81; 1 x 8K 9.45,
+        # 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is no better: 6.43,
+        # 9.42, 21.1, 67.1.
         return (16 if fp8 and rows > 16 else 32), 2, 1
     # Microseconds with 64 keys, with 32 keys, and with three CTAs: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3, 74.3. With 16 keys
     # and with 64 keys: 1 x 1K 6.53, 6.74.

@@ -1,4 +1,5 @@
-"""The producer warp of `kernel_device` for pages of one token. It gathers rows of the cache by page index, with cp.async."""
+"""The producer warp of `kernel_device` for pages of one token. The warp gathers key and value vectors by page index, with
+cp.async."""
 
 # mypy: ignore-errors
 
@@ -26,7 +27,8 @@ def copy_chunk(to: Any, source: Any) -> None:
 
 @dataclass(frozen=True)
 class CacheRows:
-    """A cache with pages of one token: its address, and its strides of tokens and KV heads in elements."""
+    """A K or V cache with pages of one token: its global address, and its strides between tokens and between KV heads in
+    elements."""
 
     address: Int64
     token: Int64
@@ -34,7 +36,7 @@ class CacheRows:
 
 
 class Gatherer:
-    """The producer warp that gathers rows."""
+    """The producer warp that gathers key and value vectors."""
 
     def __init__(self, shapes: Shapes, work: Work) -> None:
         self.config = shapes.config
@@ -43,10 +45,11 @@ class Gatherer:
 
     @cute.jit
     def load(self, call: Call, k: CacheRows, v: CacheRows):
-        """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, and row indices one tile ahead."""
+        """Fills the ring with the CTA's K/V tiles. Sequence lengths are loaded one sequence ahead, and page indices one tile
+        ahead."""
         c = self.config
         sequence, length, offset, left, step = self.work.plan(call)
-        # Row indices of a tile's keys: 32 keys per element, one key per lane.
+        # Page indices of a tile's keys: 32 keys per element, one key per lane.
         rows, next_rows = (cute.make_rmem_tensor(((c.block + LANES - 1) // LANES,), Int32) for _ in range(2))
         index = Int32(0)  # index of a tile in the CTA's range
         next_length = self.shapes.length_of(call, sequence + step)
@@ -77,7 +80,7 @@ class Gatherer:
 
     @cute.jit
     def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
-        """Loads the row indices of the keys from position ``start`` on.
+        """Loads the page indices of a tile's keys, of which the first is at position ``start``, to ``rows``.
 
         Positions that no query sees are clamped to the nearest visible position, so that copies need no predicate.
         """
@@ -91,7 +94,8 @@ class Gatherer:
 
     @cute.jit
     def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
-        """Starts the copies of a tile's keys, or values, of the CTA's KV heads. Adjacent lanes copy a row: coalesced."""
+        """Starts the copies of a tile's keys, or of its values, for the CTA's KV heads. Adjacent lanes copy chunks of the same
+        vector, so that loads are coalesced."""
         c = self.config
         lane = cute.arch.lane_idx()
         element_bytes = c.kv_bytes
@@ -102,7 +106,7 @@ class Gatherer:
             source = cache.address + Int64(call.kv_head + head) * (cache.head * element_bytes)
             for some in cutlass.range_constexpr(cute.size(rows)):
                 keys = min(LANES, c.block)
-                # Fully unrolled, the addresses would need more registers than there are.
+                # If the loop were fully unrolled, its addresses would spill registers.
                 for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
                     own = turn * LANES + lane
                     row, chunk = own // chunks, own % chunks

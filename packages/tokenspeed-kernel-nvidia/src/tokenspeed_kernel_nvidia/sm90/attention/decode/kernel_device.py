@@ -1,8 +1,8 @@
-"""The device code of `decode`: the launch, and the roles of the warps.
+"""The device code of paged decode: the launch, and the roles of the warps.
 
-The other modules: `scheduler_device` has the tile scheduler, and `load_device` the producer warp (`gather_device` for pages of one
-token). `mma_device` has the consumer warps (`swap_ab_device` for swap-AB). `merge_device` has the epilogue, which merges the
-partial results of warps and CTAs.
+`scheduler_device` has the tile scheduler, and `load_device` the producer warp (`gather_device` for pages of one token).
+`mma_device` has the consumer warps (`swap_ab_device` for swap-AB). `merge_device` has the epilogue, which merges the partial
+results of warps and CTAs.
 """
 
 # mypy: ignore-errors
@@ -42,7 +42,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)
@@ -60,10 +60,11 @@ class Decode:
     """The decode kernel of one configuration.
 
     The grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer warps and
-    one producer warp. The producer finds the CTA's range of tiles and publishes it in shared memory (``plan``). The producer then
-    fills a ring of K/V tiles by TMA; by cp.async if a page holds one token. The ring takes all remaining shared memory, so that as
-    many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync from the ring. They
-    merge their partial results through shared memory, and partial results of several CTAs through a workspace in global memory.
+    one producer warp. The producer finds the CTA's range of K/V tiles and publishes the range in shared memory (``plan``). The
+    producer then fills a ring of K/V tiles by TMA, or by cp.async if a page holds one token. The ring takes all remaining shared
+    memory, so that as many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync
+    from the ring. They merge their partial results through shared memory. Partial results of several CTAs are merged through a
+    workspace in global memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -123,7 +124,8 @@ class Decode:
         )  # fmt: skip
 
     def abreast_heads(self, cache: cute.Tensor) -> cute.Tensor:
-        """A view of a cache: ``(page_size, columns of a tile's row, kv_heads / abreast, pages)``."""
+        """Returns a view of a K or V cache in which `Config.abreast` KV heads are one: ``(page_size, abreast * head_dim, kv_heads /
+        abreast, pages)``."""
         c = self.config
         rows = tokens_first(cache, True)
         if c.abreast == 1:
@@ -188,7 +190,7 @@ class Decode:
             if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:
                     self.producer.prefetch_l2(call, begun, k, v)
-        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
@@ -200,8 +202,8 @@ class Decode:
 
     @cute.jit
     def prefetch_lines(self, call: Call):
-        """Prefetches a line of each small tensor. This caches the tensor's address translation, which K/V traffic would otherwise
-        evict.
+        """Prefetches one cache line of each small tensor. The prefetch caches the tensor's address translation, which K/V traffic
+        would otherwise evict.
         """
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:

@@ -1,14 +1,14 @@
 """Decode on Hopper: attention of the newest tokens of each sequence to a paged KV cache.
 
-Decode is memory-bound, so every SM needs work, and many tiles in flight, from beginning to end. The kernel is persistent. The CTAs
-of all KV heads form a *group*. There are as many groups as fit on the SMs at once (usually two CTAs per SM). The tiles of all
-sequences, concatenated, are split into one equal range per group. The split is computed on the device from cache_seqlens, so a
-captured CUDA graph stays correct and balanced when lengths change.
+Decode is memory-bound, so every SM needs work, and many K/V tiles in flight, from beginning to end. The kernel is persistent. The
+CTAs of all KV heads form a *group*. There are as many groups as fit on the SMs at once (usually two CTAs per SM). The K/V tiles of
+all sequences, concatenated, are divided into one equal range per group. The division is computed on the device from cache_seqlens,
+so a captured CUDA graph stays correct and balanced when lengths change.
 
 A CTA is warp-specialised: one producer warp loads tiles into a ring in shared memory by TMA, four consumer warps compute. If a
-sequence spans several groups (split-KV), each group writes a partial result. The last group to finish merges these in a fixed
-order. Sequences with few visible tokens, as in layers with a short window, are not split: groups take them round-robin. If such
-sequences are many, each warp handles one KV head and all its tiles. Then nothing is merged.
+sequence spans several groups (split-KV), each group writes a partial result. The last group to finish merges the partial results in
+a fixed order. Sequences with few visible tokens, as in layers with a short window, are not split: groups take them round-robin. If
+there are many such sequences, each consumer warp computes all tiles of one KV head. Then no partial results are merged.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SI
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 WHOLE = 256  # a sequence with at most this many visible keys is not split
-LITTLE = 2048  # visible keys of all sequences together below which the work is "little"
-FEW = 1  # at most this many sequences are "long" work, with one CTA per SM: two leave more partial results to merge
-MANY = 800  # from this many (sequence, KV head) pairs in short windows on, a warp takes a KV head: 1.5 CTAs of four heads per SM
-
-
-# Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group, new tokens, formats,
-# page sizes.
+LITTLE = 2048  # if all sequences together have fewer visible keys, the class of work is "little"
+FEW = 1  # with at most this many sequences, the class of work is "long": one CTA per SM, because two leave more results to merge
+# From this many (sequence, KV head) pairs in short windows on, a consumer warp computes a KV head. The pairs then fill 1.5 CTAs of
+# four heads per SM.
+MANY = 800
+# Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group size, new tokens per
+# sequence, formats, page sizes.
 _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSignature], tuple[int, ...]]] = []
 
 
@@ -70,7 +70,7 @@ def usual_configs() -> list[Config]:
 
 
 def _rows(wanted: int) -> int:
-    """Query rows of the smallest kernel variant with at least ``wanted`` rows."""
+    """The number of query rows of the smallest kernel variant that has at least ``wanted`` rows."""
     return next(rows for rows in ROWS if rows >= wanted)
 
 
@@ -95,7 +95,7 @@ def _program_of(
     close: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """The compiled kernel, the number of CTA groups, and the float32 elements of the workspace for partial results."""
+    """Returns the compiled kernel for a call, the number of CTA groups, and the number of float32 elements for partial results."""
     rows = _rows(heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * sm_count_of(device) * config.heads * config.abreast // kv_heads)
@@ -121,7 +121,7 @@ def mha_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a paged cache: launches the kernel on checked arguments.
 
-    Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
+    The kernel writes partial results to a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
     `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
     tokens, heads, head_dim = q.shape
@@ -155,7 +155,7 @@ def mha_decode_with_kvcache(
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
             partial_at, counters_at = workspace.memory_at, workspace.counters_at
-            if groups > MERGE_BATCH * batch:  # one CTA per SM, rather than more partial results to merge
+            if groups > MERGE_BATCH * batch:  # fewer CTAs, at least one per SM, leave fewer partial results to merge
                 groups = max(MERGE_BATCH * batch, groups // 2)
         elif groups > batch:
             groups = batch
@@ -178,9 +178,14 @@ def _register(
     priority: int,
     rows: int = max(ROWS),
 ) -> None:
-    """Declares a kernel for these widths of keys and values.
+    """Declares a kernel for one pair of head dims.
 
-    The largest GQA group size in ``ratios`` times the new tokens of a sequence is at most ``rows``. ``rows`` is at most max(ROWS).
+    Args:
+        name: part of the kernel's name.
+        widths: head_dim and v_head_dim.
+        ratios: the smallest and the largest GQA group size.
+        pages: page sizes.
+        rows: the most query rows per KV head: GQA group size times the new tokens of a sequence. At most max(ROWS).
     """
     tokens = rows // ratios[1]
     if priority > Priority.PORTABLE:

@@ -1,4 +1,4 @@
-"""The producer warp of `kernel_device`, which loads tiles, and the L2 prefetch that precedes it."""
+"""The producer warp of `kernel_device`, which loads K/V tiles by TMA, and the L2 prefetch that precedes these loads."""
 
 # mypy: ignore-errors
 
@@ -14,8 +14,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.scheduler_device import Work
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels, Shapes
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
-AHEAD = 2  # number of a CTA's sequences whose K/V are prefetched into L2
-MOST_AHEAD = 256  # prefetched keys of each
+AHEAD = 2  # the number of a CTA's sequences whose first K/V are prefetched into L2
+MOST_AHEAD = 256  # the most keys of a sequence that are prefetched into L2
 
 
 class Loader:
@@ -28,7 +28,7 @@ class Loader:
 
     @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):
-        """Fills the ring of tiles. Sequence lengths and page indices are loaded one sequence ahead."""
+        """Fills the ring with the CTA's K/V tiles. Sequence lengths and page indices are loaded one sequence ahead."""
         c = self.config
         box, boxes, block = self.shapes.box, self.shapes.boxes, c.block
         lane = cute.arch.lane_idx()
@@ -43,7 +43,7 @@ class Loader:
         begin, first, count = self.shapes.visible(call, length)
         first += offset
         count -= offset
-        # `pages`: entries of the page table, one per lane, from `first_page` of the sequence on.
+        # `pages`: 32 entries of the sequence's page table, one per lane, beginning with entry `first_page`.
         first_page = (first * block) >> shift
         pages = pages_from(call, sequence, first_page, length)
         while left > 0:
@@ -85,8 +85,8 @@ class Loader:
     def prefetch_l2(self, call: Call, begun: Barriers, k: Tma, v: Tma):
         """Prefetches into L2 the K/V tiles that this CTA will probably load first. Stops when the preceding kernel has ended (PDL).
 
-        The preceding kernel may still be writing lengths and page table, so the values read here are only hints. TMA ignores boxes
-        that are out of the cache's bounds, so any page index is safe.
+        The preceding kernel may still be writing sequence lengths and page table, so the values read here are only hints. TMA
+        ignores boxes that are out of the cache's bounds, so any page index is safe.
         """
         c = self.config
         shift = call.page_shift
@@ -115,7 +115,7 @@ class Loader:
 
     @cute.jit
     def partition(self, call: Call, kv: Tma, panels: cutlass.Constexpr[Panels]):
-        """TMA partitions: the boxes in the ring, and the boxes of this CTA's KV heads in a cache."""
+        """Returns the TMA partitions of K or of V: the boxes in the ring, and the boxes of this CTA's KV heads in the cache."""
         c = self.config
         box, heads = self.shapes.box, c.heads
         panel = panels.columns
@@ -132,7 +132,8 @@ class Loader:
 
 @cute.jit
 def pages_from(call: Call, sequence: Int32, first_page: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
-    """The page indices of 32 pages of a sequence, one per lane. Entries beyond its length are not read, and 0 here."""
+    """Loads 32 entries of a sequence's page table, one per lane, beginning with entry ``first_page``. For entries beyond
+    ``length``, the sequence's number of tokens, the result is 0 without a load. ``early``: see `load_int`."""
     page = Int32(0)
     at = first_page + cute.arch.lane_idx()
     if at << call.page_shift < length:

@@ -1,7 +1,7 @@
 """The epilogue of `kernel_device`: merges the partial results of warps and CTAs (split-KV), and writes the output.
 
-A warp's partial result of a query row consists of the running row max, the row sum of exponentials, and the accumulator. To merge
-partial results of the same row over different keys, they are rescaled to the largest row max and added.
+A warp's partial result of a query row consists of the running row max, the row sum of exponentials, and the output accumulator.
+Partial results of the same row over different keys are rescaled to the largest row max and added.
 """
 
 # mypy: ignore-errors
@@ -26,19 +26,19 @@ from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2, LOWEST, exp2, r
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MERGE_BATCH
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Shapes
 
-MERGERS = 32 * CONSUMERS  # threads that merge
+MERGERS = 32 * CONSUMERS  # threads of the consumer warps, all of which merge
 MERGE = 2  # the named barrier of these threads
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A warp's softmax state and accumulators. A lane holds one or two rows of each tile of 16 query rows.
+    """A consumer warp's softmax state and output accumulators. A lane holds one or two rows of each tile of 16 query rows.
 
     Attributes:
-        acc: ``[tile, 8 columns, element]``, see `registers_device`.
-        row_max, row_sum: ``[tile, row]``; row_sum covers this lane's columns only.
-        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the cache's scale, times the
-            inverse of the factor that scaled q to float16. One factor for each of the heads that are side by side.
+        acc: ``[tile of query rows, group of 8 columns, element]``, see `registers_device`.
+        row_max, row_sum: ``[tile of query rows, row]``; row_sum covers this lane's columns only.
+        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the key scale, times the inverse of
+            the factor that scaled q to float16. There is one factor for each of the KV heads that are side by side.
     """
 
     acc: cute.Tensor
@@ -58,7 +58,7 @@ class Merger:
 
     @cute.jit
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
-        """Writes the output of a sequence and a KV head that a single warp has computed."""
+        """Writes the output for a sequence and a KV head that this warp has computed alone."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.shapes.tiles):
             for r in cutlass.range_constexpr(self.shapes.used):
@@ -78,25 +78,27 @@ class Merger:
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
-        """The factor of the scores of a lane's ``r``-th row, which includes log2(e)."""
+        """The factor that converts scores of a lane's ``r``-th row to base 2; it includes log2(e)."""
         c = self.config
         return self.qk_scale(sums, r) if c.fp8 and not c.capped else call.scale
 
     def qk_scale(self, sums: Sums, r: int) -> Float32:
-        """The factor of q @ k of fp8 keys and a lane's ``r``-th row."""
+        """Returns the factor by which q @ k of this lane's ``r``-th row is multiplied with an fp8 cache."""
         return sums.scale[r % self.config.abreast]
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
-        """The factor of an accumulator, times the scale of an fp8 cache's values."""
+        """Returns an accumulator's factor, multiplied by the V scale of an fp8 cache."""
         if const_expr(self.config.fp8):
             factor *= call.v_scales.of(kv_head)
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """Returns this lane's adjacent elements of a row. A quad holds the columns of the row's head from ``4 * column`` on.
+        """Returns this lane's adjacent elements, two or four, of an accumulator row. The quad's four lanes hold adjacent elements
+        of the row, beginning at the KV head's column ``4 * column``.
 
-        With an fp8 cache, ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each 16.
+        With an fp8 cache, ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each
+        group of 16.
         """
         c = self.config
         column += r % c.abreast * self.shapes.fours
@@ -108,7 +110,7 @@ class Merger:
 
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
-        """Stores a warp's partial results in shared memory."""
+        """Stores a consumer warp's partial results in shared memory, for `merge_warps`."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
@@ -129,7 +131,8 @@ class Merger:
 
     @cute.jit
     def merge_warps(self, call: Call):
-        """Merges the warps' partial results of a sequence into the output, or into a partial result that the last CTA merges."""
+        """Merges the partial results of a CTA's warps for a sequence. Writes the output, or, with split-KV, a partial result that
+        the sequence's last CTA merges. Then moves the plan on to the CTA's next sequence."""
         c = self.config
         rows, parts = c.rows, c.parts
         thread, _, _ = cute.arch.thread_idx()
@@ -187,9 +190,9 @@ class Merger:
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
-        """Counts the partial results of a sequence that spans several groups. The CTA that arrives last merges them.
+        """Counts the arrived partial results of a sequence that spans several CTA groups. The CTA that arrives last merges them.
 
-        At most one such sequence begins in a group. So its counter is that of the group in which it begins.
+        At most one such sequence begins in a group. So the sequence uses the counter of the group in which it begins.
         """
         thread, _, _ = cute.arch.thread_idx()
         if partials > 1:
@@ -206,7 +209,7 @@ class Merger:
 
     @cute.jit
     def merge_partials(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
-        """Merges the partial results of a sequence, in a fixed order, MERGE_BATCH at a time."""
+        """Merges the partial results of a sequence from all its CTA groups, in a fixed order, MERGE_BATCH at a time."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         for item in cutlass.range((self.config.rows * self.shapes.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -245,7 +248,7 @@ class Merger:
 
     @cute.jit
     def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
-        """Adds the sink, normalises, and stores four elements of an output row."""
+        """Adds the sink to the row sum, normalises four elements of an output row, and stores them."""
         kv_head, own_row = self.shapes.of_head(call, call.kv_head, row)
         token = own_row // call.gqa_ratio
         q_head = kv_head * call.gqa_ratio + own_row - token * call.gqa_ratio
@@ -258,7 +261,7 @@ class Merger:
 
     @cute.jit
     def normalise(self, row_max: Float32, row_sum: Float32, sink: Float32):
-        """The factor of a row's accumulator, which includes the sink, and the row's LSE."""
+        """Returns the factor that normalises a row's accumulator, and the row's LSE. Both include the sink."""
         raised, decay = raise_to(row_max, sink)
         total = row_sum * decay + exp2(sink - raised)
         return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (raised + cute.math.log2(total)) * LN2

@@ -1,4 +1,4 @@
-"""The consumer warps of `kernel_device`: attention of a warp's query rows to its tiles of keys and values."""
+"""The consumer warps of `kernel_device`: attention of a warp's query rows to the warp's K/V tiles."""
 
 # mypy: ignore-errors
 
@@ -50,7 +50,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, call: Call):
-        """Computes the tiles that the producer warp loads."""
+        """Computes attention to the K/V tiles that the producer warp loads."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         queries = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.k_width // 16, 4), Uint32)
@@ -67,7 +67,8 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All warps work on one KV head. They take its tiles round-robin, and merge their results at the end of a sequence."""
+        """All consumer warps work on one KV head. They take the head's K/V tiles round-robin, and merge their partial results at
+        the end of each sequence."""
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -86,7 +87,8 @@ class Consumers:
             if const_expr(c.split):
                 count = cutlass.min(count, call.plan[LEFT])
             self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
-            # Find this warp's next tile. Adding `parts` keeps the dividend positive, because a remainder has the dividend's sign.
+            # Find this warp's next tile. `parts` is added to keep the dividend positive, because a remainder has the dividend's
+            # sign.
             turn = (opt_barrier(thread) // 32 % parts - done % parts + parts) % parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
@@ -98,7 +100,7 @@ class Consumers:
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """Each warp works on one KV head and computes all tiles of this head. So warps need no barriers and merge no results."""
+        """Each consumer warp computes all K/V tiles of one KV head. So warps need no barriers and merge no results."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         for tile in cutlass.range_constexpr(self.shapes.tiles):
@@ -119,7 +121,7 @@ class Consumers:
 
     @cute.jit
     def load_queries(self, call: Call, sequence: Int32, first_kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
-        """Loads the queries of a warp's rows as A fragments, and resets softmax state and accumulators."""
+        """Loads a warp's query rows of a sequence as A fragments, and resets softmax state and accumulators."""
         c = self.config
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
@@ -152,11 +154,11 @@ class Consumers:
 
     @cute.jit
     def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
-        """Converts bfloat16 queries to float16. A power of 2 scales them into float16's range, and its inverse is multiplied into
-        the scores' factor.
+        """Converts bfloat16 queries to float16 for MMAs with an fp8 cache. A power of 2 scales the queries into float16's range.
+        Its inverse is multiplied into the factor of the scores.
 
-        float16 is used because one instruction converts two e4m3 values to it. bfloat16 needs several. Warps with the same rows
-        compute the same power.
+        The MMAs use float16 because one instruction converts two e4m3 values to float16; a conversion to bfloat16 takes several.
+        Warps with the same query rows compute the same power.
         """
         c = self.config
         scale = call.cap_scale if const_expr(c.capped) else call.scale
@@ -192,12 +194,14 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Accumulates a warp's tiles of a sequence: the CTA's tile number ``index``, then every ``parts``-th tile.
+        """Accumulates a warp's K/V tiles of a sequence: the CTA's tile number ``index``, then every ``parts``-th tile before
+        ``end``.
 
         Args:
-            tiles_at: byte offset of the warp's tiles in a stage.
-            shift: the difference between a tile's index in the sequence and its index in the CTA.
+            tiles_at: byte offset of the warp's tiles in a ring stage.
+            shift: the difference between a tile's index in the sequence and its index in the CTA's range.
             length, begin: the sequence's length, and the first position that a query sees.
+            first_row: the warp's first query row.
         """
         c = self.config
         while index < end:
@@ -224,7 +228,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """One step of attention: accumulates one tile of keys and values, which begins at position ``start``."""
+        """One step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the sequence."""
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
         # Positions without a token may hold NaN, and 0 * NaN is not 0.
@@ -247,7 +251,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The remainder of `attend`, with queries as the A operand."""
+        """The rest of `attend` without swap-AB: queries are the A operand."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):
@@ -263,7 +267,7 @@ class Consumers:
 
     @cute.jit
     def cap_scores(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """Applies tanh of logit_cap to a tile: scores become fractions of the cap, from -1 to 1."""
+        """Replaces a tile's scores by ``tanh(score / logit_cap)``, that is, by fractions of the cap from -1 to 1."""
         c = self.config
         for tile in cutlass.range_constexpr(self.shapes.tiles):
             for r in cutlass.range_constexpr(self.shapes.used):
@@ -278,7 +282,7 @@ class Consumers:
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
-        """Zeroes the values of positions that no query sees."""
+        """Zeroes V of a tile, in shared memory, at the positions that no query sees."""
         c = self.config
         lane = cute.arch.lane_idx()
         for each in cutlass.range_constexpr((c.block * self.shapes.values.count + 31) // 32):
@@ -293,7 +297,7 @@ class Consumers:
 
     @cute.jit
     def qk_mma(self, tile_at: Int32, queries: cute.Tensor):
-        """Scores q @ k of a warp's rows and a tile's keys: ``[tile of rows, 8 keys, element]``."""
+        """Computes the scores q @ k of a warp's rows and a tile's keys: ``[tile of query rows, group of 8 keys, element]``."""
         c = self.config
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
@@ -350,7 +354,7 @@ class Consumers:
 
     @cute.jit
     def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, first_row: Int32, windowed: cutlass.Boolean):
-        """Masks keys after a query's position, and before its window."""
+        """Masks the scores of keys after a query's position, and before the query's window."""
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
         for tile in cutlass.range_constexpr(self.shapes.tiles):
@@ -368,7 +372,8 @@ class Consumers:
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
         """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
-        The row max is kept in unscaled scores. Accumulators are rescaled only where it has grown by more than LAZY, after scaling.
+        The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
+        than LAZY.
         """
         c = self.config
         keys = c.block // 8
@@ -441,8 +446,8 @@ class Consumers:
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """`pv_mma` of fp8 values. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of
-        each 16."""
+        """`pv_mma` for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each
+        group of 16."""
         c = self.config
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

@@ -1,4 +1,4 @@
-"""The tile scheduler of `kernel_device`: each CTA's range of tiles. `split_kv_device` splits the tiles of all sequences evenly."""
+"""The tile scheduler of `kernel_device`, which finds each CTA's range of K/V tiles. `split_kv_device` divides the tiles evenly."""
 
 # mypy: ignore-errors
 
@@ -28,7 +28,7 @@ AT_ONCE = 8  # sequence lengths that a lane loads per round
 
 @dataclass(frozen=True)
 class Work:
-    """The work items of the kernel: sequences. See `split_kv_device`."""
+    """How the sequences of a call are divided among CTA groups: the object ``work`` of `split_kv_device`."""
 
     config: Config
     shapes: Shapes
@@ -44,10 +44,11 @@ class Work:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, _: Int32):
-        """Returns the tiles per group, and the fixed cost of starting a sequence in tiles, which is 0 here."""
+        """Returns the number of tiles per group, and the fixed cost of starting a sequence, 0. ``total``: number of tiles of all
+        sequences."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
-        if const_expr(c.block == 16):  # a multiple of the number of warps, so that each warp has a tile
+        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have equally many tiles
             per_group = (per_group + c.parts - 1) // c.parts * c.parts
         return per_group, Int32(0)
 
@@ -56,14 +57,14 @@ class Work:
         """Finds this CTA's range of tiles, writes it to the plan, and signals PLANNED to the consumer warps.
 
         Returns:
-            The first sequence, its length, the tile offset in it, the tiles (without split-KV: the sequences) of the range, and the
-            stride from one sequence to the next.
+            The range's first sequence, that sequence's length, the range's offset in that sequence in tiles, the number of tiles
+            (without split-KV: of sequences) of the range, and the step from a sequence of the range to the next.
         """
         lane = cute.arch.lane_idx()
         step = Int32(1)
         if const_expr(self.config.split):
             sequence, length, offset, left, per_group, _none = [Int32(0)] * 6
-            if call.batch <= 32:  # less code: here the time goes into instruction fetch
+            if call.batch <= 32:  # a variant with less code, because instruction fetch takes most of the time
                 sequence, length, offset, left, per_group, _none = split_kv.divide(self, call, 1)
             else:
                 sequence, length, offset, left, per_group, _none = split_kv.divide(self, call, AT_ONCE)
@@ -83,7 +84,8 @@ class Work:
 
     @cute.jit
     def take(self, count: Int32, left: Int32):
-        """Returns how many of a sequence's ``count`` tiles this CTA computes, and the tiles (or sequences) left afterwards."""
+        """Returns how many of a sequence's ``count`` tiles this CTA computes, and how many tiles (without split-KV: sequences) of
+        the CTA's range are then left. ``left``: how many are left now."""
         if const_expr(self.config.split):
             count = cutlass.min(count, left)
             left -= count

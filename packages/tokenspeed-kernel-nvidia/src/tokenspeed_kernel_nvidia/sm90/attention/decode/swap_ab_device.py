@@ -1,9 +1,9 @@
-"""Swap-AB variant of `mma_device`: keys and values are the A operands, for eight query rows and an fp8 cache.
+"""Swap-AB variant of `mma_device`: K and V are the A operands, for eight query rows and an fp8 cache.
 
-mma.m16n8k16 has 16 rows and 8 columns. With up to eight queries as its rows, half of the rows are padding. So half of the registers
-of queries and accumulators are padding too, which is too expensive for wide heads. In this module keys (or columns of values) are
-the rows, and queries the columns. Lane ``4 g + t`` holds the scores of the queries 2 t and 2 t + 1 with keys g and g + 8 of 16. For
-the same queries the lane holds the output's columns 2 g and 2 g + 1 of 16.
+mma.m16n8k16 has 16 rows and 8 columns. With up to eight query rows as its rows, half of the rows are padding. So half of the
+registers of queries and accumulators are padding too, which is too expensive for wide heads. In this module, keys (or columns of V)
+are the rows of the MMA, and query rows its columns. Lane ``4 g + t`` holds the scores of query rows 2 t and 2 t + 1 with keys g and
+g + 8 of each group of 16. For the same query rows, the lane holds output columns 2 g and 2 g + 1 of each group of 16.
 """
 
 # mypy: ignore-errors
@@ -41,14 +41,15 @@ class SwapAb:
 
     @cute.jit
     def begin(self, sums: Sums):
-        """Resets row max and row sum of a lane's two queries."""
+        """Resets the row max and row sum of a lane's two query rows."""
         for r in cutlass.range_constexpr(2):
             sums.row_max[0, r] = Float32(LOWEST)
             sums.row_sum[0, r] = Float32(0.0)
 
     @cute.jit
     def attend(self, call: Call, tile_at: Int32, values_at: Int32, start: Int32, length: Int32, queries: cute.Tensor, sums: Sums):
-        """Accumulates one tile of keys and values, from position ``start`` on. Masked values must have been zeroed."""
+        """Accumulates one tile of keys and values, which begins at position ``start``. V must be 0 at positions that no query
+        sees."""
         c = self.config
         scores = self.qk(tile_at, queries)
         if const_expr(c.capped):
@@ -61,7 +62,7 @@ class SwapAb:
 
     @cute.jit
     def qk(self, tile_at: Int32, queries: cute.Tensor):
-        """Scores k @ q.T of a tile's keys and the queries: ``[16 keys, element]``."""
+        """Computes the scores k @ q.T of a tile's keys and the query rows: ``[group of 16 keys, element]``."""
         c = self.config
         lane = cute.arch.lane_idx()
         at = tile_at + self.shapes.swizzled(self.shapes.keys, lane % 8, lane // 8)
@@ -86,7 +87,7 @@ class SwapAb:
 
     @cute.jit
     def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, windowed: cutlass.Boolean):
-        """Masks keys after a query's position, and before its window."""
+        """Masks the scores of keys after a query's position, and before the query's window."""
         lane = opt_barrier(cute.arch.lane_idx())
         for r in cutlass.range_constexpr(2):
             end = length - call.q_len + (lane % 4 * 2 + r) // call.gqa_ratio + 1
@@ -98,7 +99,8 @@ class SwapAb:
 
     @cute.jit
     def softmax(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax. Returns rounded probabilities as the B operand of V.T @ P.T: ``[16 keys, word]``."""
+        """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the B operand of V.T @ P.T: ``[group
+        of 16 keys, word]``."""
         keys = self.config.block // 16
         highest = cute.make_rmem_tensor((2,), Float32)
         rise = Float32(0.0)
@@ -132,7 +134,7 @@ class SwapAb:
     def pv(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """Adds V.T @ P.T of a tile to the accumulator.
 
-        ldmatrix transposes bytes in pairs. So the first eight rows of an MMA are even columns of V, and the other eight odd
+        ldmatrix transposes pairs of bytes. So the first eight rows of an MMA are even columns of V, and the other eight rows odd
         columns.
         """
         panels = self.shapes.values
@@ -157,7 +159,7 @@ class SwapAb:
 
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
-        """Stores a warp's partial results in shared memory."""
+        """Stores a consumer warp's partial results in shared memory, for `Merger.merge_warps`."""
         c = self.config
         thread = opt_barrier(cute.arch.thread_idx()[0])
         lane = thread % 32

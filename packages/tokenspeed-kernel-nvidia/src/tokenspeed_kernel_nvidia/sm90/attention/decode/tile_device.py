@@ -1,4 +1,4 @@
-"""Common to all warps of `kernel_device`: the kernel's arguments, tile layouts, and the CTA's progress through its work."""
+"""Definitions for all warps of `kernel_device`: the kernel's arguments, layouts of K/V tiles, and the CTA's progress."""
 
 # mypy: ignore-errors
 
@@ -15,17 +15,17 @@ from tokenspeed_kernel_nvidia.cutedsl.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config, Row
 
 THREADS = 32 * (CONSUMERS + 1)
-# Indices into the CTA's plan in shared memory: the current sequence, the tile offset in this sequence, the remaining tiles (without
-# split-KV: the remaining sequences), the completed tiles, the tiles of a group's full range, and the arrival counter's previous
-# value.
+# Indices into the CTA's plan in shared memory: the current sequence, the CTA's first tile in this sequence, the number of tiles
+# that remain (without split-KV: of sequences), the number of completed tiles, the number of tiles of a group's full range, and the
+# previous value of the sequence's arrival counter.
 SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
-LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
-PLANNED = 1  # named barrier: the plan has been written
+LAZY = 8.0  # how much a row max, in units of log2, may grow before the accumulators are rescaled
+PLANNED = 1  # the named barrier at which consumer warps wait until the producer warp has written the plan
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of q or out: address of the first one, and strides of tokens and heads in elements."""
+    """Rows of q or out: the global address of row 0, and the strides between tokens and between heads in elements."""
 
     address: Int64
     token: Int64
@@ -33,13 +33,13 @@ class Rows:
 
     @cute.jit
     def at(self, token: Int32, head: Int32):
-        """The address of a row."""
+        """The global address of the row of a token and a query head."""
         return self.address + 2 * (Int64(token) * self.token + Int64(head) * self.head)
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """The page table: its address, and strides of sequences and pages in elements."""
+    """The page table: its global address, and its strides between sequences and between pages in elements."""
 
     address: Int64
     sequence: Int64
@@ -54,26 +54,27 @@ class Call:
         q, out: queries and output.
         page_table: int32 ``[batch, max_pages]``.
         cache_seqlens: address of int32 ``[batch]``.
-        batch: sequences.
-        partial: address of partial results.
+        batch: number of sequences.
+        partial: address of the partial results in the workspace.
         counters: address of int32 counters, one for each group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
-        sinks: added to the softmax's denominator.
+        sinks: the attention sinks, which are added to the softmax's denominator.
         q_len: new tokens of each sequence.
         gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
-        max_seqlen_k: larger sequence lengths are clamped to it.
-        window_left: as the operator's.
-        groups: number of CTA groups, among which the tiles are split. Each group has CTAs for all KV heads.
+        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        window_left: the operator's argument: visible tokens before the query's own; negative without a window.
+        groups: number of CTA groups, among which the K/V tiles are divided. Each group has CTAs for all KV heads.
         page_shift: log2 of the page size.
-        scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
+        scale: softmax_scale * log2(e), or logit_cap * log2(e) if scores are capped.
         k_scales, v_scales: scales of an fp8 cache.
         cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None if scores are not capped.
         group, kv_head: this CTA's group, and its first KV head. Heads that are side by side count as one, also in ``kv_heads``.
-        pipe: the barriers of the ring of tiles.
-        plan: the CTA's progress, see SEQUENCE.
-        sums, results: partial results of the warps for a sequence: row max and row sum, and accumulators.
-        sink_values: the sink of each query row.
-        tiles: the ring.
+        pipe: the barriers of the ring of K/V tiles.
+        plan: the CTA's progress in shared memory, see SEQUENCE.
+        sums, results: partial results of the consumer warps for a sequence, in shared memory: row max and row sum, and
+            accumulators.
+        sink_values: the sink of each query row, in shared memory.
+        tiles: the ring of K/V tiles.
     """
 
     q: Rows
@@ -116,8 +117,8 @@ class Panels:
         count: number of panels.
         begin: offset of the first panel in the stage, in elements.
         bytes: number of bytes of a panel, with the rows of all KV heads.
-        box: number of consecutive rows of a KV head.
-        heads: number of KV heads of a CTA.
+        box: number of rows (tokens) of one KV head that are consecutive in a panel.
+        heads: number of KV heads per CTA.
     """
 
     width: int
@@ -130,32 +131,34 @@ class Panels:
     heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
-        """Byte offset of a row in its panel. A box holds its rows of one head, then those of the CTA's next head."""
+        """Byte offset of a token's row in its panel, for the CTA's first KV head. In a panel, ``box`` rows of the first KV head
+        precede the same tokens' rows of the next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     def swizzle_xor(self, row: Any) -> Any:
-        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a row. ``row``: modulo 8."""
+        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a panel's row. ``row``: the row's index modulo
+        8."""
         return row if self.row_bytes == 128 else row // 2
 
     def chunk_in_row(self, chunk: int) -> int:
-        """Byte offset of a 16-byte chunk in its panel's row, before the swizzle. The offset may be XORed into
-        a swizzled address.
+        """Byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. This offset may be XORed into a swizzled
+        address. ``chunk``: the chunk's index in the vector.
         """
         return chunk % (self.row_bytes // 16) * 16
 
     def panel_at(self, chunk: int) -> int:
-        """Byte offset of the panel that holds a 16-byte chunk."""
+        """Byte offset of the panel that holds a vector's 16-byte chunk. ``chunk``: the chunk's index in the vector."""
         return chunk // (self.row_bytes // 16) * self.bytes
 
 
 def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
-    """The panels of keys or values with the layout ``row``."""
+    """The panels of a tile's keys, or of its values, whose vectors have the layout ``row``."""
     size = config.heads * config.block * row.panel_bytes
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
 
 class Shapes:
-    """Shapes that follow from a configuration, the layout of shared memory, and the visible part of a sequence."""
+    """Shapes that follow from a configuration, the layout of shared memory, and the range of a sequence that queries see."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -192,7 +195,7 @@ class Shapes:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """A sequence's length, clamped to max_seqlen_k. Indices beyond the batch get the last sequence's length. ``early``: see
+        """Loads a sequence's length, clamped to max_seqlen_k. Beyond the batch, returns the last sequence's length. ``early``: see
         `load_int`.
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
@@ -200,24 +203,25 @@ class Shapes:
 
     @cute.jit
     def visible(self, call: Call, length: Int32):
-        """The first position that a query sees, its tile, and the number of visible tiles, at least 1."""
+        """Returns the first position of a sequence that a query sees, the tile of this position, and the number of visible tiles,
+        at least 1. ``length``: the sequence's length."""
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
         first = begin // self.config.block
         return begin, first, cutlass.max((length + self.config.block - 1) // self.config.block - first, 1)
 
     @cute.jit
     def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
-        """Byte offset of a 16-byte chunk of one of 8 rows, within the first panel, swizzled. ``chunk``: the chunk's index."""
+        """Byte offset within the first panel, after the swizzle, of 16-byte chunk number ``chunk`` of row ``lane_row`` (0 to 7)."""
         swizzle_xor = panels.swizzle_xor(lane_row)
         return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
 
     def has(self, r: int, column: int, width: int) -> bool:
-        """Whether a column belongs to the KV head of a lane's ``r``-th query row. ``width``: columns of a head."""
+        """Whether a column of a K/V tile belongs to the KV head of a lane's ``r``-th query row. ``width``: columns per KV head."""
         return self.config.abreast == 1 or column // width == r
 
     def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
-        """The KV head of a query row, and the row's index in it. ``kv_head``: the KV head of row 0. Heads that are side by side
-        count as one.
+        """Returns the KV head of a query row, and the row's index among that head's rows. ``kv_head``: the KV head of row 0, where
+        heads that are side by side count as one.
         """
         if self.config.abreast == 1:
             return kv_head, row
@@ -225,10 +229,11 @@ class Shapes:
 
     @cute.jit
     def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
-        """Addresses of a row of a partial result: the address of its row max and row sum, and the address of its values.
+        """Returns two global addresses for a query row of a group's partial result: that of row max and row sum, and that of the
+        output accumulator.
 
         A group writes at most two partial results: one of a sequence that began in an earlier group, and one of a sequence that
-            ``begins`` here.
+        ``begins`` in this group.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.config.rows + row

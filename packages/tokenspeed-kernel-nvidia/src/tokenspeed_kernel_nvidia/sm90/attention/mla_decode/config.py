@@ -1,8 +1,8 @@
 """Configurations that `mla_decode` is compiled for.
 
-Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache;
-its latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a cluster, that
-compute all heads of a work item.
+Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache.
+A block's latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a
+cluster, that compute all heads of a work item.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass, field
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
-LATENT = 512  # columns of the latent, which is also the value
-ROPE = 64  # columns of the rotary part
-ROWS = 64  # rows of a Q tile, and tokens of a block of the cache, because one wgmma is 64 x 64
-RECORD_BYTES = 16  # bytes of a work item's record, which the merge kernel reads
+LATENT = 512  # elements of a token's latent, which is key and value
+ROPE = 64  # elements of a token's rotary part, which is key only
+ROWS = 64  # query rows of a Q tile, and tokens of a block of the cache, because one wgmma is 64 x 64
+RECORD_BYTES = 16  # bytes of the record of a work item with partial results, which the merge kernel reads
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
-LEAST_BLOCKS = 2  # minimum blocks per group: each split of a sequence costs a partial result of up to 256 KiB
-STARTING_BLOCKS = 3  # fixed cost of starting a work item, in blocks: measured on an H200 with 128 heads
+LEAST_BLOCKS = 2  # minimum number of blocks per group: each split of a sequence costs a partial result of up to 256 KiB
+STARTING_BLOCKS = 3  # the time to start a work item, in times of a block: measured on an H200 with 128 heads
 
 
 @dataclass(frozen=True)
 class Config:
     """Configuration of one kernel variant.
 
-    A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many queries in registers as fit.
-    It computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
-    warpgroups compute half of the output's columns each. In the more usual split, each of two warpgroups computes the scores of its
-    own block. That split keeps all queries in shared memory. A 64 x 64 MMA then reads as many bytes of queries as of keys. Together
-    these are 128 bytes per clock, the full bandwidth of shared memory.
+    A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many columns of Q in registers as
+    fit. It computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
+    warpgroups compute half of the output's columns each. In the more usual division of work, each of two warpgroups computes the
+    scores of its own block. That division keeps all of Q in shared memory. A 64 x 64 MMA then reads as many bytes of Q as of K.
+    Together these are 128 bytes per clock, the full bandwidth of shared memory.
 
     Attributes:
         dtype: dtype of q, the cache and the output.
         heads: query heads.
-        narrow: whether partial results are float16, scaled by a power of 2 per row and value warpgroup, instead of float32. See
-            `config_of`.
+        narrow: whether partial results of split-KV are float16, scaled by a power of 2 per row and value warpgroup, instead of
+            float32. See `config_of`.
     """
 
     dtype: str
@@ -49,9 +49,8 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        """The number of CTAs of a cluster, which share loads by multicast. Each loads half of a block for
-        both, so L2 is read once.
-        """
+        """The number of CTAs per cluster. With two, each CTA loads half of a block and multicasts it to both, so that L2 is read
+        once."""
         return self.ranks
 
     @property
@@ -60,7 +59,7 @@ class Config:
 
     @property
     def tokens_of_tile(self) -> int:
-        """New tokens of a sequence in a tile."""
+        """The number of new tokens of a sequence whose query rows are in one CTA's tile."""
         return ROWS // self.heads_of_tile
 
     @property
@@ -70,41 +69,43 @@ class Config:
 
     @property
     def at_once(self) -> bool:
-        """Whether a block's probabilities are signalled as soon as they are stored. Otherwise they are signalled after the next
-        block's q @ k.
+        """Whether the score warpgroup signals a block's probabilities to the value warpgroups as soon as they are stored. Otherwise
+        it signals them after it has issued the next block's q @ k.
 
-        A compute-bound kernel (two CTAs, 128 heads) saves P @ V for the time of the softmax, when no q @ k is in flight. With one
-        CTA, which has at most half of the rows, the kernel is memory-bound. Blocks should then be released early, to free their
-        stages.
+        A compute-bound kernel (two CTAs, 128 heads) defers P @ V to the time of the next softmax, when no q @ k is in flight. With
+        one CTA, which has at most half of the rows, the kernel is memory-bound. Blocks should then be released early, to free their
+        ring stages.
         """
         return self.cluster == 1
 
     @property
     def tail(self) -> int:
-        """MMAs (k = 16) of the next block's q @ k that are still in flight when probabilities are signalled.
+        """The number of MMAs (k = 16) of the next block's q @ k that are still in flight when a block's probabilities are
+        signalled.
 
-        They keep the tensor cores busy while the value warpgroups start up.
+        These MMAs keep the tensor cores busy while the value warpgroups start P @ V.
         """
         return 8
 
     @property
     def latent_chunks(self) -> int:
-        """Stages of the ring of latent chunks of 128 columns: two whole blocks, and three chunks of the next one."""
+        """Stages of the ring of latent chunks (64 tokens, 128 columns). The ring holds two whole blocks, and three chunks of the
+        next."""
         return 11
 
     @property
     def query_chunks(self) -> int:
-        """The number of chunk stages that a work item's queries occupy while they are loaded."""
+        """The number of stages of the latent ring that a work item's queries occupy while they are loaded."""
         return 4
 
     @property
     def wide_queries(self) -> bool:
-        """Whether queries have wider elements than the cache."""
+        """Whether elements of q have more bytes than elements of the cache."""
         return False
 
     @property
     def lazy(self) -> float:
-        """log2 by which the row max may grow before accumulators are rescaled."""
+        """log2 of the factor by which probabilities may grow before the row max is raised and accumulators are rescaled."""
         return 8.0
 
     @property
@@ -114,12 +115,13 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring of rotary parts. A block's probabilities overwrite its rotary part."""
+        """Stages of the ring of rotary parts (64 tokens). A block's probabilities overwrite the block's rotary part."""
         return 3
 
     @property
     def kept(self) -> int:
-        """Columns of queries in registers. Other columns are in the remaining shared memory."""
+        """The number of columns of Q that the score warpgroup keeps in registers. The others are in shared memory outside the
+        rings."""
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
@@ -128,56 +130,56 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the values in a row of a partial result."""
+        """Bytes of the output accumulator in a row of a partial result."""
         return LATENT * (2 if self.narrow else 4)
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of row max and row sum of a partial result's row; with `narrow`, one pair per value warpgroup."""
+        """Bytes of row max and row sum in a row of a partial result. With `narrow`, each value warpgroup has its own pair."""
         return 16 if self.narrow else 8
 
     @property
     def chunk(self) -> int:
-        """Columns that are stored together in a partial result: 16 bytes per lane."""
+        """The number of columns of 16 rows of a partial result that a warp stores with one instruction: 16 bytes per lane."""
         return 16 if self.narrow else 8
 
     @property
     def merge_batch(self) -> int:
-        """Partial results that a warp of the merge kernel has in flight.
+        """The number of partial results of which a warp of the merge kernel has loads in flight.
 
         With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200; with 4, 14.2 us. With many sequences there is little to
         merge, and times differ by about 1%: 255 (with 8) and 253 us (with 4) for 16 x 32768, 257 and 260 us for 128 x 4096.
         """
         return 8 if self.narrow else 4
 
-    # Registers per thread (setmaxnreg). The four warpgroups have 512 together, all that an SM has for 512 threads. ptxas needs 24
-    # besides the operands to keep wgmma asynchronous.
+    # Registers per thread of each warpgroup (setmaxnreg). The four warpgroups' numbers sum to at most 512, all that an SM has for
+    # 512 threads. ptxas needs 24 registers besides the operands to keep wgmma asynchronous.
 
     @property
     def load_registers(self) -> int:
-        """With `narrow`, where records are written before partial results, 24 registers would spill."""
+        """Registers of the load warpgroup. With `narrow`, it also writes records, and 24 registers would spill."""
         return 32 if self.narrow else 24
 
     @property
     def score_registers(self) -> int:
-        """Queries take 96 registers, scores 32."""
+        """Registers of the score warpgroup. Queries take 96 registers, scores 32."""
         return 160 if self.narrow else 168
 
     @property
     def value_registers(self) -> int:
-        """The accumulator takes 128 registers."""
+        """Registers of each thread of a value warpgroup. The accumulator takes 128 of these registers."""
         return 160
 
 
 def config_of(dtype: str, heads: int) -> Config:
     """Returns the configuration for a cache in q's dtype.
 
-    With 128 heads partial results are float16 (`narrow`). In float32, the partial results of a few long sequences are more bytes
+    With 128 heads, partial results are float16 (`narrow`). In float32, the partial results of a few long sequences are more bytes
     than the cache. On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x
-    32768, 254.1 to 253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads a partial result is at most half as
-    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. It took 157.2 us where the last CTA to arrive
-    merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32, because they also accumulate
-    there. Sparse kernels keep float32, because `narrow` has not been measured for them.
+    32768, 254.1 to 253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads, a partial result is at most half as
+    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. It took 157.2 us when the last CTA to arrive
+    merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32 partial results, because they also
+    accumulate in this memory. Sparse kernels keep float32, because `narrow` has not been measured for them.
     """
     return Config(dtype, heads, narrow=heads > ROWS)
 

@@ -37,13 +37,13 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
-ROPE_STEPS = ROPE // STEP  # MMAs with the rotary part, which are issued first
-CHUNK_STEPS = LATENT_CHUNK // STEP
+ROPE_STEPS = ROPE // STEP  # k-steps of the rotary part, which are issued first
+CHUNK_STEPS = LATENT_CHUNK // STEP  # k-steps of a latent chunk
 
 
 @dataclass(frozen=True)
 class Fp8QkMma:
-    """q @ k with e4m3 MMAs."""
+    """The score warpgroup's q @ k with e4m3 MMAs."""
 
     config: Fp8Config
     memory: SharedMemory
@@ -69,13 +69,13 @@ class Fp8QkMma:
     # -- queries ---------------------------------------------------------------------------------------------------------------
 
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Loads queries of a tile to registers, and releases their stages. See `QkMma.take_queries`."""
+        """Loads a tile of queries from the rings to registers, and releases their ring stages. See `QkMma.take_queries`."""
         take = self.take_narrow if self.config.fp8_queries else self.take_wide
         return take(call, words, at, rope_at)
 
     @cute.jit
     def take_narrow(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """`take_queries` of e4m3 queries."""
+        """`take_queries` for e4m3 queries."""
         c = self.config
         thread = thread_of_scores()
         call.ropes.wait(rope_at)
@@ -98,9 +98,9 @@ class Fp8QkMma:
 
     @cute.jit
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """`take_queries` of 16-bit queries, split into two e4m3 parts each.
+        """`take_queries` for 16-bit queries, each of which is split into two e4m3 parts.
 
-        A row is first scaled by a power of 2 that moves its amax to between 2^7 and 2^8. Significant low parts then do not
+        A query row is first scaled by a power of 2 that moves its amax to between 2^7 and 2^8. Significant low parts then do not
         underflow in e4m3.
         """
         c = self.config
@@ -157,8 +157,10 @@ class Fp8QkMma:
         """Returns four adjacent elements of 16-bit queries, which one word of an fp8 A operand will hold.
 
         Args:
-            step: index of the 32 columns in the chunk.
-            each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on.
+            at: the ring stage that holds the queries.
+            offset: the lane's byte offset in the stage.
+            step: index of the group of 32 columns in the stage.
+            each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on within the group.
         """
         to = self.memory.panel_at(call, at, 0) + each % 2 * (8 * LATENT_CHUNK) + (offset ^ (step * 64 + each // 2 * 32))
         return [x for word in load_words("shared", to, 2) for x in registers.widened(dtype_of(self.config.dtype), word)]
@@ -167,7 +169,7 @@ class Fp8QkMma:
 
     @cute.jit
     def multiply(self, call: Call, mmas: QkMmas, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Computes q @ k of a block. Returns the scores, and the chunk cursor of the next block. See `QkMma.multiply`."""
+        """Computes q @ k of a block. Returns the scores, and the latent ring's cursor of the next block. See `QkMma.multiply`."""
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
@@ -179,7 +181,8 @@ class Fp8QkMma:
             self.multiply_step(kept, others, ops, scores, ops.ropes[None, None, step, rope_at.stage], step)
         for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
             call.latent_chunks.wait(at)
-            # Descriptors of all chunks at once would take too many registers.
+            # opt_barrier keeps the compiler from computing the descriptors of all chunks early, which would take too many
+            # registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(CHUNK_STEPS):
                 index = ROPE_STEPS + chunk * CHUNK_STEPS + step
@@ -219,7 +222,7 @@ class Fp8QkMma:
 
 @cute.jit
 def scale_of(call: Call) -> Float32:
-    """Returns the factor of scores: softmax scale times q_scale times kv_scale."""
+    """Returns the factor of q @ k: ``call.scale`` times q_scale times kv_scale."""
     return call.scale * Scales(call.q_scale, Int32(0)).of(Int32(0)) * Scales(call.kv_scale, Int32(0)).of(Int32(0))
 
 
@@ -229,5 +232,5 @@ def put_words(words: cute.Tensor, step: int, four: list) -> None:
 
 
 def floats_of_pair(pair: Uint32) -> list:
-    """The two float16 values of a register, as float32."""
+    """Converts the two float16 values of a register to float32."""
     return registers.widened(cutlass.Float16, pair)

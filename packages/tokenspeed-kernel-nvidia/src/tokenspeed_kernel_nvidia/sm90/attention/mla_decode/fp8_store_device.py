@@ -1,4 +1,5 @@
-"""The epilogue's stores with an fp8 cache. Accumulators are transposed here, unlike in `store_device.Store`."""
+"""The epilogue's stores with an fp8 cache. Accumulators are transposed (rows are latent columns), unlike in
+`store_device.Store`."""
 
 # mypy: ignore-errors
 
@@ -25,7 +26,7 @@ class Fp8Store:
     """Stores of accumulators whose rows are columns of the latent.
 
     Attributes:
-        sums: accumulators in global memory.
+        sums: the parts of the accumulators that are in global memory.
     """
 
     config: Fp8Config
@@ -83,5 +84,5 @@ def value_scale(call: Call) -> Float32:
 
 
 def has_row(thread: Int32, half: Int32) -> Boolean:
-    """Returns whether this thread writes the per-row values of the row ``thread % 128``."""
+    """Returns whether this thread writes the row max and row sum, or the LSE, of query row ``thread % 128``."""
     return (half == 0) & ((thread & 127) < ROWS)

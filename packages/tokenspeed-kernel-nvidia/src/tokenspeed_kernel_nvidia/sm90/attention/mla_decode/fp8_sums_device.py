@@ -1,6 +1,6 @@
-"""Accumulators of `mla_decode` with an fp8 cache that lie in global memory: see `Fp8Config.summed`.
+"""The output accumulators of `mla_decode` with an fp8 cache that are in global memory: see `Fp8Config.summed`.
 
-After `summed` blocks, the accumulators in registers are added to float32 accumulators in global memory.
+After every ``summed`` blocks, the accumulators in registers are added to float32 accumulators in global memory.
 """
 
 # mypy: ignore-errors
@@ -23,32 +23,34 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATEN
 
 TILES = LATENT_CHUNK // 64  # tiles of 64 columns in a chunk
 GROUPS = ROWS // 8  # groups of 8 heads
-COPIED = 4  # named barriers, one per value warpgroup, for `MemorySums.row_sums`
+COPIED = 4  # the first of the value warpgroups' named barriers, see `meet_others`
 
 
 @dataclass(frozen=True)
 class MemorySums:
-    """Accumulators in global memory. Their rescale factors, row max and row sum are behind the notes in shared memory."""
+    """The output accumulators in global memory. Their rescale factors, and the rows' max and sum, are in shared memory, after the
+    `Notes` of all stages."""
 
     config: Fp8Config
     results: Results
 
     @cute.jit
     def group_of(self, call: Call) -> Int32:
-        """Returns this CTA's group. Recomputed at each use, see `opt_barrier`."""
+        """Returns this CTA's group. The value is recomputed at each use, see `opt_barrier`."""
         cta, _, _ = cute.arch.block_idx()
         return registers.opt_barrier(cta) // self.config.ranks
 
     @cute.jit
     def begin(self, call: Call, factor: Float32):
-        """Sets the factors of all heads' accumulators in memory; 0 before there are any."""
+        """Sets the rescale factors of all rows' accumulators in global memory to ``factor``: 0 while that memory holds no
+        accumulators yet, otherwise 1."""
         thread = thread_of_values()
         meet_others(thread)
         (self.factors_of(call, thread >> 7) + (thread & 127))[0] = factor
 
     @cute.jit
     def add(self, call: Call, acc: list):
-        """Adds the accumulators in registers to those in memory."""
+        """Adds the accumulators in registers to the rescaled accumulators in global memory, and stores the sums there."""
         meet_others(thread_of_values())
         for pair in cutlass.range_constexpr(GROUPS // 2):
             for c in cutlass.range_constexpr(2):
@@ -65,7 +67,8 @@ class MemorySums:
         tile: cutlass.Constexpr[int],
         c: cutlass.Constexpr[int],
     ):
-        """Returns `elements_of` of the accumulators in registers, plus those in memory times their factors."""
+        """Returns four of a thread's accumulators (see `elements_of`): those in registers, plus those in global memory times their
+        rescale factors."""
         thread = thread_of_values()
         kept = self.factors_of(call, thread >> 7) + head_of(thread, 2 * pair, c)
         factors = [kept[8 * group] for group in range(2)]
@@ -74,31 +77,34 @@ class MemorySums:
 
     @cute.jit
     def own_at(self, call: Call, pair: cutlass.Constexpr[int], tile: cutlass.Constexpr[int], c: cutlass.Constexpr[int]):
-        """Returns the address of a thread's float32 accumulators of a tile while a work item is in progress.
+        """Returns the global address of four of a thread's float32 accumulators (see `elements_of`) while a work item is in
+        progress.
 
-        They are in the slot of the group's second partial result, which belongs to its last item. There the thread will store the
-        final partial result.
+        The accumulators use the memory of the group's second partial result, which belongs to the group's last work item. The
+        thread will store that final partial result at the same addresses.
         """
         _, values_at = self.results.partial_at(call, self.group_of(call), Int32(0))
         return values_at + self.own_offset(thread_of_values(), pair, tile, c)
 
     @cute.jit
     def own_offset(self, thread: Int32, pair: cutlass.Constexpr[int], tile: cutlass.Constexpr[int], c: cutlass.Constexpr[int]):
-        """Returns the byte offset of a thread's `elements_of` in a partial result."""
+        """Returns the byte offset in a partial result of four of a thread's accumulators, see `elements_of`."""
         lane = thread & 31
         chunk = first_column(thread, thread >> 7, tile) // CHUNK + (lane >> 4)
         return self.results.values_offset(Int32(pair), chunk) + ((2 * (lane & 3) + c) * 4 + ((lane >> 2) & 3)) * 16
 
     def factors_of(self, call: Call, half: Int32) -> cute.Pointer:
-        """Returns the shared-memory address of a warpgroup's rescale factors, one a head, for the accumulators in global memory.
+        """Returns the shared-memory address of a value warpgroup's rescale factors of the accumulators in global memory, one per
+        row.
 
-        Each thread keeps one factor. The upper 64 threads duplicate the factors of the lower 64.
+        Each thread updates one factor. The upper 64 threads duplicate the factors of the lower 64.
         """
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + READERS * 2 * ROWS + half * (2 * ROWS)
 
     @cute.jit
     def read_row_sums(self, call: Call, at: Cursor):
-        """Copies row max and row sum of all rows that the score warps stored for a work item's last block to `row_sums`."""
+        """Copies the row max and row sum of all rows from the `Notes` of a work item's last block to this warpgroup's
+        `row_sums`."""
         thread = thread_of_values()
         # All warps have read the factors of the previous work item.
         meet_others(thread)
@@ -106,26 +112,27 @@ class MemorySums:
         meet_others(thread)
 
     def row_sums(self, call: Call, half: Int32, row: Int32) -> cute.Pointer:
-        """Returns the address of a row's max and sum in this warpgroup's copy, which is behind the notes."""
+        """Returns the shared-memory address of a row's max and sum in this warpgroup's copy, which follows the `Notes` of all
+        stages."""
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + (half * ROWS + row) * 2
 
 
 def head_of(thread: Int32, group: int, c: int) -> Int32:
-    """Returns the row of one of a thread's 16 heads in the tile. The rows are the heads of all the tile's tokens."""
+    """Returns one of a thread's 16 query rows of the tile. A row is one head of one of the tile's tokens."""
     return 8 * group + 2 * (thread & 3) + c
 
 
 def elements_of(pair: int, c: int) -> list[int]:
-    """Returns the indices of the accumulator elements that are stored together in a partial result: two columns of a head, then the
-    same columns of the head 8 rows further."""
+    """Returns the indices of four of a thread's accumulator elements, which a partial result stores together: two columns of a
+    query row, then the same columns of the row 8 further."""
     return [8 * pair + 4 * group + 2 * odd + c for group in range(2) for odd in range(2)]
 
 
 def first_column(thread: Int32, half: Int32, tile: int) -> Int32:
-    """Returns the first of a warp's 16 columns of a tile. A thread holds the two at ``lane // 4 * 2``."""
+    """Returns the first of a warp's 16 latent columns in a tile. A thread holds two of them, at ``lane // 4 * 2``."""
     return (half + tile // TILES * READERS) * LATENT_CHUNK + (tile % TILES) * 64 + ((thread >> 5) & 3) * 16
 
 
 def meet_others(thread: Int32) -> None:
-    """Barrier of this warpgroup."""
+    """Synchronises the threads of this value warpgroup, by the warpgroup's named barrier."""
     cute.arch.barrier(barrier_id=COPIED + (thread >> 7), number_of_threads=128)

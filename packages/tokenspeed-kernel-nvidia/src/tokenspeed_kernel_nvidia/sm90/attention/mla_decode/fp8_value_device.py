@@ -1,11 +1,11 @@
 """P @ V of the value warpgroups with an fp8 cache: the counterpart of `value_device`.
 
-fp8 wgmma takes K-major operands only. Here k is the token axis, but values are contiguous along the columns. So P @ V is computed
-swap-AB. The A operand is values transposed to columns x tokens. It comes from registers, loaded by ldmatrix.trans, which transposes
-pairs of bytes. The accumulator has columns of the latent as rows, and heads as columns.
+fp8 wgmma supports K-major operands only. Here the MMA's k is the token axis, but V is contiguous along latent columns. So P @ V is
+computed swap-AB. The A operand is V transposed to columns x tokens, in registers. ldmatrix.trans, which transposes pairs of bytes,
+loads it. The accumulator has columns of the latent as rows, and query rows as columns.
 
-Tokens have the order of the probabilities, as in `prefill.convert_device`. In each group of 32 tokens, position ``16 h + 4 t + e``
-holds token ``16 h + 8 (e // 2) + 2 t + e % 2``.
+Tokens have the order in which the probabilities are stored, as in `prefill.convert_device`. In each group of 32 tokens, position
+``16 h + 4 t + e`` holds token ``16 h + 8 (e // 2) + 2 t + e % 2``.
 """
 
 # mypy: ignore-errors
@@ -40,8 +40,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.value_device import accumulating, take_block
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma
 
-OWN = LATENT_CHUNKS // READERS  # chunks of a warpgroup
-TOKEN_STEPS = ROWS // STEP  # MMAs of a tile and a block
+OWN = LATENT_CHUNKS // READERS  # latent chunks of a block that a value warpgroup computes
+TOKEN_STEPS = ROWS // STEP  # MMAs for a tile of 64 columns and a block of 64 tokens
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class ValueOperands:
     """The MMA atom and the operands of V.T @ P.T.
 
     Attributes:
-        values: A operand in registers, of `Fp8Config.value_buffers` tiles.
-        words: the same registers as 32-bit words.
-        probs: B operand: shared-memory descriptors of probabilities, by stage.
+        atom: the MMA atom.
+        values: the A operand in registers: `Fp8Config.value_buffers` tiles of V.
+        words: the registers of ``values`` as 32-bit words.
+        probs: the B operand: shared-memory descriptors of probabilities, by stage of the rotary ring.
     """
 
     atom: cute.MmaAtom
@@ -64,10 +65,11 @@ class ValueOperands:
 class Fp8PvMma:
     """V.T @ P.T with e4m3 MMAs.
 
-    In each tile of its warpgroup's two chunks, a thread holds two adjacent columns of the 16 heads given by ``head_of``.
+    In each tile of the warpgroup's two latent chunks, a thread holds two adjacent columns of the 16 query rows that ``head_of``
+    returns.
 
     Attributes:
-        sums: accumulators in global memory.
+        sums: the output accumulators in global memory.
     """
 
     config: Fp8Config
@@ -86,12 +88,13 @@ class Fp8PvMma:
         return [cute.make_rmem_tensor(part.partition_shape_C((ROWS, ROWS)), Float32) for _ in range(OWN * TILES)]
 
     def make_sums(self) -> tuple:
-        """Returns no registers: row max and row sum of a thread's 16 heads stay in shared memory, see `MemorySums`."""
+        """Returns no registers: the row max and row sum of a thread's 16 query rows stay in shared memory, see `MemorySums`."""
         return None, None
 
     @cute.jit
     def take_blocks(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, rope_at: Cursor, count: Int32):
-        """Adds V.T @ P.T of all blocks of a work item; with many blocks, accumulates in memory: see `Fp8Config.summed`."""
+        """Accumulates V.T @ P.T of all blocks of a work item, with more than `Fp8Config.summed` blocks also in global memory.
+        Returns the cursors of both rings after the blocks."""
         self.sums.begin(call, Float32(0.0))
         index = Int32(0)
         while index < count:
@@ -108,9 +111,10 @@ class Fp8PvMma:
 
     @cute.jit
     def multiply(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, second: Cursor, rope_at: Cursor):
-        """Waits for a block's probabilities, rescales, and adds its V.T @ P.T. The block's values must have been loaded."""
+        """Waits for a block's probabilities, rescales the accumulators, and adds the block's V.T @ P.T. The warpgroup's two latent
+        chunks of the block, at ``at`` and ``second``, must have been loaded."""
         acc = out.tiles
-        # The score warpgroup has then also zeroed the values of slots without a token.
+        # The score warpgroup has then also zeroed the latents of slots without a token.
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
         value_buffers = self.config.value_buffers
@@ -130,7 +134,7 @@ class Fp8PvMma:
 
     @cute.jit
     def transpose_tile(self, call: Call, words: cute.Tensor, at: Cursor, tile: cutlass.Constexpr[int]):
-        """Loads a tile of a chunk to registers, transposed."""
+        """Loads a V tile (64 columns) of the latent chunk at ``at`` to registers, transposed."""
         thread = thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
         address = (
@@ -146,7 +150,8 @@ class Fp8PvMma:
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Rescales heads whose max has grown. Accumulates the factors that these heads' accumulators in memory still need."""
+        """Rescales the accumulators in registers of rows whose max has grown. For the rows' accumulators in global memory,
+        multiplies the rescale factors that will be applied later."""
         notes = call.notes(at)
         grown = registers.load_floats("shared", notes.grown(Int32(0)).toint(), 4)
         if grown[0] + grown[1] + grown[2] + grown[3] != 0.0:
@@ -162,5 +167,5 @@ class Fp8PvMma:
                             acc[tile][element] = acc[tile][element] * factors[each // 2]
 
     def read_sums(self, call: Call, out: Accumulators, at: Cursor) -> None:
-        """Copies row max and row sum that the score warps stored for a work item's last block."""
+        """Copies the row max and row sum of a work item's rows, see `MemorySums.read_row_sums`."""
         self.sums.read_row_sums(call, at)

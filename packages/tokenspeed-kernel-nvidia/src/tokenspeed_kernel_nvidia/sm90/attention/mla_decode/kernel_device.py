@@ -2,19 +2,19 @@
 
 The kernel is persistent, warp-specialised and split-KV.
 
-* CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads two CTAs form a cluster. Each has 64 heads,
-  loads half of a block and multicasts it to both.
+* CTAs: one per SM, with four warpgroups and nearly all shared memory. With 128 heads, two CTAs form a cluster. Each CTA computes 64
+  heads, loads half of each block and multicasts this half to both.
 * Warp 0 (`load_device`) runs the tile scheduler (`scheduler_device`), and loads queries and blocks of 64 tokens by TMA. Latents go
   to a ring of chunks of 128 columns, rotary parts to a ring of their own. The other warps of warpgroup 0 idle.
-* Warpgroup 1 (`score_device`) holds most queries in registers. It computes q @ k, masks (`mask_device`) and softmax. It stores
-  probabilities over the block's rotary part, and signals ``probs_full``.
-* Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the columns each and release the stages. They store results
-  (`store_device`) at the addresses of `results_device`.
+* Warpgroup 1 (`score_device`) holds most columns of Q in registers. It computes q @ k, masks (`mask_device`) and softmax. It stores
+  a block's probabilities over the block's rotary part, and signals ``probs_full``.
+* Warpgroups 2 and 3 (`value_device`) accumulate P @ V for half of the latent's columns each, and release the ring stages. They
+  store results (`store_device`) at the addresses of `results_device`.
 * In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
-  block overlaps P @ V of the preceding one.
-* Limits: the tensor cores with 128 heads, memory bandwidth with fewer.
+  block overlaps P @ V of the preceding block.
+* Limits: the tensor cores with 128 heads, memory bandwidth with fewer heads.
 
-A second kernel (`merge_device`) merges partial results. With an fp8 cache `fp8_score_device`, `fp8_value_device` and
+A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and
 `fp8_store_device` replace their counterparts; `kernel_of` chooses.
 """
 
@@ -64,7 +64,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns. e4m3 tensors are passed as bytes."""
+    """Returns the fake arguments to compile the function that `host` returns. e4m3 tensors are passed as uint8."""
     size, ints = arguments.size, arguments.ints
     fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()
@@ -82,7 +82,7 @@ def _operand(config: Config, as_bytes: bool, *shape: Any) -> Any:
 
 
 class MlaDecode:
-    """The host function of a configuration."""
+    """The host function that launches the attention kernel of one configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -114,11 +114,11 @@ class MlaDecode:
 
 
 def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
-    """Composes the kernel of a configuration from its roles.
+    """Composes the kernel of a configuration from the roles of its warps.
 
     Args:
-        work: the work items: `DecodeWork`, or an object with the same methods.
-        hide: masks a block's scores: see `TokenMask`.
+        work: how work items are formed: `DecodeWork`, or an object with the same methods.
+        hide: function that masks a block's scores, see `TokenMask`.
     """
     memory, results = shared_memory(config), Results(config, work)
     if isinstance(config, Fp8Config):
@@ -136,11 +136,11 @@ def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
 
 
 class Mla:
-    """The kernel of one configuration.
+    """The attention kernel of one configuration.
 
     Attributes:
         memory: the layout of shared memory.
-        loader, scores, values: the roles of the warps.
+        loader, scores, values: the roles of the producer warp, the score warpgroup and the value warpgroups.
     """
 
     def __init__(self, config: Config, memory: Any, loader: Loader, scores: ScoreWarpgroup, values: ValueWarpgroups) -> None:
@@ -172,7 +172,7 @@ class Mla:
         is_causal: Int32 | None,
         stream: cuda.CUstream,
     ):
-        """Launches the kernel; see `Call`."""
+        """Launches the kernel. Arguments: see `Call`."""
         c = self.config
         self.kernel(
             *tma_views(self.memory, q, kv_cache), Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]),
@@ -226,7 +226,7 @@ class Mla:
                 if const_expr(blocks.others is not None):
                     cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
-        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -254,7 +254,7 @@ class Mla:
 
     @cute.jit
     def meet(self):
-        """Barrier of all threads of the cluster."""
+        """Synchronises all threads of the cluster, or of the CTA if there is no cluster."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -1,12 +1,13 @@
 """MLA decode on Hopper: latent attention of the newest tokens of each sequence to a paged cache.
 
-The latents, shared by all heads, are both keys and values. With 128 heads a token's 1152 bytes take 278,528 FLOPs, so the kernel is
-compute-bound; with 16 heads it is memory-bound. One warpgroup of a CTA computes scores, and two compute P @ V: see `config.Config`.
-With 128 heads, two CTAs of 64 heads form a cluster and share loads by multicast.
+The latents, shared by all heads, are both keys and values. With 128 heads, a cached token's 1152 bytes take 278,528 FLOPs, so the
+kernel is compute-bound; with 16 heads it is memory-bound. One warpgroup of a CTA computes scores, and two compute P @ V: see
+`config.Config`. With 128 heads, two CTAs of 64 heads form a cluster and share loads by multicast.
 
-The kernel is persistent: one CTA per SM. The blocks of all sequences, concatenated, are split into one equal range per cluster
-(split-KV). The split is computed on the device from cache_seqlens, so a captured CUDA graph stays correct and balanced when lengths
-change. If a sequence spans several ranges, each range leaves a partial result. A second kernel merges these in a fixed order.
+The kernel is persistent: one CTA per SM. The blocks (64 tokens) of all sequences, concatenated, are divided into one equal range
+per cluster (split-KV). The division is computed on the device from cache_seqlens, so a captured CUDA graph stays correct and
+balanced when lengths change. If a sequence spans several ranges, each range leaves a partial result. A second kernel merges the
+partial results in a fixed order.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
+    """Returns the compiled attention and merge kernels for a call, the number of CTA groups, and the bytes of the workspace."""
     if cache in DTYPES:
         config = config_of(DTYPES[dtype], heads)
         compute = mla_decode_program(config)
@@ -96,7 +97,7 @@ def mla_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of the newest tokens to a paged cache: launches the kernels on checked arguments.
 
-    Windows, logit_cap and tree masks are not supported. Partial results lie in a workspace, see
+    Windows, logit_cap and tree masks are not supported. The kernel writes partial results to a workspace, see
     `tokenspeed_kernel_base.workspace`. The public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.
     """
     tokens, heads, _ = q.shape

@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma, 
 
 
 def tma_views(memory: SharedMemory, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
-    """Returns the TMA views of queries and cache. Blocks of the cache are multicast to all CTAs of the cluster."""
+    """Returns the TMA views of q and of the cache. Loads of the cache are multicast to all CTAs of the cluster."""
     c = memory.config
     columns = memory.latent_chunks.columns
     once = cpasync.CopyBulkTensorTileG2SOp()
@@ -51,7 +51,7 @@ class Loader:
     """The producer warp.
 
     Attributes:
-        load_queries: `load_queries` or `load_wide_queries`.
+        load_queries: the function that loads a work item's queries: `load_queries` or `load_wide_queries`.
     """
 
     config: Config
@@ -61,7 +61,8 @@ class Loader:
 
     @cute.jit
     def load(self, call: Call, q: Blocks, kv: Blocks):
-        """Finds this CTA's work items, publishes the plan, and loads queries and blocks as far ahead as the rings allow."""
+        """Finds this CTA's work items, publishes the plan, and loads queries and blocks of the cache as far ahead as the rings
+        allow."""
         item, first, begin, end, length = publish_plan(self.work, call, True)
         at, rope_at = first_to_fill(), first_to_fill()
         turn = call.rank
@@ -69,7 +70,8 @@ class Loader:
             whole = blocks_of(length)
             after = cutlass.min(whole, end - first)
             sequence, _, _ = self.work.tokens_of(call, item)
-            # Page indices, one per lane, from `first_page` on. Loading the queries hides their latency.
+            # 32 page indices, one per lane, beginning with page number `first_page` of the sequence. The loads of queries hide
+            # their latency.
             first_page = ((begin - first) * ROWS) >> call.page_shift
             pages = pages_from(call, sequence, first_page, length)
             at = self.load_queries(self.memory, self.work, call, q, item, at, rope_at)
@@ -94,11 +96,14 @@ class Loader:
     def load_block(
         self, call: Call, kv: Blocks, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
     ) -> Cursor:
-        """Loads a block of the cache. In a cluster each CTA loads every other chunk for both CTAs; the order alternates by block.
+        """Loads a block of the cache. In a cluster, each CTA loads every other chunk for both CTAs; the CTAs swap chunks from block
+        to block.
 
         Args:
-            turn: even where this CTA loads the rotary part.
-            exists: whether the block has any token.
+            at, rope_at: the first ring stages to fill.
+            page, slot: the block's page, and the block's index in that page.
+            turn: even if this CTA loads the rotary part.
+            exists: whether the block has any token; otherwise the stages are filled without a load.
         """
         count = cutlass.select_(exists, Int32(1), Int32(0))
         full = acquire(call.ropes, rope_at, count * self.memory.ropes.row_bytes)
@@ -122,7 +127,7 @@ class Loader:
 
     @cute.jit
     def load_panel(self, kv: Tma, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer):
-        """Starts the TMA load of a panel, multicast to all CTAs of the cluster."""
+        """Starts the TMA load of a panel of the cache, multicast to all CTAs of the cluster."""
         target, source = cpasync.tma_partition(
             kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
         )
@@ -134,7 +139,8 @@ class Loader:
 
 @cute.jit
 def pages_from(call: Call, sequence: Int32, first_page: Int32, length: Int32):
-    """The page indices of 32 pages of a sequence, one per lane. Entries beyond its length are not read, and 0 here."""
+    """Loads 32 entries of a sequence's page table, one per lane, beginning with entry ``first_page``. For entries beyond
+    ``length``, the sequence's number of tokens, the result is 0 without a load."""
     page = Int32(0)
     at = first_page + cute.arch.lane_idx()
     if at << call.page_shift < length:
@@ -145,7 +151,8 @@ def pages_from(call: Call, sequence: Int32, first_page: Int32, length: Int32):
 
 @cute.jit
 def acquire(pipe: Pipeline, at: Cursor, row_bytes: Int32):
-    """Waits until a stage is empty, and sets the expected bytes, ``row_bytes`` per row. Returns the stage's full barrier."""
+    """Waits until a ring stage is empty, and sets the bytes that its full barrier expects, ``row_bytes`` for each of 64 rows.
+    Returns the full barrier."""
     pipe.acquire(at)
     with cute.arch.elect_one():
         pipe.commit(at, row_bytes * ROWS)
@@ -154,9 +161,10 @@ def acquire(pipe: Pipeline, at: Cursor, row_bytes: Int32):
 
 @cute.jit
 def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """Loads the queries of a work item into the rings, like a block of the cache. A Q tile has the size of a cache block.
+    """Loads a work item's queries into the rings, like a block of the cache, which has the size of a Q tile. Returns the latent
+    ring's cursor after the queries.
 
-    Rows beyond the item's tokens hold queries of the next sequence; their results are never stored.
+    Query rows beyond the item's tokens hold queries of the next sequence; the results of these rows are never stored.
     """
     c = memory.config
     token, head, _ = work.tile_of(call, item)
@@ -177,7 +185,8 @@ def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: I
 
 @cute.jit
 def load_wide_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """Loads a work item's 16-bit queries of an fp8 cache, as chunks of 64 columns. The rotary stage is committed with no bytes."""
+    """`load_queries` for 16-bit queries and an fp8 cache. The latent ring receives all queries, as chunks of 64 columns; the rotary
+    ring's stage is committed with no bytes."""
     c = memory.config
     token, head, _ = work.tile_of(call, item)
     rows = (c.heads_of_tile, c.tokens_of_tile)

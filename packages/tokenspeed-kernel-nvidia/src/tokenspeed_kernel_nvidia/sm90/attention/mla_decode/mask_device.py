@@ -1,4 +1,4 @@
-"""Masks of the score warpgroup."""
+"""The masks that the score warpgroup applies to scores."""
 
 # mypy: ignore-errors
 
@@ -27,10 +27,10 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Masks tokens of the cache that a new token does not see.
+    """Masks the cached tokens that a query does not see.
 
     Attributes:
-        hide: masks a block's scores. `hide_later_tokens`, or a function with the same arguments.
+        hide: the function that masks a block's scores: `hide_later_tokens`, or a function with the same arguments.
     """
 
     config: Config
@@ -40,11 +40,12 @@ class TokenMask:
 
     @cute.jit
     def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Masks the scores of keys that a row does not see, and zeroes latents beyond the sequence.
+        """Masks the scores of keys that a query row does not see, and zeroes the block's latents beyond the end of the sequence.
 
         Args:
-            valid: how many tokens, from the block's first on, the item's last token sees.
-            end: the chunk cursor after the block.
+            valid: how many tokens the item's last token sees, counted from the block's first token.
+            end: the latent ring's cursor after the block.
+            rope_at: the rotary ring's cursor of the block.
         """
         if valid < ROWS + (self.config.tokens_of_item - 1):
             self.hide(self.work, call, scores, item, valid)
@@ -53,7 +54,7 @@ class TokenMask:
 
 @cute.jit
 def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-    """Masks, for each new token, all later tokens. ``valid``: see `TokenMask.apply`."""
+    """Causal mask: masks the scores of tokens after each query's own token. ``valid``: see `TokenMask.apply`."""
     c = work.config
     thread = thread_of_scores()
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
@@ -67,10 +68,11 @@ def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, v
 
 @cute.jit
 def clear_beyond(memory: SharedMemory, call: Call, end: Cursor, valid: Int32):
-    """Zeroes the latents of slots without a token, because they may hold NaN, and 0 * NaN is not 0.
+    """Zeroes a block's latents at slots without a token: such slots may hold NaN, and 0 * NaN is not 0.
 
     Args:
-        end: the chunk cursor after the block.
+        end: the latent ring's cursor after the block.
+        valid: the number of the block's slots with a token; negative values count as 0.
     """
     thread = thread_of_scores()
     # All warps have finished q @ k of the block whose memory is overwritten.

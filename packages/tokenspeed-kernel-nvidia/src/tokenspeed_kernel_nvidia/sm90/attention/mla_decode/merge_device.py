@@ -1,6 +1,6 @@
-"""The merge kernel of `mla_decode`. It merges the partial results of work items that span several groups (split-KV merge).
+"""The merge kernel of `mla_decode`, which merges the partial results of work items that span several CTA groups (split-KV).
 
-The kernel is launched after the attention kernel. So no CTA ever waits for another CTA, which might not be resident yet.
+The kernel is launched after the attention kernel. So no CTA of either kernel waits for another CTA, which might not be resident.
 """
 
 # mypy: ignore-errors
@@ -23,8 +23,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.results_device import Re
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import DecodeWork, items_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
 
-WARPS = 8  # warps of a CTA
-CTAS = 1024  # the most CTAs: of many work items, most need no merge, and a warp loops over several tiles
+WARPS = 8  # warps per CTA
+CTAS = 1024  # about the most CTAs of a launch. If there are many work items, most need no merge; a CTA loops over several tiles
 
 
 def host(config: Config) -> Any:
@@ -33,7 +33,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     out = arguments.rows(config.dtype, arguments.size(), config.heads, LATENT)
     return out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(2)), arguments.stream()
 
@@ -54,10 +54,10 @@ class MergeCall:
 
 @dataclass(frozen=True)
 class Sums:
-    """A lane's part of a merged tile: two rows, 8 apart.
+    """A lane's fragment of a merged tile: elements of two output rows, 8 apart.
 
     Attributes:
-        values: for each 8 columns of the tile, two values of the first row, then two of the second row.
+        values: for each group of 8 columns of the tile, two elements of the first row, then two of the second row.
         row_max, row_sum: row max and row sum of the two rows.
     """
 
@@ -66,7 +66,7 @@ class Sums:
     row_sum: cute.Tensor
 
     def indices_of(self, r: int) -> list[int]:
-        """Returns the indices of the values of row ``r``."""
+        """Returns the indices in ``values`` of the elements of row ``r`` (0 or 1)."""
         return [i for i in range(cute.size(self.values)) if i // 2 % 2 == r]
 
     def scale(self, r: int, factor: Float32) -> None:
@@ -75,14 +75,14 @@ class Sums:
             self.values[i] = self.values[i] * factor
 
     def add(self, r: int, weight: Float32, row_sum: Float32, values: Any) -> None:
-        """Adds another partial result of a row, times ``weight``."""
+        """Adds another partial result of row ``r``, times ``weight``."""
         self.row_sum[r] = self.row_sum[r] + weight * row_sum
         for i in self.indices_of(r):
             self.values[i] = self.values[i] + weight * values[i]
 
 
 class Merge:
-    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks, records); a CTA has eight warps."""
+    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks of a group, records); a CTA has eight warps."""
 
     def __init__(self, config: Config, work: Any) -> None:
         self.config = config
@@ -102,7 +102,13 @@ class Merge:
         cu_seqlens_q: Int64 | None,
         stream: cuda.CUstream,
     ):
-        """Launches the kernel. ``items``: work items per sequence."""
+        """Launches the kernel.
+
+        Args:
+            items: work items per sequence.
+            records: number of records, see `Results.record`.
+            others: see `tile_device.Call`.
+        """
         ctas = self.ctas_of_item(records)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
         self.kernel(items, q_len, to, lse, partial, groups, ctas, cu_seqlens_q).launch(
@@ -110,22 +116,22 @@ class Merge:
         )
 
     def ctas_of_item(self, records: Int32) -> Int32:
-        """Returns the number of CTAs among which a work item's tiles are split."""
+        """Returns the number of CTAs among which the tiles of a work item's output are divided."""
         return cutlass.max(cutlass.min(CTAS // (self.config.ranks * records), ROWS // 16 * self.chunks), 4)
 
     @property
     def chunks(self) -> int:
-        """Tiles of 16 rows x `Config.chunk` columns in 16 output rows."""
+        """The number of tiles (16 rows x `Config.chunk` columns) in 16 output rows."""
         return LATENT // self.config.chunk
 
     @property
     def values(self) -> int:
-        """Values of a lane, both rows together."""
+        """The number of output elements that a lane holds of a tile, both rows together."""
         return self.config.chunk // 2
 
     @property
     def lane_floats(self) -> int:
-        """Float32 elements of a lane: see `Sums`."""
+        """The number of float32 elements of a lane's `Sums`."""
         return self.values + 4
 
     @cute.kernel
@@ -142,8 +148,8 @@ class Merge:
     ):
         """Merges this CTA's tiles of a work item.
 
-        With few partial results one warp merges a tile. With more, each warp merges some of a tile's partial results, and the first
-        warp merges the warps' results. One warp alone would pay the latency of many dependent rounds of loads.
+        With few partial results, one warp merges a tile. With more, each warp merges some of a tile's partial results, and the
+        first warp merges the warps' results. One warp alone would wait for many dependent rounds of loads.
         """
         cta, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -151,8 +157,8 @@ class Merge:
         shared = SmemAllocator().allocate_array(Float32, WARPS * 32 * self.lane_floats)
         call = MergeCall(items, q_len, out, lse, partial, groups, rank, cu_seqlens_q)
         if const_expr(self.config.narrow):
-            # Launching dependents first is safe: the next kernel waits for the end of this kernel, which waits for the preceding
-            # kernel. 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the other order.
+            # PDL: it is safe to launch the dependent kernel first, because it waits for the end of this kernel, which waits for the
+            # preceding kernel. 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the other order.
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         else:
@@ -183,7 +189,10 @@ class Merge:
         """Merges partial results of a tile in a fixed order, rescaled to the running row max.
 
         Args:
-            sums: receives the lane's part of the tile.
+            sums: receives the lane's fragment of the tile.
+            group: the work item's first CTA group.
+            partials: the number of partial results of the work item.
+            tile: the tile's index in the work item's output.
             first: this warp's first partial result. The warp merges `Config.merge_batch` consecutive partial results, skips those
                 of the other warps, and repeats.
         """
@@ -208,17 +217,18 @@ class Merge:
                 sums.scale(r, exp2(sums.row_max[r] - raised))
                 sums.row_max[r] = raised
                 for each in cutlass.range_constexpr(self.config.merge_batch):
-                    # A missing partial result has sum 0 and values 0. Its max is also 0, and so may exceed the row max.
+                    # For an index beyond the last partial result, row sum and values are loaded as 0. So is the row max, which may
+                    # exceed the others.
                     weight = exp2(cute.arch.fmin(found[each][r][0], raised) - raised)
                     sums.add(r, weight, found[each][r][1], found[each][2])
             first += WARPS * self.config.merge_batch
 
     def half_of(self, chunk: Int32) -> Int32:
-        """Returns which value warpgroup computed a chunk of columns."""
+        """Returns which of the two value warpgroups computed the columns of tile number ``chunk`` within 16 rows."""
         return chunk * self.config.chunk // LATENT_CHUNK % READERS
 
     def unpacked(self, found: list) -> list:
-        """Returns the values in 16 bytes of a partial result."""
+        """Returns the elements in 16 loaded bytes of a partial result, as float32."""
         if not self.config.narrow:
             return found
         return [number for word in found for number in widened(cutlass.Float16, bits_of(word))]
@@ -227,7 +237,7 @@ class Merge:
     def merge_together(
         self, call: MergeCall, sums: Sums, group: Int32, partials: Int32, tile: Int32, warp: Int32, shared: cute.Pointer
     ):
-        """Merges a tile's partial results by all warps of the CTA. The first warp has the result."""
+        """Merges a tile's partial results by all warps of the CTA. The first warp's ``sums`` receive the result."""
         self.merge(call, sums, group, partials, tile, warp * self.config.merge_batch)
         at = shared + cute.arch.lane_idx()
         lane_floats, values = self.lane_floats, self.values
@@ -249,7 +259,7 @@ class Merge:
 
     @cute.jit
     def write(self, call: MergeCall, item: Int32, tile: Int32, sums: Sums):
-        """Normalises and writes a lane's part of a merged tile."""
+        """Normalises a lane's fragment of a merged tile, and writes it to the output."""
         lane = cute.arch.lane_idx()
         chunk = tile % self.chunks
         for r in cutlass.range_constexpr(2):
@@ -265,7 +275,7 @@ class Merge:
 
 
 class MlaMerge:
-    """The host function of `mla_decode`'s merge kernel."""
+    """The host function that launches the merge kernel of `mla_decode` for one configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Addresses of results in global memory: output, LSE, partial results and records. The epilogue and the merge kernel share it."""
+"""Addresses of results in global memory: output, LSE, partial results and records. The epilogue and the merge kernel use them."""
 
 # mypy: ignore-errors
 
@@ -19,18 +19,19 @@ RECORD = RECORD_BYTES // 4  # int32 words of a work item's record
 
 @dataclass(frozen=True)
 class Results:
-    """Addresses of results."""
+    """Addresses of results in global memory. ``call`` is a `tile_device.Call`, or a `MergeCall`."""
 
     config: Config
     work: Any
 
     @cute.jit
     def partial_at(self, call: Any, first_group: Int32, nth: Int32):
-        """Returns the addresses of a partial result: the address of its rows' max and sum, and the address of its values.
+        """Returns two addresses of a work item's ``nth`` partial result: that of its rows' max and sum, and that of its
+        accumulators.
 
-        A group writes at most two partial results: one of an item that began in an earlier group, and one of an item that begins in
-        this group. Values are in the order of the accumulator fragments, so a warp accesses 512 contiguous bytes: see
-        `values_offset`.
+        ``first_group`` is the group in which the item begins. A group writes at most two partial results: one of an item that began
+        in an earlier group, and one of an item that begins in this group. Accumulators are in the order of their fragments, so a
+        warp accesses 512 contiguous bytes: see `values_offset`.
         """
         slot = (first_group + nth) * 2 + cutlass.select_(nth == 0, Int32(1), Int32(0))
         at = (slot * self.config.ranks + call.rank) * ROWS
@@ -39,26 +40,27 @@ class Results:
         return call.partial + Int64(rows) * row_bytes + Int64(at) * self.config.sums_bytes, call.partial + Int64(at) * row_bytes
 
     def values_offset(self, warp: Int32, chunk: Int32) -> Int32:
-        """Returns the byte offset of a warp's 16 rows x `Config.chunk` columns in a partial result. Each lane stores 16 bytes.
+        """Returns the byte offset, among a partial result's accumulators, of a tile of 16 rows x `Config.chunk` columns: tile
+        number ``chunk`` of the rows of warp ``warp``.
 
-        A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``. Two values of row ``lane // 4`` come first, then two of
-        row ``lane // 4 + 8``. With `Config.narrow`, the values of the columns plus 8 follow.
+        Each lane stores 16 bytes of the tile. A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``. Two elements of row
+        ``lane // 4`` come first, then two of row ``lane // 4 + 8``. With `Config.narrow`, the elements 8 columns further follow.
         """
         return (warp * (LATENT // self.config.chunk) + chunk) * (32 * 16)
 
     def row_sums_offset(self, row: Int32, half: Int32) -> Int32:
-        """Returns the byte offset of a row's max and sum in a partial result. ``half``: the value warpgroup that scaled the row's
-        values.
+        """Returns the byte offset of a row's max and sum in a partial result. ``half``: the value warpgroup that stored the row's
+        columns, which matters with `Config.narrow`.
         """
         return row * self.config.sums_bytes + (half * 8 if self.config.narrow else 0)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
-        """Returns the address of a record. A record holds a work item, its first group, and the number of groups among which it is
-        split.
+        """Returns the address of record number ``index``. A record holds a work item, the item's first group, and the number of
+        groups among which the item is split.
 
-        There is a record per work item. If items outnumber groups, there is a record per group instead. It is for the last item
-        that begins in the group, if later groups continue that item.
+        There is a record per work item. If items outnumber groups, there is a record per group instead: for the last item that
+        begins in the group, if later groups continue that item.
         """
         rows = call.groups * (2 * self.config.ranks * ROWS)
         partial_bytes = self.config.row_bytes + self.config.sums_bytes
@@ -67,7 +69,7 @@ class Results:
 
     @cute.jit
     def row_of(self, call: Any, item: Int32, row: Int32):
-        """Returns the output address of a row of a work item, and whether the row exists."""
+        """Returns the output address of a query row of a work item, and whether the item has this row."""
         first, first_head, tokens = self.work.tile_of(call, item)
         token = row // self.config.heads_of_tile
         head = first_head + row - token * self.config.heads_of_tile
@@ -82,7 +84,7 @@ class Results:
 
     @cute.jit
     def lse_of(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
-        """Returns the address of a row's LSE, and its value."""
+        """Returns the address of a query row's LSE, and the LSE."""
         first, first_head, _ = self.work.tile_of(call, item)
         token = row // self.config.heads_of_tile
         head = first_head + row - token * self.config.heads_of_tile
@@ -93,5 +95,5 @@ class Results:
 
 @cute.jit
 def factor_of(row_sum: Float32) -> Float32:
-    """Returns the factor that normalises a row's values: 1 / row_sum, or 0."""
+    """Returns the factor that normalises a row's accumulator: 1 / row_sum, or 0 if row_sum is 0."""
     return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(row_sum))

@@ -1,6 +1,7 @@
-"""The tile scheduler of `kernel_device`: makes work items from lengths, and gives each CTA a range of them.
+"""The tile scheduler of `kernel_device`: forms work items from sequence lengths, and finds each CTA's range of blocks.
 
-`split_kv_device` splits the blocks of all work items evenly. The producer warp publishes the result, the plan, in shared memory.
+`split_kv_device` divides the blocks of all work items evenly. The producer warp publishes the CTA's range, the *plan*, in shared
+memory.
 """
 
 # mypy: ignore-errors
@@ -31,18 +32,18 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 
 
 def items_of(config: Config, q_len: Int32) -> Int32:
-    """Returns the work items of ``q_len`` new tokens."""
+    """Returns the number of work items of a sequence with ``q_len`` new tokens."""
     return (q_len + (config.tokens_of_item - 1)) // config.tokens_of_item
 
 
 def blocks_of(length: Int32) -> Int32:
-    """Returns the blocks of a work item that sees ``length`` tokens, at least 1."""
+    """Returns the number of blocks of a work item that sees ``length`` cached tokens, at least 1."""
     return cutlass.max((length + (ROWS - 1)) // ROWS, 1)
 
 
 @cute.jit
 def cached_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many cache tokens a work item's last token sees. ``item`` is clamped to the last item."""
+    """Returns how many cached tokens a work item's last new token sees. ``item`` is clamped to the last item."""
     sequence, first, tokens = work.tokens_of(call, cutlass.min(item, call.batch - 1))
     length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
     return cutlass.max(length - call.q_len + first + tokens, 0)
@@ -50,10 +51,10 @@ def cached_length(work: DecodeWork, call: Call, item: Int32):
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Work items of equally many new tokens of each sequence.
+    """How work items are formed if all sequences have equally many new tokens.
 
     Attributes:
-        length: a function of this object, a call and a work item, for `length_of`.
+        length: the function that `length_of` calls, with this object, a call and a work item.
     """
 
     config: Config
@@ -61,14 +62,15 @@ class DecodeWork:
 
     @cute.jit
     def tokens_of(self, call: Call, item: Int32):
-        """Returns a work item's sequence, its first new token in that sequence, and its number of tokens."""
+        """Returns a work item's sequence, the index of the item's first new token in that sequence, and the item's number of
+        tokens."""
         sequence = item // call.items
         first = (item - sequence * call.items) * self.config.tokens_of_tile
         return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
 
     @cute.jit
     def tile_of(self, call: Call, item: Int32):
-        """Returns first token, first head and number of tokens of this CTA's tile of a work item."""
+        """Returns the first token (its row in q), the first head and the number of tokens of this CTA's tile of a work item."""
         sequence, first, tokens = self.tokens_of(call, item)
         return sequence * call.q_len + first, call.rank * ROWS, tokens
 
@@ -80,15 +82,15 @@ class DecodeWork:
         return call.batch
 
     def length_of(self, call: Call, item: Int32) -> Int32:
-        """Returns how many tokens a work item sees."""
+        """Returns how many cached tokens a work item's last new token sees."""
         return self.length(self, call, item)
 
     def visible(self, call: Call, length: Int32):
-        """Returns the first visible position, its block, and the number of visible blocks."""
+        """Returns the first visible position of a sequence, 0, the block of this position, 0, and the number of visible blocks."""
         return Int32(0), Int32(0), blocks_of(length)
 
     def divide(self, call: Call, at_once: int):
-        """Finds the range of this CTA's group: see `split_kv_device.divide`."""
+        """Finds the range of blocks of this CTA's group: see `split_kv_device.divide`."""
         return split_kv.divide(self, call, at_once)
 
     def tiles_of(self, call: Call, step: Int32, at_once: int, lengths: cute.Tensor, counts: cute.Tensor) -> Int32:
@@ -96,11 +98,12 @@ class DecodeWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the queue positions per group, and the starting cost of a work item in positions: see `STARTING`.
+        """Returns the number of queue positions per group, and the cost of starting a work item in positions: see `STARTING`.
 
-        If all items have equally many blocks, the range is a multiple or a fraction of an item, provided that this is at most 1/16
-        more than an even split. Each split of an item costs partial results, which are twice as large as the output, and their
-        merge. Otherwise, the starting cost gives fewer blocks to groups with many items.
+        If all items have equally many blocks, a group's range is a multiple or a fraction of an item, provided that the range is
+        then at most 1/16 longer than with an even division. This avoids splits: each split of an item costs partial results, which
+        are twice as large as the output, and their merge. Otherwise, the starting cost gives fewer blocks to groups with many
+        items.
         """
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
         per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
@@ -119,22 +122,24 @@ class DecodeWork:
 
 @cute.jit
 def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
-    """Finds this CTA's work items, and writes the plan.
+    """Finds this CTA's work items, and writes the plan to shared memory.
 
     Args:
-        work: the work items: `DecodeWork`, or an object with the same methods.
-        tells: whether to signal PLANNED to the consumer warpgroups. One warp does.
+        work: how work items are formed: `DecodeWork`, or an object with the same methods.
+        tells: whether this warp signals PLANNED to the consumer warpgroups. Only one warp may.
 
     Returns:
-        The first work item, the queue position of its first block, the start and end positions of this CTA's range, and the item's
-        length.
+        The first work item, the queue position of that item's first block, the begin and end positions of this CTA's range, and the
+        number of tokens that the item sees.
     """
     lane = cute.arch.lane_idx()
     item, length, offset, left, per_group, starting = [Int32(0)] * 6
-    if call.batch <= 32:  # less code: here the time goes into instruction fetch
+    if call.batch <= 32:  # a variant with less code, because instruction fetch takes most of the time
         item, length, offset, left, per_group, starting = work.divide(call, 1)
     else:
-        item, length, offset, left, per_group, starting = work.divide(call, 4)  # more lengths would take too many registers
+        item, length, offset, left, per_group, starting = work.divide(
+            call, 4
+        )  # more lengths per lane would take too many registers
     begin = call.group * per_group
     first = begin - offset + starting
     end = begin + left
@@ -153,6 +158,7 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
 
 
 def await_plan(call: Call):
-    """A consumer warp waits for the plan. Returns the first work item, the position of its first block, and the range's first."""
+    """Waits, as a consumer warp, until the plan has been written. Returns the first work item, the queue position of that item's
+    first block, and the first position of this CTA's range."""
     cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
     return call.plan[ITEM], call.plan[FIRST], call.plan[BEGIN]

@@ -1,6 +1,6 @@
-"""The score warpgroup of `kernel_device`: it holds the queries, and computes q @ k and softmax of blocks.
+"""The score warpgroup of `kernel_device`, which holds the queries, and computes q @ k and the softmax of each block.
 
-`QkMma` has the MMAs of 16-bit queries and keys, `fp8_score_device` those of an fp8 cache.
+`QkMma` has the MMAs of 16-bit queries and keys, `fp8_score_device` those with an fp8 cache.
 """
 
 # mypy: ignore-errors
@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
-STEPS = PANEL // 16  # MMAs (k = 16) of a panel
+STEPS = PANEL // 16  # MMAs (k = 16) per panel
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class ScoreWarpgroup:
     """The score warpgroup.
 
     Attributes:
-        qk: q @ k: `QkMma` or `Fp8QkMma`.
-        mask: masks a block's scores. `TokenMask`, or an object with the same methods.
+        qk: the object that computes q @ k: `QkMma` or `Fp8QkMma`.
+        mask: the object that masks a block's scores: `TokenMask`, or an object with the same methods.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def compute(self, call: Call, mmas: QkMmas):
-        """Computes the probabilities of all blocks of the CTA."""
+        """Computes the probabilities of all blocks of the CTA's work items."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= SCORES * 128
@@ -74,7 +74,9 @@ class ScoreWarpgroup:
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - (begin - first) * ROWS  # how many tokens, from the block's first on, the item's last token sees
+            valid = (
+                length - (begin - first) * ROWS
+            )  # how many tokens the item's last token sees, counted from the block's first token
             first += whole + call.plan[STARTING]
             begin = first
             is_first = cutlass.Boolean(True)
@@ -96,7 +98,8 @@ class ScoreWarpgroup:
 
     @cute.jit
     def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
-        """Softmax of a block. Stores the block's probabilities over its rotary part, and its rescale factors in its notes."""
+        """Computes the softmax of a block. Stores the block's probabilities over the block's rotary part, and the rescale factors
+        in the block's `Notes`. ``at``: the block's position in the ring of rotary parts."""
         grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = thread_of_scores()
@@ -116,7 +119,7 @@ class ScoreWarpgroup:
 
 @cute.jit
 def put_sums(call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
-    """Stores row max and row sum in the notes of a work item's last block."""
+    """Stores the row max and row sum of the query rows in the `Notes` of a work item's last block."""
     thread = thread_of_scores()
     for r in cutlass.range_constexpr(2):
         total = registers.quad_sum(row_sum[r])
@@ -134,10 +137,10 @@ class Operands:
     """MMA operands of q @ k. All operands except the queries in registers are shared-memory descriptors.
 
     Attributes:
-        kept: queries in registers: the first columns.
-        words: the same registers as 32-bit words.
-        others: the queries of all other columns, in shared memory.
-        latents, ropes: keys, by stage.
+        kept: the columns of Q that are in registers, see `Config.kept`.
+        words: the registers of ``kept`` as 32-bit words.
+        others: the other columns of Q, in shared memory.
+        latents, ropes: the keys' latents and rotary parts, by ring stage.
     """
 
     kept: cute.Tensor
@@ -149,7 +152,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class QkMmas:
-    """The MMAs with queries in registers (``kept``), and with queries in shared memory (``others``)."""
+    """The tiled MMAs with Q in registers (``kept``), and with Q in shared memory (``others``)."""
 
     kept: cute.TiledMma
     others: cute.TiledMma
@@ -157,14 +160,14 @@ class QkMmas:
 
 @dataclass(frozen=True)
 class TmaArrival:
-    """How keys that TMA loads become visible to MMAs: chunk by chunk."""
+    """How MMAs wait for keys that TMA loads: chunk by chunk."""
 
     def block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
-        """Waits until a block's rotary part is visible."""
+        """Waits until a block's rotary part has been loaded."""
         call.ropes.wait(rope_at)
 
     def chunk(self, call: Call, at: Cursor) -> None:
-        """Waits until a chunk is visible."""
+        """Waits until a latent chunk has been loaded."""
         call.latent_chunks.wait(at)
 
 
@@ -173,13 +176,13 @@ class QkMma:
     """q @ k with 16-bit MMAs.
 
     Attributes:
-        arrival: how keys become visible to MMAs. `TmaArrival`, or an object with the same methods.
+        arrival: how MMAs wait for keys: `TmaArrival`, or an object with the same methods.
     """
 
     config: Config
     memory: SharedMemory
     arrival: Any
-    every_factor = False  # whether notes also hold the factors of rows whose max has not grown, which are 1
+    every_factor = False  # whether `Notes` also hold the rescale factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
@@ -200,9 +203,8 @@ class QkMma:
 
     @cute.jit
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Loads the first columns of a Q tile to registers, copies the others within shared memory, and releases the tile's stages.
-
-        Returns the chunk cursor after the queries, and the factor of scores.
+        """Loads the first columns of a Q tile to registers, copies the others from the ring to ``storage.others``, and releases the
+        tile's ring stages. Returns the latent ring's cursor after the queries, and the factor of scores.
         """
         c = self.config
         thread = thread_of_scores()
@@ -234,9 +236,8 @@ class QkMma:
 
     @cute.jit
     def multiply(self, call: Call, mmas: QkMmas, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Computes q @ k of a block, waiting for it chunk by chunk. Returns the scores, and the chunk cursor of the next block.
-
-        See also `finish_scores`.
+        """Computes q @ k of a block, and waits for the block chunk by chunk. Returns the scores, and the latent ring's cursor of
+        the next block. See also `finish_scores`.
         """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
@@ -251,7 +252,8 @@ class QkMma:
             others.set(warpgroup.Field.ACCUMULATE, True)
         for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
             self.arrival.chunk(call, at)
-            # Descriptors of all chunks at once would take too many registers.
+            # opt_barrier keeps the compiler from computing the descriptors of all chunks early, which would take too many
+            # registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(LATENT_CHUNK // 16):
                 k = ops.latents[None, None, step, stage]
@@ -276,7 +278,7 @@ class QkMma:
 
 @cute.jit
 def finish_scores(config: cutlass.Constexpr[Config], call: Call, rope_at: Cursor, is_first: cutlass.Boolean):
-    """Waits for the MMAs of a block.
+    """Waits for the MMAs of a block's q @ k.
 
     Unless `Config.at_once`, the previous block's probabilities are signalled while the last MMAs are in flight, except at a work
     item's first block.
@@ -292,10 +294,10 @@ def finish_scores(config: cutlass.Constexpr[Config], call: Call, rope_at: Cursor
 
 @cute.jit
 def release_queries(memory: SharedMemory, call: Call, at: Cursor):
-    """Releases the chunk stages that held queries. The value warpgroups release the stage of the rotary part.
+    """Releases the latent ring's stages that held queries. The value warpgroups release the stage of the rotary part.
 
-    The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy. So an arrival alone does not
-    order them after this warp's loads in flight.
+    The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy. So an mbarrier arrival alone does
+    not order the next TMA writes after this warp's loads.
     """
     cute.arch.sync_warp()
     for _ in cutlass.range_constexpr(memory.config.query_chunks):
@@ -305,9 +307,10 @@ def release_queries(memory: SharedMemory, call: Call, at: Cursor):
 
 @cute.jit
 def lane_offset(thread: Int32) -> Int32:
-    """Returns the swizzled byte offset of a lane's 16 bytes in a panel, for ldmatrix of 16 rows per warp and 16 columns.
+    """Returns the swizzled byte offset of a lane's 16 bytes in a panel, for an ldmatrix of a warp's 16 rows and the first 16
+    columns.
 
-    XOR with ``32 * i`` gives that of the i-th next 16 columns, see `tiles_device`.
+    XOR with ``32 * i`` gives the offset for the i-th group of 16 columns, see `tiles_device`.
     """
     row = (thread >> 5) * 16 + (thread & 15)
     return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
@@ -315,7 +318,7 @@ def lane_offset(thread: Int32) -> Int32:
 
 @cute.jit
 def signal_probs(call: Call, at: Cursor):
-    """Signals to the value warpgroups that this warp has stored its probabilities of a stage."""
+    """Signals to the value warpgroups that this warp has stored its probabilities in the rotary ring's stage ``at``."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         call.probs_full.arrive(at)

@@ -1,4 +1,4 @@
-"""The epilogue of the value warpgroups: it stores a work item's output, or a partial result where the item spans several groups.
+"""The epilogue of the value warpgroups, which stores a work item's output, or a partial result if the item spans several groups.
 
 `merge_device` merges partial results into the output.
 """
@@ -38,19 +38,19 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
     thread_of_values,
 )
 
-CHUNK = 8  # columns that are stored together in a float32 partial result
-# Lower bound, as a biased float32 exponent, of the row amax that is scaled to float16's range. The same factor scales a row sum,
-# which is below 2^32. So the scaled row sum stays below 2^127.
+CHUNK = 8  # `Config.chunk` of float32 partial results
+# A row whose amax is smaller than this, as a biased float32 exponent, is scaled to float16's range like a row with this amax. The
+# same factor scales the row sum, which is below 2^32. So the scaled row sum stays below 2^127.
 LEAST_OF_PARTIAL = 127 - 80
 
 
 @dataclass(frozen=True)
 class Accumulators:
-    """Accumulators of a work item in registers.
+    """A value warpgroup's output accumulators of a work item, in registers.
 
     Attributes:
         tiles: an accumulator for each tile of the warpgroup's columns.
-        row_max, row_sum: values for this thread's two rows; None if they stay in shared memory.
+        row_max, row_sum: row max and row sum of this thread's two rows; None if they stay in shared memory.
     """
 
     tiles: list
@@ -60,11 +60,11 @@ class Accumulators:
 
 @dataclass(frozen=True)
 class Split:
-    """The groups among which a work item's blocks are split.
+    """The CTA groups among which a work item's blocks are divided.
 
     Attributes:
-        first_group: the group that has the item's first blocks.
-        partials: number of groups, and of partial results.
+        first_group: the group that computes the item's first blocks.
+        partials: the number of groups, which is the number of partial results.
     """
 
     first_group: Int32
@@ -73,11 +73,11 @@ class Split:
 
 @cute.jit
 def split_of(call: Call, first: Int32, whole: Int32) -> Split:
-    """Returns the groups among which a work item is split.
+    """Returns the groups among which a work item's blocks are divided.
 
     Args:
-        first: the queue position of its first block.
-        whole: its number of blocks.
+        first: the queue position of the item's first block.
+        whole: the item's number of blocks.
     """
     per_group = call.plan[PER_GROUP]
     first_group = first // per_group
@@ -89,8 +89,8 @@ class Epilogue:
     """The epilogue of a work item.
 
     Attributes:
-        results: the location of the records.
-        store: the object that stores values, `Store` or `Fp8Store`.
+        results: the addresses of the records.
+        store: the object that stores output and partial results: `Store` or `Fp8Store`.
     """
 
     config: Config
@@ -100,8 +100,9 @@ class Epilogue:
 
     @cute.jit
     def write_item(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
-        """Stores a warpgroup's columns of a work item: as output if the item is not split, else as a partial result."""
-        if const_expr(self.config.narrow):  # first, so that the record's operands occupy no registers while values are scaled
+        """Stores a value warpgroup's columns of a work item: as output if one group computed the item, otherwise as a partial
+        result. ``half``: the warpgroup, 0 or 1."""
+        if const_expr(self.config.narrow):  # first, so that the record's operands occupy no registers while accumulators are scaled
             self.write_record_of(call, item, split)
         if split.partials > 1:
             self.store.partial(call, out, item, half, split)
@@ -112,7 +113,7 @@ class Epilogue:
 
     @cute.jit
     def write_record_of(self, call: Call, item: Int32, split: Split):
-        """Writes the record of a work item, if `record` has a slot for this item."""
+        """Writes the record of a work item, if the item has one: see `Results.record`."""
         of_item = self.work.most_items(call) <= call.groups
         index = cutlass.select_(of_item, item, self.store.group_of(call))
         begins = split.first_group == self.store.group_of(call)
@@ -120,14 +121,14 @@ class Epilogue:
 
     @cute.jit
     def write_record(self, call: Call, condition: Boolean, index: Int32, item: Int32, partials: Int32):
-        """Writes a record of a work item that begins in this group, if ``condition`` holds."""
+        """Writes record number ``index``, of a work item that begins in this group, if ``condition`` holds."""
         to = self.results.record(call, index).toint()
         store_if(condition & (thread_of_values() == 0), to, [item, self.store.group_of(call), partials, Int32(0)])
 
 
 @dataclass(frozen=True)
 class Store:
-    """Stores of accumulators whose rows are query rows."""
+    """The epilogue's stores of accumulators whose rows are query rows."""
 
     config: Config
     work: Any
@@ -137,7 +138,7 @@ class Store:
         return call.group
 
     def partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split) -> None:
-        """Stores a partial result."""
+        """Stores the value warpgroup's columns of a work item's partial result."""
         write = self.narrow_partial if self.config.narrow else self.wide_partial
         write(call, out, item, half, split)
 
@@ -161,8 +162,9 @@ class Store:
     def narrow_partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
         """Stores a partial result in float16.
 
-        A row's values and row sum are scaled by the same power of 2, and its row max is shifted accordingly. So the merge does not
-        depend on the scale. The scale moves the row's amax to between 2^14 and 2^15, as far as the sum stays in float32's range.
+        A row's accumulator and row sum are scaled by the same power of 2, and the row max is shifted accordingly. So the merge does
+        not depend on the scale. The scale moves the row's amax to between 2^14 and 2^15, unless the row sum would leave float32's
+        range.
         """
         acc = out.tiles
         _, _, tokens = self.work.tile_of(call, item)
@@ -209,7 +211,7 @@ class Store:
 
 
 def largest_of(acc: list, r: int) -> Float32:
-    """Returns the amax of a thread's row."""
+    """Returns the amax of a thread's elements of its row ``r`` (0 or 1)."""
     best = Float32(0.0)
     for own in acc:
         for each in range(cute.size(own) // 4):

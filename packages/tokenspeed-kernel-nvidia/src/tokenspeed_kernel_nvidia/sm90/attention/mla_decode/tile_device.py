@@ -1,4 +1,4 @@
-"""Common to all warps of `kernel_device`: the kernel's arguments, the layout of shared memory, and each role's threads."""
+"""Definitions for all warps of `kernel_device`: the kernel's arguments, the layout of shared memory, and each role's threads."""
 
 # mypy: ignore-errors
 
@@ -14,24 +14,24 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RO
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
-# First warpgroup of each role: warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half of the output's columns each.
+# The first warpgroup of two roles. Warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half of the output's columns each.
 SCORES, VALUES = 1, 2
-READERS = 2  # value warpgroups
+READERS = 2  # number of value warpgroups
 THREADS = 128 * 4
 # Indices into the CTA's plan in shared memory. The blocks of all work items, concatenated, form a queue. STARTING empty positions
 # precede each item's blocks; they represent the cost of starting an item. A CTA's range is the positions from BEGIN up to END. The
 # range begins in item ITEM, whose first block is at position FIRST. A group's full range has PER_GROUP positions.
 ITEM, FIRST, BEGIN, END, PER_GROUP, STARTING = range(6)
-# Named barriers: the plan has been written; the barrier of the score warpgroup.
+# Named barriers: PLANNED completes when the plan has been written, and SCORED synchronises the score warpgroup.
 PLANNED, SCORED = 1, 2
 PLANNERS = 32 + 3 * 128
 
 LATENT_CHUNK = 128  # columns of a latent chunk. Each chunk has its own barriers, so q @ k starts when the first chunk is loaded
-LATENT_CHUNKS = LATENT // LATENT_CHUNK  # number of chunks of a block; each value warpgroup takes every other chunk
+LATENT_CHUNKS = LATENT // LATENT_CHUNK  # latent chunks per block; each value warpgroup computes every other chunk
 CHUNK_PANELS = LATENT_CHUNK // PANEL
 PANEL_BYTES = ROWS * PANEL * 2
 FP8 = cutlass.Float8E4M3FN
-FP8_CHUNK_BYTES = 16  # granularity of the swizzle
+FP8_CHUNK_BYTES = 16  # granularity of the shared-memory swizzle
 NOTES = 3 * ROWS + 4  # float32 elements of a block's `Notes`
 
 
@@ -40,9 +40,9 @@ class Notes:
     """Data that the score warpgroup passes to the value warpgroups with a block's probabilities.
 
     Attributes:
-        at: the address of three arrays. The first has each row's rescale factor of accumulators. The second has each row's row max
-            and row sum, valid only for the last block of a work item. The third says for each warp whether any of its rows must be
-            rescaled.
+        at: the shared-memory address of three arrays. The first has the rescale factor of each row's accumulators. The second has
+            each row's max and sum, valid only for the last block of a work item. The third says for each score warp whether one of
+            its rows must be rescaled.
     """
 
     at: cute.Pointer
@@ -57,19 +57,19 @@ class Notes:
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """A bit mask of the valid rows of a gathered block. The mask aliases the row sums, which are written only after the mask
-        has been read.
+        """The address of a bit mask of a gathered block's valid tokens. The mask shares memory with the row sums, which are written
+        only after the mask has been read.
         """
         return cute.recast_ptr(self.at + ROWS, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """TMA views of queries or cache.
+    """TMA views of the queries, or of the cache.
 
     Attributes:
-        latents: boxes of a panel of latents.
-        others: boxes of the rotary part; None if the same box fits both.
+        latents: a view whose boxes are panels of latents.
+        others: a view whose boxes are rotary parts; None if the boxes of ``latents`` have the same size.
     """
 
     latents: Tma
@@ -82,7 +82,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Table:
-    """A matrix in global memory: its address, and strides of rows and columns in elements."""
+    """A matrix in global memory: its address, and its strides between rows and between columns in elements."""
 
     address: Int64
     row: Int64
@@ -98,21 +98,21 @@ class Call:
     Attributes:
         page_table: address of int32 ``[batch, max_pages]``.
         cache_seqlens: address of int32 ``[batch]``.
-        batch: work items of all sequences.
-        items: work items per sequence.
-        q_len: new tokens of a sequence.
-        max_seqlen_k: larger sequence lengths are clamped to it.
-        out: output, with tokens as rows and heads as columns.
+        batch: number of work items of all sequences together.
+        items: number of work items per sequence.
+        q_len: number of new tokens per sequence.
+        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        out: the output, with tokens as rows and heads as columns.
         lse: address of float32 ``[tokens, heads]``, or 0.
-        partial: address of partial results.
-        groups: number of groups among which the work is split. A group is a cluster of CTAs, each with its own heads.
+        partial: address of the partial results in the workspace.
+        groups: number of groups among which the blocks are divided. A group is a cluster of CTAs, each with its own heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
         group, rank: this CTA's group, and its rank in that group.
-        plan: see ITEM.
-        storage: see `SharedMemory.storage`.
+        plan: the CTA's plan in shared memory, see ITEM.
+        storage: all of shared memory, see `SharedMemory.storage`.
         q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None if neither is fp8.
-        cu_seqlens_q, is_causal: for `mla_extend.kernel_device`, else None.
+        cu_seqlens_q, is_causal: arguments of `mla_extend.kernel_device`; None in other kernels.
     """
 
     page_table: Table
@@ -136,29 +136,30 @@ class Call:
     cu_seqlens_q: Int64 | None = None
     is_causal: Int32 | None = None
 
-    # Addresses in shared memory are computed at each use. So no address occupies a register between uses.
+    # The properties below compute shared-memory addresses at each use. So no address occupies a register between uses.
 
     @property
     def latent_chunks(self) -> Pipeline:
-        """The ring of latent chunks."""
+        """The barriers of the ring of latent chunks."""
         return pipeline(self.storage.latent_chunks_full, self.storage.latent_chunks_empty)
 
     @property
     def ropes(self) -> Pipeline:
-        """The ring of rotary parts, which probabilities overwrite."""
+        """The barriers of the ring of rotary parts, which probabilities overwrite."""
         return pipeline(self.storage.ropes_full, self.storage.ropes_empty)
 
     @property
     def probs_full(self) -> Barriers:
-        """Barriers by stage: a block's probabilities have been stored over its rotary part."""
+        """Barriers, one per stage of the rotary ring, that complete when a block's probabilities have been stored over its rotary
+        part."""
         return Barriers(self.storage.probs_full.data_ptr())
 
     def end(self) -> Int32:
-        """`END`, read from the plan at each use, to save a register."""
+        """The end of the CTA's range, plan entry `END`. It is read at each use, to save a register."""
         return self.plan[opt_barrier(Int32(END))]
 
     def notes(self, at: Cursor) -> Notes:
-        """The notes of a stage's probabilities."""
+        """The `Notes` of the block whose probabilities are in the rotary ring's stage ``at``."""
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
 
 
@@ -167,11 +168,11 @@ class SharedMemory:
     """The shared-memory layout of a configuration, made by `shared_memory`.
 
     Attributes:
-        stored: dtype that the tiles are declared with.
+        stored: the dtype with which the tiles are declared.
         latent_chunks: the ring of latent chunks.
-        ropes: the ring of rotary parts. A row of probabilities has as many bytes, and overwrites it.
-        others: the queries that are in shared memory.
-        sums: float32 elements after the notes, for accumulators in global memory: see `fp8_sums_device`.
+        ropes: the ring of rotary parts. A block's probabilities have as many bytes per row as its rotary part, and overwrite it.
+        others: the columns of Q that are in shared memory.
+        sums: number of float32 elements after the `Notes`, for the factors and row sums of `fp8_sums_device`.
     """
 
     config: Config
@@ -200,16 +201,16 @@ class SharedMemory:
         return Storage
 
     def panel_at(self, call: Call, at: Cursor, panel: int) -> Int32:
-        """The address of a panel of a chunk."""
+        """The shared-memory address of a panel of the latent chunk at ``at``."""
         return call.storage.latent_chunks.data_ptr().toint() + (at.stage * self.latent_chunks.panels + panel) * PANEL_BYTES
 
     def rope_at(self, call: Call, at: Cursor) -> Int32:
-        """The address of a stage's rotary part, or of the probabilities there."""
+        """The shared-memory address of the rotary part in stage ``at``, and of the probabilities that overwrite it."""
         return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
 
 def shared_memory(config: Config) -> SharedMemory:
-    """The layout of a configuration's shared memory. With an fp8 cache a latent chunk is one panel of 128 columns."""
+    """Returns the shared-memory layout of a configuration. With an fp8 cache, a latent chunk is one panel of 128 columns."""
     if isinstance(config, Fp8Config):
         return SharedMemory(
             config,
@@ -231,7 +232,8 @@ def shared_memory(config: Config) -> SharedMemory:
 
 @cute.jit
 def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
-    """A warp releases a stage. It arrives in every CTA of the cluster, because copies of all these CTAs overwrite the stage."""
+    """Releases a ring stage, as one consumer warp. The warp arrives on the barriers of all CTAs of the cluster, because loads of
+    all these CTAs overwrite the stage."""
     barrier = barriers.of(at)
     for rank in cutlass.range_constexpr(ctas):
         with cute.arch.elect_one():
@@ -241,7 +243,7 @@ def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
                 cute.arch.mbarrier_arrive(barrier, rank)
 
 
-# Indices of threads are recomputed at each use: see `opt_barrier`.
+# Thread indices are recomputed at each use, so that they occupy no registers between uses: see `opt_barrier`.
 
 
 @cute.jit
@@ -259,5 +261,5 @@ def thread_of_values() -> Int32:
 
 
 def row_of_values(thread: Int32) -> Int32:
-    """The first of a thread's two rows of an accumulator; the other is 8 rows below."""
+    """The first of a value thread's two query rows in an accumulator; the other row is 8 further."""
     return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)

@@ -1,6 +1,6 @@
-"""The two value warpgroups of `kernel_device`: each computes P @ V for half of the latents' columns.
+"""The two value warpgroups of `kernel_device`, each of which computes P @ V for half of the latent's columns.
 
-`PvMma` has the MMAs of 16-bit probabilities and values, `fp8_value_device` those of an fp8 cache.
+`PvMma` has the MMAs of 16-bit probabilities and values, `fp8_value_device` those with an fp8 cache.
 """
 
 # mypy: ignore-errors
@@ -39,8 +39,8 @@ class ValueWarpgroups:
     """The value warpgroups.
 
     Attributes:
-        pv: P @ V: `PvMma` or `Fp8PvMma`.
-        epilogue: it stores results.
+        pv: the object that computes P @ V: `PvMma` or `Fp8PvMma`.
+        epilogue: the object that stores a work item's results.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class ValueWarpgroups:
 
     @cute.jit
     def compute(self, call: Call, mma: cute.TiledMma):
-        """Computes the output of all work items of the CTA, for every other chunk of columns."""
+        """Computes the output of all work items of the CTA. Each warpgroup computes every other latent chunk (128 columns)."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= VALUES * 128
@@ -66,8 +66,8 @@ class ValueWarpgroups:
         while begin < call.end():
             whole = blocks_of(self.work.length_of(call, item))
             count = cutlass.min(first + whole, call.end()) - begin
-            # The stage of the queries' rotary part. If another warp released it, probs_full could complete two phases before this
-            # warp waits. A parity wait cannot tell a phase from the one after the next.
+            # This warp releases the stage of the queries' rotary part. If another warp released it, probs_full could complete two
+            # phases before this warp waits. A parity wait cannot distinguish a phase from the second phase after it.
             call.probs_full.wait(rope_at)
             release(call.ropes.empty, rope_at, self.config.cluster)
             at, rope_at = skip(at, c.query_chunks, c.latent_chunks), advance(rope_at, c.stages)
@@ -87,7 +87,7 @@ class ValueWarpgroups:
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """The MMA atom and the operands of P @ V: shared-memory descriptors, by stage."""
+    """The MMA atom of P @ V, and its operands P and V: shared-memory descriptors, by ring stage."""
 
     atom: cute.MmaAtom
     probs: cute.Tensor
@@ -96,7 +96,7 @@ class ValueOperands:
 
 @dataclass(frozen=True)
 class PvMma:
-    """P @ V with 16-bit MMAs."""
+    """A value warpgroup's P @ V with 16-bit MMAs."""
 
     config: Config
     memory: SharedMemory
@@ -119,12 +119,13 @@ class PvMma:
         ]
 
     def make_sums(self) -> tuple:
-        """Returns registers for row max and row sum of this thread's two rows."""
+        """Returns registers for the row max and row sum of this thread's two query rows."""
         return tuple(cute.make_rmem_tensor(2, Float32) for _ in range(2))
 
     @cute.jit
     def take_blocks(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, rope_at: Cursor, count: Int32):
-        """Adds P @ V of all blocks of a work item, and reads row max and row sum. Returns the cursors of the next item."""
+        """Accumulates P @ V of all blocks of a work item, and reads row max and row sum. Returns the cursors of both rings after
+        the blocks."""
         index = Int32(0)
         while index < count:
             at, rope_at = take_block(self, call, ops, out, at, rope_at, index == count - 1)
@@ -133,7 +134,8 @@ class PvMma:
 
     @cute.jit
     def multiply(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, second: Cursor, rope_at: Cursor):
-        """Waits for a block's probabilities, rescales, and adds its P @ V. The block's values must have been loaded."""
+        """Waits for a block's probabilities, rescales the accumulators, and adds the block's P @ V. The warpgroup's two latent
+        chunks of the block, at ``at`` and ``second``, must have been loaded."""
         acc = out.tiles
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
@@ -151,7 +153,7 @@ class PvMma:
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Rescales a warp's rows where a row max has grown."""
+        """Rescales the accumulators of a warp's rows, if the max of one of these rows has grown."""
         thread = thread_of_values()
         notes = call.notes(at)
         if notes.grown((thread >> 5) & 3)[0] != 0.0:
@@ -162,7 +164,7 @@ class PvMma:
 
     @cute.jit
     def read_sums(self, call: Call, out: Accumulators, at: Cursor):
-        """Reads row max and row sum that the score warps stored for a work item's last block."""
+        """Reads the row max and row sum of this thread's two query rows from the `Notes` of a work item's last block."""
         row = row_of_values(thread_of_values())
         for r in cutlass.range_constexpr(2):
             sums = call.notes(at).sums(row + 8 * r)
@@ -171,10 +173,10 @@ class PvMma:
 
 @cute.jit
 def take_block(pv: Any, call: Call, ops: Any, out: Accumulators, at: Cursor, rope_at: Cursor, is_last: Boolean):
-    """Adds P @ V of a block, and releases its stages."""
+    """Accumulates P @ V of a block, and releases the block's ring stages. Returns the cursors of both rings after the block."""
     c = pv.config
     second = skip(at, READERS, c.latent_chunks)
-    # Values are loaded before their probabilities are computed. So wait for values first, off the critical path.
+    # A block's latents are loaded before its probabilities are computed. So wait for latents first, off the critical path.
     call.latent_chunks.wait(at)
     call.latent_chunks.wait(second)
     pv.multiply(call, ops, out, at, second, rope_at)
@@ -186,7 +188,7 @@ def take_block(pv: Any, call: Call, ops: Any, out: Accumulators, at: Cursor, rop
 
 
 def accumulating(mma: cute.TiledMma) -> cute.MmaAtom:
-    """Returns the atom of an MMA that adds to its accumulator."""
+    """Returns the atom of ``mma``, set to add to its accumulator."""
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     return atom

@@ -1,11 +1,11 @@
 """The configurations that `mla_extend` is compiled for: those of `mla_decode`, used for many new tokens.
 
-With any number of heads two CTAs form a cluster. They handle halves of a token's 128 heads, or different tokens. Multicast reads
-shared blocks from L2 once. Without clusters, a CTA would read 74 KB of K/V in the 1.2 us that 64 rows take with 64 tokens at full
-speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
+With any number of heads, two CTAs form a cluster. They compute halves of a token's 128 heads, or different tokens. Multicast reads
+each block of the cache from L2 once for both CTAs. Without clusters, a CTA would read 74 KB of K/V in the 1.2 us that 64 query rows
+take with 64 cached tokens at full speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
 
-If one tile holds the new tokens of every sequence, the second CTA would have none. Then a cluster has one CTA, and the kernel is
-memory-bound.
+If one tile holds the new tokens of every sequence, the second CTA would have no tokens. Then a cluster has one CTA, and the kernel
+is memory-bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import config as mla_dec
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import fp8_config as mla_decode_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, ROWS
 
-RANKS = 2  # CTAs of a cluster
+RANKS = 2  # CTAs per cluster
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Config(mla_decode_config.Config):
     """Configuration of one kernel variant for a cache in q's dtype.
 
     Attributes:
-        ranks: CTAs of a cluster; 1 for few new tokens of at most 64 heads.
+        ranks: CTAs per cluster; 1 if a tile of 64 rows holds all heads of a sequence's new tokens.
     """
 
     ranks: int = RANKS
@@ -39,7 +39,7 @@ class Fp8Config(mla_decode_fp8_config.Fp8Config):
 
 
 def ranks_for(heads: int, tokens: int) -> int:
-    """Returns the CTAs of a cluster. ``tokens``: upper bound of a sequence's new tokens."""
+    """Returns the number of CTAs per cluster. ``tokens``: an upper bound of a sequence's new tokens."""
     return 1 if tokens * heads <= ROWS else RANKS
 
 
@@ -51,10 +51,10 @@ def _heads_and_ranks() -> Iterator[tuple[int, int]]:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """All supported configurations for a cache in q's dtype."""
     return [Config("bfloat16", heads, ranks) for heads, ranks in _heads_and_ranks()]
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All supported configurations."""
+    """All supported configurations for an e4m3 cache."""
     return [Fp8Config("bfloat16", heads, narrow, ranks=ranks) for narrow in (False, True) for heads, ranks in _heads_and_ranks()]

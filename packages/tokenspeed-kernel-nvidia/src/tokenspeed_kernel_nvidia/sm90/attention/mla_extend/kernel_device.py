@@ -1,7 +1,8 @@
 """The device code of `mla_extend`: the kernel of `mla_decode.kernel_device` with other work items and masks.
 
-The plan is that of `mla_decode.kernel_device`. With any number of heads two CTAs form a cluster, except for few new tokens: see
-`config`. `scheduler_device` has the work items, `mask_device` the masks.
+The roles of the warps are those of `mla_decode.kernel_device`. With any number of heads, two CTAs form a cluster, except for few
+new
+tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
 """
 
 # mypy: ignore-errors
@@ -28,7 +29,7 @@ def host(config: Config | Fp8Config) -> Any:
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     tensors = mla_decode_device.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
     return *tensors, arguments.ints(arguments.size()), *scalars, arguments.stream()
@@ -40,13 +41,13 @@ def merge_host(config: Config) -> Any:
 
 
 def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `merge_host` with."""
+    """Returns the fake arguments to compile the function that `merge_host` returns."""
     out, *scalars, stream = mla_decode_merge_device.fake_arguments(config)
     return out, arguments.ints(arguments.size()), *scalars, stream
 
 
 class MlaExtend:
-    """The host function of a configuration."""
+    """The host function that launches the attention kernel of one configuration."""
 
     def __init__(self, config: Config | Fp8Config) -> None:
         self.config = config
@@ -79,7 +80,7 @@ class MlaExtend:
 
 
 class MlaExtendMerge:
-    """The host function of the merge kernel; the grid has a record per group."""
+    """The host function that launches the merge kernel of one configuration. There is one record per group."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,13 +1,13 @@
 """MLA extend on Hopper: latent attention of many new tokens of each sequence to a paged cache.
 
-A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. The tile is computed as in `mla_decode`. The
-two CTAs of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
-`config`.
+A tile of 64 query rows holds half of a token's 128 heads, or all heads of several tokens. The tile is computed as in `mla_decode`.
+The two CTAs of a cluster compute the two halves of the heads, or consecutive tokens, and share loads by multicast. `config`
+describes the case of few new tokens.
 
-The kernel is persistent. The blocks of all work items, concatenated, are split into one equal range per cluster. The split is
-computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and balanced when these change. A
-cluster leaves at most two partial results: of the item in which its range begins, and of its last item. A second kernel merges
-these in a fixed order.
+The kernel is persistent. The blocks (64 cached tokens) of all work items, concatenated, are divided into one equal range per
+cluster. The division is computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and
+balanced when these change. A cluster leaves at most two partial results: of the item in which the cluster's range begins, and of
+the range's last item. A second kernel merges the partial results in a fixed order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mla_extend_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, ranks: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
+    """Returns the compiled attention and merge kernels for a call, the number of CTA groups, and the bytes of the workspace."""
     config = Config("bfloat16", heads, ranks)
     groups = max(1, sm_count_of(device) // ranks)
     if cache == torch.bfloat16:
@@ -92,10 +92,10 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of new tokens to a paged cache that already holds them. Launches the kernels on checked arguments.
+    """Latent attention of new tokens to a paged cache that already holds them: launches the kernels on checked arguments.
 
-    Windows and logit_cap are not supported. Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public
-    function is `tokenspeed_kernel_nvidia.mla_extend_with_kvcache`.
+    Windows and logit_cap are not supported. The kernel writes partial results to a workspace, see
+    `tokenspeed_kernel_base.workspace`. The public function is `tokenspeed_kernel_nvidia.mla_extend_with_kvcache`.
     """
     tokens, heads, _ = q.shape
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
@@ -103,7 +103,7 @@ def mla_extend_with_kvcache(
     if tokens and cache_seqlens.shape[0]:
         if not kv_cache.shape[0]:  # all sequences are empty, but a TMA descriptor needs memory to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
-        # Upper bound of a sequence's new tokens, which sizes the index space of work items. The caller's bound is often loose.
+        # An upper bound of a sequence's new tokens, which sizes the index space of work items. max_seqlen_q is often too large.
         q_len = max(1, min(max_seqlen_q, tokens, max_seqlen_k if is_causal else tokens))
         device = q.get_device()
         launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, ranks_for(heads, q_len), device)

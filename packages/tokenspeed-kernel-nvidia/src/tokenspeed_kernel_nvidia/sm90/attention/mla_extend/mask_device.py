@@ -1,4 +1,4 @@
-"""Masks of the score warpgroup of `mla_extend`."""
+"""The masks that the score warpgroup of `mla_extend` applies to scores."""
 
 # mypy: ignore-errors
 
@@ -14,14 +14,15 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.scheduler_device import 
 
 @cute.jit
 def hide(work: ExtendWork, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-    """If attention is causal, masks, for each new token, all later tokens. See `mla_decode`'s `hide_later_tokens`."""
+    """Masks the scores of tokens after each query's own token if attention is causal, and of slots beyond the sequence. Arguments:
+    see `mla_decode`'s `hide_later_tokens`."""
     c = work.config
     thread = thread_of_scores()
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
     limit = valid
     if cutlass.const_expr(c.tokens_of_item > 1):
         _, _, tokens = work.tokens_of(call, item)
-        # The end of the range of tokens that the first token of this CTA's tile sees.
+        # The number of the block's tokens that the first new token of this CTA's tile sees.
         limit = cutlass.select_(call.is_causal != 0, valid - (tokens - 1) + work.tokens_before(call), valid)
     for r in cutlass.range_constexpr(2):
         seen = limit

@@ -1,7 +1,7 @@
-"""The tile scheduler of `mla_extend`: work items of many new tokens, and how they follow from lengths.
+"""The tile scheduler of `mla_extend`: forms work items from the sequences' numbers of new and of cached tokens.
 
-A work item is the tokens that a cluster computes together. An item's index is ``sequence * items + tile``, where ``items`` is the
-upper bound of a sequence's items. Indices beyond a sequence's last item are skipped.
+A work item is the new tokens of a sequence that a cluster computes together. An item's index is ``sequence * items + tile``, where
+``items`` is an upper bound of a sequence's items. Indices beyond a sequence's last item are skipped.
 """
 
 # mypy: ignore-errors
@@ -23,17 +23,17 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config
 
 @dataclass(frozen=True)
 class ExtendWork:
-    """Work items of a different number of new tokens of each sequence; the counterpart of `mla_decode`'s `DecodeWork`.
+    """How work items are formed if sequences have different numbers of new tokens: the counterpart of `mla_decode`'s `DecodeWork`.
 
-    In these methods, a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
-    Methods without a docstring return the same as the methods of `DecodeWork`.
+    In these methods, a call's ``q_len`` is an upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
+    Methods without a docstring return what the methods of `DecodeWork` return.
     """
 
     config: Config
 
     @cute.jit
     def queries_of(self, call: Any, sequence: Int32):
-        """Returns the index of a sequence's first new token, and its number of new tokens."""
+        """Returns the row in q of a sequence's first new token, and the sequence's number of new tokens."""
         at = call.cu_seqlens_q + Int64(sequence) * 4
         begin = load_int(at, False)
         return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
@@ -54,7 +54,7 @@ class ExtendWork:
         return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
 
     def tokens_before(self, call: Any) -> Int32:
-        """Returns the index, in a work item, of this CTA's first token."""
+        """Returns the index of this CTA's first token among the tokens of a work item."""
         return call.rank * self.config.tokens_of_tile if self.config.heads <= ROWS else Int32(0)
 
     @cute.jit
@@ -73,7 +73,8 @@ class ExtendWork:
         return after
 
     def most_items(self, call: Call) -> Int32:
-        """Returns more than the number of groups: the true number depends on lengths, which are on the device."""
+        """Returns more than the number of groups, so that there is a record per group: the host does not know the number of
+        items."""
         return call.groups + 1
 
     @cute.jit
@@ -86,7 +87,7 @@ class ExtendWork:
 
     @cute.jit
     def lengths_of(self, call: Call, sequence: Int32):
-        """Returns three token counts of a sequence: in the cache, in the prefix before its new tokens, and new."""
+        """Returns three token counts of a sequence: all cached tokens, the prefix before the new tokens, and the new tokens."""
         length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
         length = cutlass.max(length, 0)
         _, count = self.queries_of(call, sequence)
@@ -96,12 +97,14 @@ class ExtendWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the queue positions per group, and 0: `positions_of` already counts the starting cost of each work item."""
+        """Returns the number of queue positions per group, and 0: `positions_of` already counts the cost of starting each work
+        item."""
         return cutlass.max((total + call.groups - 1) // call.groups, LEAST_BLOCKS + STARTING_BLOCKS), Int32(0)
 
     @cute.jit
     def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """Computes the queue positions of this lane's sequences of a round. Returns their sum."""
+        """Loads the lengths of this lane's sequences of round ``step``, and computes how many queue positions each sequence
+        occupies. Returns the sum of these numbers."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
@@ -115,11 +118,12 @@ class ExtendWork:
 
     @cute.jit
     def positions_of(self, call: Call, length: Int32, before: Int32, count: Int32, items: Int32):
-        """Returns how many queue positions a sequence's first ``items`` work items occupy: their blocks, and `STARTING_BLOCKS`
-        each.
+        """Returns how many queue positions a sequence's first ``items`` work items occupy: their blocks, and `STARTING_BLOCKS` per
+        item.
 
-        With causal attention, item i ends at ``before + (i + 1) * T`` if it has all its T tokens. So it has ``(before + 63 + (i +
-        1) * T) // 64`` blocks. Because T divides 64, this equals ``(start + i) // (64 / T)``.
+        Let T be the most new tokens of an item. With causal attention, the last token of item i sees ``before + (i + 1) * T``
+        tokens if the item has T tokens. So the item has ``(before + 63 + (i + 1) * T) // 64`` blocks. Because T divides 64, this
+        equals ``(start + i) // (64 / T)``.
 
         Args:
             length, before, count: see `lengths_of`.
@@ -136,14 +140,15 @@ class ExtendWork:
 
     @cute.jit
     def sum_of_quotients(self, end: Int32):
-        """Returns the sum of ``n // (64 / T)`` for all n from 0 to ``end - 1``."""
+        """Returns the sum of ``n // (64 / T)`` for all n from 0 to ``end - 1``, where T is `Config.tokens_of_item`."""
         each = ROWS // self.config.tokens_of_item
         parts = end // each
         return parts * (parts - 1) // 2 * each + (end - parts * each) * parts
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """`split_kv_device.divide` finds the sequence; then a 32-way search finds the work item in it."""
+        """Finds the range of this CTA's group: `split_kv_device.divide` finds the range's first sequence, then a 32-way search
+        finds the first work item in that sequence. Returns what `DecodeWork.divide` returns."""
         sequence, _, offset, left, per_group, _ = split_kv.divide(self, call, at_once)
         lane = cute.arch.lane_idx()
         length, before, count = self.lengths_of(call, sequence)

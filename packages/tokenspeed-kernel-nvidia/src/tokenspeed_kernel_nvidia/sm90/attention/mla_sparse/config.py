@@ -8,7 +8,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import config as mla_decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS
 
-PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift gives a slot's page
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift of a slot's index gives the slot's page
 
 
 @dataclass(frozen=True)
@@ -21,28 +21,29 @@ class Config(mla_decode_config.Config):
 
     @property
     def cluster(self) -> int:
-        """1: every CTA gathers all its keys itself, because cp.async cannot multicast."""
+        """1, that is, no multicast: every CTA gathers all its keys itself, because cp.async cannot multicast."""
         return 1
 
     @property
     def neighbours(self) -> int:
-        """The number of CTAs that are launched as a cluster. So CTAs of a group run concurrently on neighbouring SMs.
+        """The number of CTAs that are launched as a cluster, so that the CTAs of a group run concurrently on neighbouring SMs.
 
-        These CTAs load the same keys at nearly the same time. On an H200, 128 tokens with 128 heads took 127 us, and 130 us without
-        such clusters.
+        The CTAs of a group load the same keys at nearly the same time. On an H200, 128 tokens with 128 heads took 127 us, and 130
+        us without such clusters.
         """
         return self.ranks
 
     @property
     def at_once(self) -> bool:
-        """False: with 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us with True.
-        Decode times were equal.
+        """False: a block's probabilities are signalled after the next block's q @ k has been issued.
+
+        With 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us with True. Decode times were equal.
         """
         return False
 
     @property
     def load_registers(self) -> int:
-        """A gathering thread holds the addresses of four rows."""
+        """Registers of a thread that gathers keys; it holds the addresses of four rows of the cache."""
         return 32
 
     @property

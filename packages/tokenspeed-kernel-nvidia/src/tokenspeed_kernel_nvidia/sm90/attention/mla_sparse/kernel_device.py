@@ -1,8 +1,8 @@
 """The device code of `mla_sparse`: the launch, and the roles of the warps.
 
-The plan is that of `mla_decode.kernel_device`. A token counts as a sequence of its selected keys. All four warps of warpgroup 0
-gather keys (`load_device`). They copy rows by cp.async, which cannot multicast. So with 128 heads both CTAs of a group gather all
-keys. MMAs and epilogue are those of `mla_decode`.
+The roles of the warps are those of `mla_decode.kernel_device`, except for loads. A token counts as a sequence of its selected keys.
+All four warps of warpgroup 0 gather keys (`load_device`) by cp.async, which cannot multicast. So with 128 heads, both CTAs of a
+group gather all keys. MMAs and epilogue are those of `mla_decode`.
 """
 
 # mypy: ignore-errors
@@ -43,7 +43,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens = size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
@@ -54,7 +54,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class MlaSparse:
-    """The sparse MLA kernel for one configuration, composed of its roles."""
+    """The sparse MLA kernel of one configuration, composed of the roles of its warps."""
 
     def __init__(self, config: Config) -> None:
         work, memory = DecodeWork(config, selected_length), shared_memory(config)
@@ -123,7 +123,7 @@ class MlaSparse:
                 self.init_barriers(call)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may have written our inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -138,8 +138,8 @@ class MlaSparse:
 
     @cute.jit
     def init_barriers(self, call: Call):
-        """The copies of each producer thread arrive at the full barriers. For its row mask, each warp arrives at the barriers of
-        `ropes`.
+        """Initialises the rings' barriers. The copies of each producer thread arrive at the full barriers. In addition, each
+        producer warp arrives at the full barriers of ``ropes`` when it has stored its mask of valid rows.
         """
         c = self.config
         for chunk in cutlass.range_constexpr(c.latent_chunks):

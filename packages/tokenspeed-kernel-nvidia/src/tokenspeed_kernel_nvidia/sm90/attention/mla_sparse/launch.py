@@ -1,10 +1,11 @@
 """Sparse MLA on Hopper: latent attention of tokens to selected slots (top-k indices) of a paged cache, for decode and prefill.
 
-The kernel is `mla_decode` with gathered keys. Each token counts as a sequence, and its indices take the role of the page table.
-With 128 heads, both CTAs of a group gather all keys of their token. One of the two reads hits in L2.
+The kernel is `mla_decode` with gathered keys. Each query token counts as a sequence, and the token's indices take the role of the
+page table. With 128 heads, both CTAs of a group gather all keys of their token. One of the two reads hits in L2.
 
-The blocks of 64 keys of all tokens, concatenated, are split into equal ranges on the device, from topk_length. So few tokens are
-split among all SMs, and many tokens are hardly split. A captured CUDA graph stays correct when lengths change.
+The blocks of 64 keys of all tokens, concatenated, are divided into equal ranges on the device, from topk_length. So the keys of a
+few tokens are divided among all SMs, and the keys of many tokens are hardly divided. A captured CUDA graph stays correct when
+topk_length changes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def mla_sparse_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
+    """Returns the compiled attention and merge kernels for a call, the number of CTA groups, and the bytes of the workspace."""
     config = Config(DTYPES[dtype], heads)
     groups = max(1, sm_count_of(device) // config.ranks)
     merge = mla_merge_program(mla_decode_config.Config(DTYPES[dtype], heads))
@@ -60,8 +61,8 @@ def mla_sparse_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of tokens to selected slots of a paged cache: launches the kernels on checked arguments.
 
-    Scales are not supported. Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
-    `tokenspeed_kernel_nvidia.mla_sparse_with_kvcache`.
+    Scales are not supported. The kernel writes partial results to a workspace, see `tokenspeed_kernel_base.workspace`. The public
+    function is `tokenspeed_kernel_nvidia.mla_sparse_with_kvcache`.
     """
     tokens, heads, _ = q.shape
     top_k = indices.shape[1]

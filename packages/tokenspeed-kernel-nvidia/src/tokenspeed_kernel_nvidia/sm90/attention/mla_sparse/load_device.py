@@ -1,4 +1,4 @@
-"""The producer warpgroup of `kernel_device`: it runs the tile scheduler, and gathers the selected keys of tokens."""
+"""The producer warpgroup of `kernel_device`, which runs the tile scheduler, and gathers the selected keys of each token."""
 
 # mypy: ignore-errors
 
@@ -29,19 +29,19 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
 WARPS = 4  # gathering warps
-OWN = ROWS // WARPS  # rows of a block that a warp gathers
+OWN = ROWS // WARPS  # rows (keys) of a block that a warp gathers
 CHUNK = 16  # bytes per cp.async
-LANES = PANEL * 2 // CHUNK  # lanes that copy a row of a panel
-TOGETHER = 32 // LANES  # rows that a warp copies per instruction
-TURNS = OWN // TOGETHER
+LANES = PANEL * 2 // CHUNK  # lanes that copy one row of a panel
+TOGETHER = 32 // LANES  # rows of a panel that a warp copies per instruction
+TURNS = OWN // TOGETHER  # instructions in which a warp copies its rows of a panel
 
 
 @dataclass(frozen=True)
 class Gatherer:
     """The producer warpgroup.
 
-    Keys are copied by 16-byte cp.async to their positions in the 128-byte swizzle. Rows without a key are zeroed, because 0 * NaN
-    is not 0. The scores of such rows are masked.
+    16-byte cp.async instructions copy keys to their positions in the 128-byte swizzle. Rows of a block without a selected key are
+    zeroed, because 0 * NaN is not 0. The scores of such rows are masked.
     """
 
     config: Config
@@ -53,9 +53,9 @@ class Gatherer:
         """Finds this CTA's work items, and gathers queries and blocks of keys as far ahead as the rings allow.
 
         Args:
-            q: queries, with tokens as rows and heads as columns.
+            q: the queries, with tokens as rows and heads as columns.
             kv: the cache, with pages as rows and slots as columns.
-            warp: this warp's index; each warp gathers its own rows.
+            warp: this warp's index; each warp gathers its own 16 rows of a block.
         """
         item, first, begin, end, length = [Int32(0)] * 5
         if warp == 0:
@@ -63,12 +63,12 @@ class Gatherer:
         else:
             item, first, begin, end, length = publish_plan(self.work, call, False)
         lane = cute.arch.lane_idx()
-        own = warp * OWN + lane % OWN  # the row for which this lane computes the address
+        own = warp * OWN + lane % OWN  # the row of a block for which this lane computes the global address
         at, rope_at = first_to_fill(), first_to_fill()
         while begin < end:
             whole = blocks_of(length)
             after = cutlass.min(whole, end - first)
-            # The slot is loaded before a stage is free, because this load takes as long as all other steps.
+            # The slot's index is loaded before a stage is free, because this load takes as long as all other steps.
             slot = slot_of(call, item, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
             source = q.address + (Int64(item) * q.row + Int64(head) * q.column) * 2
@@ -89,17 +89,18 @@ class Gatherer:
 
     @cute.jit
     def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
-        """Copies a warp's rows of a block. The copies of each thread arrive at the stages' full barriers.
+        """Starts the copies of a warp's rows of a block, or of the queries, to the rings. When the copies of a thread complete,
+        they arrive at the stages' full barriers. Returns the latent ring's cursor after the block.
 
         Args:
-            source: address of row ``lane % 16`` of the warp.
-            chosen: a ballot mask; bit r is set if row r of the warp holds a key.
+            source: global address of the warp's row ``lane % 16``.
+            chosen: a ballot mask; bit r is set if the warp's row r has a source. Other rows are zeroed.
         """
         lane = cute.arch.lane_idx()
         row, chunk = lane // LANES, lane % LANES
         sources = [of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
-        # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7, whose swizzled chunk index differs by XOR 4.
+        # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7. Their swizzled chunk indices differ by XOR 4.
         offset = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
 
         call.ropes.acquire(rope_at)
@@ -120,7 +121,7 @@ class Gatherer:
 
 @dataclass(frozen=True)
 class GatherArrival:
-    """How gathered keys become visible to MMAs: block by block. See `TmaArrival`."""
+    """How MMAs wait for gathered keys: block by block. The counterpart of `TmaArrival`."""
 
     config: Config
 
@@ -128,9 +129,9 @@ class GatherArrival:
     def block(self, call: Call, at: Cursor, rope_at: Cursor):
         """Waits until a whole block is loaded and visible to MMAs.
 
-        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. P @ V is covered as
-        well, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow while MMAs
-        run: with one fence per chunk, a prefill was 5% slower on an H200 than without fences, which would be unsafe.
+        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. The fence also
+        covers P @ V, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow
+        while MMAs run. With one fence per chunk, a prefill was 5% slower on an H200 than without fences, which would be unsafe.
         """
         call.ropes.wait(rope_at)
         for _ in cutlass.range_constexpr(LATENT_CHUNKS):
@@ -144,7 +145,7 @@ class GatherArrival:
 
 @cute.jit
 def selected_length(work: DecodeWork, call: Call, item: Int32):
-    """Returns how many of a token's indices are valid. ``item`` is clamped to the last token."""
+    """Returns how many of a token's top-k indices are valid. ``item``, the token, is clamped to the last token."""
     length = call.max_seqlen_k
     if call.cache_seqlens != 0:
         given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)
@@ -154,7 +155,7 @@ def selected_length(work: DecodeWork, call: Call, item: Int32):
 
 @cute.jit
 def slot_of(call: Call, item: Int32, index: Int32, length: Int32):
-    """Returns the slot at position ``index`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
+    """Returns entry ``index`` of a token's top-k indices, a cache slot; -1 without a load if ``index`` is at least ``length``."""
     slot = Int32(-1)
     if index < length:
         slot = load_int(call.page_table.address + (Int64(item) * call.page_table.row + index) * 4, False)
@@ -162,14 +163,21 @@ def slot_of(call: Call, item: Int32, index: Int32, length: Int32):
 
 
 def of_lane(address: Int64, lane: Int32) -> Int64:
-    """Returns another lane's address."""
+    """Returns the ``address`` of lane ``lane`` of the warp."""
     low = cute.arch.shuffle_sync(Int32(address), lane)
     high = cute.arch.shuffle_sync(Int32(address >> 32), lane)
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
 def copy(to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
-    """Starts the copies of a warp's rows of a panel."""
+    """Starts the copies of this warp's rows, of keys or of queries, of one panel to shared memory.
+
+    Args:
+        to, behind: shared address of the lane's chunk of the first rows in panel 0, and byte offset of the panel.
+        sources: global address of the lane's chunk of each of its rows.
+        column: byte offset of the panel's columns in a row of global memory.
+        counts: bytes to read per row: 16, or 0 to write zeros.
+    """
     targets = (to, to ^ (TOGETHER * CHUNK))
     for turn in range(TURNS):
         copy_piece(targets[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])

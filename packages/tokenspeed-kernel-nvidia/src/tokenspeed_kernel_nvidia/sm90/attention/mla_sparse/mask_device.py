@@ -1,4 +1,4 @@
-"""Masks of the score warpgroup of `mla_sparse`."""
+"""The masks that the score warpgroup of `mla_sparse` applies to scores."""
 
 # mypy: ignore-errors
 
@@ -15,11 +15,11 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import Call,
 
 @dataclass(frozen=True)
 class GatherMask:
-    """Rows of a block without a selected key are masked. See `TokenMask`."""
+    """Masks the keys of a block that are not selected. The counterpart of `TokenMask`."""
 
     @cute.jit
     def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Masks the scores of rows that hold no key."""
+        """Masks the scores of the block's rows that hold no selected key. Arguments: see `TokenMask.apply`."""
         chosen = call.notes(rope_at).chosen(Uint32)
         low, high = chosen[0], chosen[1]
         if (low & high) != 0xFFFFFFFF:

@@ -12,14 +12,14 @@ from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 
 class Tile(NamedTuple):
-    """The shape of a tile.
+    """The sizes of a CTA's tile and rings.
 
     Attributes:
-        rows: query rows, 64 per consumer warpgroup.
-        keys: keys of a block.
+        rows: query rows of a tile, 64 per consumer warpgroup.
+        keys: keys of a block of K and V.
         q_stages: Q tiles in shared memory. With one Q tile, each warpgroup releases its queries after its last q @ k of a tile.
             The queries of the next tile are then loaded during the softmax of that last block.
-        kv_stages: stages of the K ring, and of the V ring, of a block each.
+        kv_stages: stages, of one block each, of the K ring and of the V ring.
     """
 
     rows: int
@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 
 # Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. These tiles fill an SM's shared memory, and their
-# accumulators of output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these
-# tiles and others:
+# accumulators of output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, first with the
+# tile below, then with other tiles (rows, keys, Q stages, K/V stages):
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
@@ -42,11 +42,12 @@ TILES = {
     (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
-# The width pairs that also support an fp8 cache with 16-bit queries. Other widths do not fill whole panels of shared memory.
+# The pairs (head_dim, v_head_dim), besides 64 and 128, that also support an fp8 cache with 16-bit queries. Other head dims do not
+# fill whole panels of shared memory.
 FP8_CACHE_WIDTHS = ((256, 256),)
 
-# Tiles of fp8 operands, for ragged and paged K/V. A block has 128 or 64 keys: values are transposed to rows of as many bytes.
-# TFLOP/s on an H100:
+# Tiles for fp8 operands, by (head_dim, v_head_dim), for ragged and paged K/V. A block has 128 or 64 keys, because V is transposed
+# to rows of as many bytes. TFLOP/s on an H100, first with the tile below, then with other tiles:
 # * DeepSeek-V3, 2 x 8192 tokens of 16 heads: 872; (192, 64, 2, 4) 865, (128, 128, 2, 2) 863, (128, 64, 2, 5) 719. 8 x 1024: 563;
 #   (192, 64, 2, 4) 504.
 # * Gemma 3 (12B), 4 x 4096: 771.
@@ -62,34 +63,35 @@ FP8_TILES = {
 class Config:
     """Configuration of one kernel variant.
 
-    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128). Except for short sequences, all
-    runs are at the power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of 1.98 GHz. So extra energy costs time.
+    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128), for sequence length x number of
+    sequences. Except for short sequences, all runs are at the power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of
+    1.98 GHz. So extra energy costs time.
 
-    Slower alternatives: one exponential in eight by a polynomial, to relieve the exponential unit (523 instead of 544 at 8192 x 4);
-    no ping-pong scheduling of the warpgroups (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); a static
-    serpentine tile schedule instead of an atomic counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1 with
-    head_dim 128).
+    Three alternatives were slower. One exponential in eight by a polynomial, to relieve the exponential unit: 523 instead of 544 at
+    8192 x 4. No ping-pong scheduling of the warpgroups: equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4. A
+    static serpentine tile schedule instead of an atomic counter: 529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1
+    with head_dim 128.
 
     Attributes:
         dtype: the dtype of q, k, v and the output; of the output alone if q, k and v are fp8.
-        head_dim: columns of q and k: 64 or 128, or one of TILES.
+        head_dim: elements per head of q and k: 64, 128, or a head_dim of TILES.
         gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
-        page_size: tokens of a page; 0 for ragged K/V.
+        page_size: tokens per page; 0 for ragged K/V.
         section_mib: how many MiB of K/V concurrently running tiles may read, so that these reads hit in L2. With 8 MiB, fewer heads
             run at once: 524 instead of 537 at 8192 x 4.
         lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The exponents' shift need not be the exact
             row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
             Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four
-            with head_dim 64 took 3308 us, and 3676 us in bfloat16. Ping-pong scheduling (see `pingpong`) took 2509 and 3613 us.
-            With it and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, the same calls took 2452, 2530 and 2595 us, and
-            3523, 3482 and 3483 us.
+            with head_dim 64 took 3308 us, and 3676 us in bfloat16. With ping-pong scheduling (see `pingpong`), these calls took
+            2509 and 3613 us. With ping-pong scheduling and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, they took
+            2452, 2530 and 2595 us, and 3523, 3482 and 3483 us.
         fp8_cache: whether keys and values are e4m3, but not q. Keys and values are converted to float16 in shared memory. 8
             sequences of 1024 new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999
             us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. In these measurements,
             a converter warp waited for each load.
         windowed: whether there is a sliding window. Attention is then causal.
-        v_head_dim: columns of v and the output; 0 if equal to head_dim.
+        v_head_dim: elements per head of v and the output; 0 if equal to head_dim.
         capped: whether there is a logit cap; with 16-bit operands only.
         own_kv: whether ragged K/V have other offsets than the queries.
     """
@@ -114,14 +116,14 @@ class Config:
 
     @property
     def tile(self) -> Tile | None:
-        """The tile for widths other than 64 and 128; None for these two."""
+        """The tile if head_dim is neither 64 nor 128; otherwise None."""
         if self.fp8:
             return FP8_TILES.get(self.widths)
         return TILES[self.widths][self.paged] if self.widths in TILES else None
 
     @property
     def splits_q(self) -> bool:
-        """Whether each warpgroup has its own Q barriers. If so, it releases its queries as soon as it has used them."""
+        """Whether each consumer warpgroup has its own Q barriers. It then releases its queries as soon as it has used them."""
         return self.q_stages == 1
 
     @property
@@ -131,63 +133,66 @@ class Config:
 
     @property
     def pingpong(self) -> bool:
-        """Whether warpgroups issue their MMAs in turn (ping-pong scheduling).
+        """Whether consumer warpgroups issue their MMAs in turn (ping-pong scheduling).
 
-        With fp8 operands ping-pong took 2509 us instead of 2472. With head_dim 64 it took 3613 us instead of 3308. On an H100 it
-        took 687 us instead of 646 with head_dim 96, but 713 us instead of 756 with head_dim 256.
+        With fp8 operands and head_dim 128, a call took 2509 us with ping-pong scheduling, and 2472 us without. With head_dim 64 it
+        took 3613 and 3308 us. On an H100, a call took 687 us with ping-pong scheduling, and 646 us without, at head_dim 96; at
+        head_dim 256, 713 and 756 us.
         """
         return not self.fp8 or self.head_dim == 256
 
     @property
     def converts(self) -> bool:
-        """Whether three warps of the producer warpgroup convert loaded blocks."""
+        """Whether three warps of the producer warpgroup convert loaded K/V blocks: V is transposed, or K and V are converted to
+        fp16."""
         return self.fp8 or self.fp8_cache
 
     @property
     def lift(self) -> float:
         """log2 of the largest probability in a tile's first block.
 
-        With e4m3 probabilities it is 3. A thread holds 32 elements of a row. Even if all were 8, their sum of 256 is less than the
-        largest e4m3 value, see `fp8_softmax_device`.
+        With e4m3 probabilities, the result is 3. A thread holds 32 elements of a row. Even if all of them were 2^3, their sum of
+        256 would be less than the largest e4m3 value, 448. See `fp8_softmax_device`.
         """
         return 3.0 if self.fp8 else 0.0
 
     @property
     def bytes(self) -> int:
-        """Bytes of an element of q, keys and values as MMA operands."""
+        """Bytes per element of Q, K and V as MMA operands."""
         return 1 if self.fp8 else 2
 
     @property
     def panel(self) -> int:
-        """Columns of a panel of q, keys and values in shared memory: rows of 128 bytes, or of 64."""
+        """Elements per row of a panel of Q, K or V in shared memory. Such a row has 128 or 64 bytes."""
         if self.fp8:
             return 64 if self.head_dim % 128 == 64 else 128
         return 32 if self.head_dim % 64 else 64
 
     @property
     def k_columns(self) -> int:
-        """Columns of queries and keys in shared memory. TMA fills columns beyond head_dim with zeros."""
+        """Columns of Q and K in shared memory: head_dim, padded to whole panels. TMA fills columns beyond head_dim with zeros."""
         return -(-self.head_dim // self.panel) * self.panel
 
     @property
     def v_columns(self) -> int:
-        """Columns of values in shared memory, as an MMA operand."""
+        """Columns of V in shared memory as an MMA operand: v_head_dim, padded."""
         panel = 32 if self.fp8 else self.panel
         return -(-self.widths[1] // panel) * panel
 
     @property
     def block_m(self) -> int:
-        """Query rows of a tile, 64 per warpgroup. With head_dim 128, or a cap, registers suffice for two warpgroups only."""
+        """Query rows of a tile, 64 per consumer warpgroup. With head_dim 128 or a logit cap, registers suffice for two warpgroups
+        only."""
         if self.tile:
             return self.tile.rows
         return 192 if self.head_dim == 64 and not self.capped else 128
 
     @property
     def block_n(self) -> int:
-        """Keys of a block. A tile's last block is halved where no row sees the second half: 537 instead of 533 at 4096 x 4.
+        """Keys of a block. The last block of a tile is halved if no row sees its second half: 537 instead of 533 at 4096 x 4.
 
-        With an fp8 cache of head_dim 128, shared memory holds blocks of 64, because blocks are stored both before and after
-        conversion. With an fp8 cache of head_dim 64 and a window, registers limit blocks to 64.
+        With an fp8 cache of head_dim 128, shared memory limits blocks to 64 keys, because it holds blocks both before and after
+        conversion. With an fp8 cache of head_dim 64 and a window, registers limit blocks to 64 keys.
         """
         if self.tile:
             return self.tile.keys
@@ -195,7 +200,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups; there is one producer warpgroup more."""
+        """The number of consumer warpgroups. A CTA also has one producer warpgroup."""
         return self.block_m // 64
 
     @property
@@ -204,7 +209,7 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Query positions (tokens) of a tile. If gqa_ratio does not divide the number of rows, some rows are unused."""
+        """Query positions (tokens) of a tile. If gqa_ratio does not divide block_m, some of the tile's rows are unused."""
         return self.block_m // self.gqa_ratio
 
     @property
@@ -214,17 +219,17 @@ class Config:
 
     @property
     def q_records(self) -> int:
-        """Tile records in shared memory: one per Q stage, or two per warpgroup."""
+        """The number of tile records in shared memory: one per Q stage, or two per warpgroup if `splits_q`."""
         return 2 * self.warpgroups if self.splits_q else self.q_stages
 
     @property
     def q_positions(self) -> int:
-        """Query positions of one TMA load of queries."""
+        """Query positions (tokens) of one TMA load of Q: a tile's, or a warpgroup's if `splits_q`."""
         return 64 // self.gqa_ratio if self.splits_q else self.positions
 
     @property
     def kv_stages(self) -> int:
-        """Stages of the K ring and of the V ring each: as many as fit beside two Q tiles and an output tile."""
+        """Stages of the K ring, and of the V ring: as many as shared memory holds besides two Q tiles and an output tile."""
         if self.tile:
             return self.tile.kv_stages
         if self.fp8_cache:
@@ -233,60 +238,64 @@ class Config:
 
     @property
     def raw_stages(self) -> int:
-        """Stages of the ring of blocks to convert: fp8 values, and also the keys of an fp8 cache. 1 if nothing is converted, as an
-        array needs a size. Beside 16-bit keys and values of 256 columns, two stages fit."""
+        """Stages of the ring of raw fp8 blocks, before transposition or conversion to fp16: V, and also K if `fp8_cache`.
+
+        Without raw blocks, the result is 1, because an array needs a size. Besides fp16 K and V of 256 columns, shared memory holds
+        two raw stages.
+        """
         if not self.converts:
             return 1
         return 2 if self.tile and self.fp8_cache else 3
 
     @property
     def raw_panel(self) -> int:
-        """Columns of a panel of a block to convert."""
+        """Elements per row of a panel of a raw fp8 block, see `raw_stages`."""
         return 64 if self.widths[1] <= 64 else 128
 
     @property
     def raw_columns(self) -> int:
-        """Columns of a block to convert, padding included."""
+        """Columns of a raw fp8 block, padded to whole panels, see `raw_stages`."""
         return -(-self.widths[1] // self.raw_panel) * self.raw_panel
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of a block to convert."""
+        """Bytes of a raw fp8 block, see `raw_stages`."""
         return self.block_n * self.raw_columns if self.converts else 16
 
     @property
     def paged(self) -> bool:
-        """Whether K/V lie in a paged cache."""
+        """Whether K and V are in a paged cache."""
         return self.page_size > 0
 
     @property
     def box(self) -> int:
-        """Keys of a TMA box, all of one page."""
+        """Keys per TMA box; with a paged cache, all of one page."""
         return math.gcd(self.page_size, self.block_n) if self.paged else self.block_n
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of queries that complete one barrier: a Q tile, or a warpgroup's rows of it."""
+        """Bytes that the full barrier of a Q stage expects: those of a Q tile, or of a warpgroup's rows of it if `splits_q`."""
         return self.gqa_ratio * self.q_positions * self.k_columns * self.bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a block of keys."""
+        """Bytes of a K block as an MMA operand."""
         return self.block_n * self.k_columns * self.bytes
 
     @property
     def v_bytes(self) -> int:
-        """Bytes of a block of values."""
+        """Bytes of a V block as an MMA operand."""
         return self.block_n * self.v_columns * self.bytes
 
     @property
     def store_by_tma(self) -> bool:
-        """Whether TMA can store outputs: they are staged in shared memory, and a warpgroup's rows are whole positions."""
+        """Whether TMA can store outputs: they are staged in shared memory, and a warpgroup's 64 rows are whole tokens."""
         return not self.stores_from_registers and 64 % self.gqa_ratio == 0
 
     @property
     def _converters_need_more(self) -> bool:
-        """Whether converter warps need more registers than a loading warp. Consumers with 160 registers leave none for them."""
+        """Whether converter warps need more registers than the load warp. Then consumers must have fewer than 160 or 232
+        registers."""
         return self.fp8 or (self.fp8_cache and self.block_n == 64)
 
     @property
@@ -298,7 +307,8 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
-        """Registers per producer thread: the registers that consumers leave. At head_dim 128 with pages of 16, 24 would spill."""
+        """Registers per thread of the producer warpgroup: those that consumers leave. At head_dim 128 with pages of 16, 24 would
+        spill."""
         return left_by(self.threads, self.warpgroups, self.consumer_registers)
 
 

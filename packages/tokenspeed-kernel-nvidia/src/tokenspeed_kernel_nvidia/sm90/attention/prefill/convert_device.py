@@ -1,12 +1,13 @@
-"""The converter warps of `kernel_device`: they prepare fp8 keys and values for wgmma.
+"""The converter warps of `kernel_device`, which prepare fp8 K/V blocks for wgmma.
 
-With fp8 MMAs, values are transposed. fp8 wgmma takes K-major operands only, so a block of V must be contiguous along the keys.
-ldmatrix.trans transposes pairs of bytes, and byte permutes separate the pairs, as FlashAttention-3 does (Shah et al., 2024,
-arXiv:2407.08608). The keys may be in any order that the probabilities share. The order used lets an accumulator become the A
-operand without exchange between lanes. Of 32 keys, position ``16 h + 4 t + e`` holds key ``16 h + 8 (e // 2) + 2 t + e % 2``.
+With fp8 MMAs, V is transposed. fp8 wgmma supports K-major operands only, so a block of V must be contiguous along the keys.
+ldmatrix.trans transposes pairs of bytes, and byte permutes separate the pairs, as in FlashAttention-3 (Shah et al., 2024,
+arXiv:2407.08608). The keys of V may be in any order, if the probabilities have the same order. The order used here makes an
+accumulator of q @ k the A operand of P @ V without exchange between lanes. In each group of 32 keys, position ``16 h + 4 t + e``
+holds key ``16 h + 8 (e // 2) + 2 t + e % 2``.
 
-With 16-bit queries and an fp8 cache, keys and values are converted to float16. One instruction converts two e4m3 values, exactly.
-bfloat16 queries are converted as well, see `queries_device`.
+With 16-bit queries and an fp8 cache, K and V are converted to float16. One instruction converts two e4m3 values, exactly. bfloat16
+queries are converted to float16 as well, see `queries_device`.
 """
 
 # mypy: ignore-errors
@@ -32,9 +33,9 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.scheduler_device import Work
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Cursors, Rings, Shared
 
-CONVERTERS = 3  # all warps of the producer warpgroup except the one that loads
-CONVERTED = 9  # named barrier of the converter warps
-AHEAD = 4  # ldmatrix loads of a warp in flight before its first store
+CONVERTERS = 3  # number of converter warps: all warps of the producer warpgroup except the load warp
+CONVERTED = 9  # the named barrier of the converter warps
+AHEAD = 4  # ldmatrix loads that a warp issues before the first store of their results
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class Converters:
 
     @cute.jit
     def convert(self, shared: Shared, warp: Int32, causal: Int32, window_left: Int32):
-        """Converts the blocks of all the CTA's tiles, in the order in which they are loaded."""
+        """Converts the K/V blocks of all the CTA's tiles, in the order in which they are loaded. ``warp``: the converter warp, 0 to
+        2."""
         c = self.config
-        # If each warpgroup has Q barriers, the converters follow those of the first warpgroup to learn of the next tile.
+        # If each warpgroup has its own Q barriers, the converters wait for those of the first warpgroup to learn of the next tile.
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
@@ -84,10 +86,12 @@ class Converters:
 
     @cute.jit
     def wait_for_values(self, shared: Shared, raw_at: Cursor, v_at: Cursor, valid: Int32, warp: Int32):
-        """Waits until a block of values is loaded and its target stage is empty.
+        """Waits until a raw V block is loaded and the stage for its converted values is empty.
 
         Args:
-            valid: leading rows of the block that hold tokens. Other rows may be NaN and are zeroed; their probabilities are 0.
+            raw_at, v_at: cursors of the raw ring and of the V ring.
+            valid: number of leading rows of the block that hold tokens. Other rows may hold NaN and are zeroed; their probabilities
+                are 0.
         """
         c = self.config
         shared.raw_pipe.wait(raw_at)
@@ -104,7 +108,8 @@ class Converters:
 
     @cute.jit
     def signal_converted(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
-        """Signals *full* to the MMA warps and *empty* to the TMA warp for this warp's part of a block."""
+        """Signals, for this warp's part of a block, *full* of the converted stage to the MMA warps, and *empty* of the raw stage to
+        the TMA warp."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -113,23 +118,25 @@ class Converters:
 
     @cute.jit
     def widen_block(self, shared: Shared, memory, raw_at: Cursor, at: Cursor, warp: Int32):
-        """Converts an fp8 block to float16, 16 elements of a key per lane at a time, panel by panel."""
+        """Converts a raw fp8 block to float16, panel by panel. A lane converts 16 elements of a key at a time. ``memory``: the K
+        ring or the V ring."""
         c = self.config
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
         target = memory.data_ptr().toint() + at.stage * c.kv_bytes
         chunks = c.raw_panel // 16  # 16-byte chunks of a key's row
-        keys = 32 // chunks  # keys that a warp converts at a time: eight, or four
+        keys = 32 // chunks  # keys that a warp converts per step: eight, or four
         of_panel = c.block_n // keys
         steps = self.rings.raw.panels * of_panel
         lane = opt_barrier(cute.arch.lane_idx())
-        # All addresses are derived from the lane's first key. A chain of dependent address computations would delay the loads.
+        # All addresses are derived directly from that of the lane's first key. A chain of address computations would delay the
+        # loads.
         row, chunk = lane // chunks, lane % chunks
         swizzle_xor = row if const_expr(keys == 4) else row // 2  # XOR mask of the swizzle, in chunks
         source += row * c.raw_panel + (chunk ^ swizzle_xor) * 16
-        # Lanes of the second target panel begin with their upper half, against two-way bank conflicts.
+        # Lanes that store to the second target panel begin with their upper 8 elements, to avoid two-way bank conflicts.
         late = chunk // 4
         target += late * (c.block_n * 128) + row * 128 + ((chunk % 4 * 2 + late) ^ row) * 16
-        together = 3 if c.producer_registers > 32 else 1  # loads of a warp before its first store
+        together = 3 if c.producer_registers > 32 else 1  # loads that a warp issues before its first store
         groups = (steps + CONVERTERS * together - 1) // (CONVERTERS * together)
         for group in cutlass.range(groups, unroll=1):
             loaded = []
@@ -152,10 +159,10 @@ class Converters:
 
     @cute.jit
     def transpose_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
-        """Transposes a block, 32 keys x 16 columns at a time.
+        """Transposes a raw V block, 32 keys x 16 columns at a time.
 
         AHEAD loads are issued before the first store, and no address depends on another address. Otherwise each step would wait for
-        its load, and the consumer warpgroups for the block.
+        its own load, and the consumer warpgroups would wait for the block.
         """
         c = self.config
         lane, warp = opt_barrier(cute.arch.lane_idx()), opt_barrier(warp)  # recomputed: kept offsets would take registers
@@ -163,8 +170,9 @@ class Converters:
         items = c.block_n // 32 * chunks
         swizzle_xor = lane % 8 if const_expr(c.raw_panel == 128) else lane % 8 // 2  # XOR mask of the swizzle, in chunks
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.raw_panel
-        # A lane's row of the stored matrices: even and odd columns, each for key positions 0 to 15 and 16 to 31. In the last four
-        # rows of a matrix, even and odd columns are exchanged, because columns that differ by 8 would conflict in the same banks.
+        # The row that this lane addresses in stmatrix. Four matrices are stored: even and odd columns of V, each for key positions
+        # 0 to 15 and 16 to 31. In the last four rows of a matrix, even and odd columns are exchanged, because columns that differ
+        # by 8 would cause bank conflicts.
         late = lane // 16
         first_bytes, second_bytes = 0x6420 + 0x1111 * late, 0x7531 - 0x1111 * late
         column = lane % 8 * 2 + (lane // 16 ^ lane % 8 // 4)
@@ -176,7 +184,7 @@ class Converters:
             for step in cutlass.range_constexpr(first, min(first + AHEAD, steps)):
                 item = step * CONVERTERS + warp
                 if const_expr((step + 1) * CONVERTERS > items):
-                    item = cutlass.min(item, items - 1)  # a warp without a last item repeats another warp's
+                    item = cutlass.min(item, items - 1)  # a warp without a last item repeats another warp's item
                 keys, chunk = item // chunks, item % chunks
                 at = source + keys * (32 * c.raw_panel)
                 if const_expr(chunks > in_panel):

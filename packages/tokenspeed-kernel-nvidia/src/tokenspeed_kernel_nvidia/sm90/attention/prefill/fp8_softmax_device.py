@@ -1,9 +1,10 @@
 """The softmax of a consumer warpgroup with e4m3 probabilities.
 
-Probabilities are rounded as they are computed, into separate registers, so the scores survive until the exponents' shift (row_max)
-is known to be good enough. The check uses row sums, which are needed anyway. If a thread's sum over a block is at most the largest
-e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores, and recomputes the
-probabilities. This is rare, because the shift starts at a row max, and probabilities may grow 50 times before the shift is raised.
+Probabilities are rounded as they are computed, into separate registers. So the scores are still available when a check tells
+whether the row's shift (row_max) was large enough. The check uses row sums, which are needed anyway. If a thread's row sum over a
+block is at most the largest e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores,
+and recomputes the probabilities. This is rare, because the shift starts at a row max, and probabilities may grow 50 times before
+the shift is raised.
 """
 
 # mypy: ignore-errors
@@ -23,7 +24,7 @@ LARGEST = 448.0  # the largest e4m3 value
 
 
 def elements_of_word(word: int) -> tuple[int, ...]:
-    """The accumulator elements that are packed into a word of the A operand.
+    """Returns the indices of the four accumulator elements that are packed into one word of P @ V's A operand.
 
     In lane t of a quad, word ``r + 2 h + 4 s`` packs four elements of the lane's row r. The key positions of these elements are
     ``16 h + 4 t`` to ``16 h + 4 t + 3`` in the s-th group of 32 keys, see `convert_device`.
@@ -34,9 +35,10 @@ def elements_of_word(word: int) -> tuple[int, ...]:
 
 @cute.jit
 def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, scale: Float32) -> None:
-    """Writes ``exp2(score * scale - shift)``, rounded to e4m3 with saturation, to ``words``.
+    """Writes probabilities ``exp2(score * scale - shift)``, rounded to e4m3 with saturation, to ``words``.
 
-    ``sums`` receives this thread's partial row sums of its two rows, unrounded.
+    ``shifts`` are the shifts of this thread's two rows. ``sums`` receives this thread's sums of the unrounded probabilities of each
+    row.
     """
     parts = [[None, None], [None, None]]
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -54,8 +56,8 @@ def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cu
 def move(words: cute.Tensor, probs: cute.Tensor) -> None:
     """Moves packed probabilities to the A operand of the next P @ V, after the previous P @ V has completed.
 
-    The opaque move keeps the compiler from letting `weigh` write to the operand's registers directly. An MMA in flight still reads
-    these registers, so the MMAs would be serialised.
+    The move is opaque to the compiler. Otherwise `weigh` would write to the operand's registers directly. An MMA in flight still
+    reads these registers, so the MMAs would be serialised.
     """
     operand = cute.recast_tensor(probs, cutlass.Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -70,11 +72,11 @@ class Fp8Softmax:
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32):
-        """Computes the probabilities of a further block of keys (online softmax).
+        """Online softmax: computes the probabilities of a further block of keys, and updates the running max and sum.
 
         Returns:
-            whether this thread's probabilities were too large; each row's rescale factor of accumulators; this thread's partial row
-            sums of the block; the probabilities, for `put`.
+            Whether this thread's probabilities were too large at first; for each row, the factor that rescales the output
+            accumulator; for each row, this thread's sum of the block's probabilities; the packed probabilities, for `put`.
         """
         words = cute.make_rmem_tensor(self.config.block_n // 8, cutlass.Uint32)
         of_block, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -99,7 +101,8 @@ class Fp8Softmax:
 
     @cute.jit
     def put_first(self, weights: cute.Tensor, probs: cute.Tensor):
-        """Rounds probabilities of a tile's first block to the A operand of P @ V. Zeros pad the probabilities of half a block."""
+        """Rounds the probabilities of a tile's first block to the A operand of P @ V. If the first block is half a block, zeros pad
+        it."""
         words = cute.recast_tensor(probs, cutlass.Uint32)
         for i in cutlass.range_constexpr(cute.size(words)):
             elements = elements_of_word(i)

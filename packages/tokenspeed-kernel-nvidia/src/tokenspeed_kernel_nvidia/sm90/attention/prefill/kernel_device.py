@@ -4,14 +4,15 @@ The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`s
 
 * CTAs: one per SM, with a producer warpgroup and two or three consumer warpgroups.
 * Warp 0 (`load_device`) schedules tiles, and loads Q, K and V by TMA. `q_load_device` has the loads of Q.
-* Warps 1 to 3 (`convert_device`) convert fp8 blocks: they transpose values, or widen an fp8 cache to float16. Otherwise they idle.
+* Warps 1 to 3 (`convert_device`) convert fp8 blocks: they transpose V, or convert an fp8 cache's K and V to float16. Without fp8
+  K/V, these warps idle.
 * Consumer warpgroups (`mma_device`) compute 64 query rows each: wgmma, masks (`mask_device`), online softmax (`softmax_device`, or
-  `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache they first convert bfloat16 queries
-  (`queries_device`).
-* Shared memory: rings of Q tiles and of K and V blocks, fp8 blocks before conversion, and an output tile unless outputs are stored
-  from registers.
+  `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache, they first convert bfloat16
+  queries to float16 (`queries_device`).
+* Shared memory: rings of Q tiles, of K blocks and of V blocks; a ring of raw fp8 blocks before conversion; and an output tile
+  unless outputs are stored from registers.
 * In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
-  Ping-pong scheduling lets a warpgroup's softmax overlap another's MMAs.
+  With ping-pong scheduling, the softmax of a warpgroup overlaps the MMAs of another warpgroup.
 * Limits: the tensor cores, at the clock that the power limit allows; see `Config`.
 """
 
@@ -53,7 +54,7 @@ def host(config: Config):
 
 
 def fake_arguments(config: Config):
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, ints = arguments.size, arguments.ints
     of_q, of_kv = (
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)
@@ -132,7 +133,7 @@ class Prefill:
         )
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
-        # An upper bound of tiles: each sequence may end with a partial tile.
+        # An upper bound of the number of tiles: each sequence may end with a partial tile.
         most = (cute.ceil_div(q.shape[0], c.positions) + cu_seqlens.shape[0] - 1) * kv_heads
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, cache_seqlens, page_table), counter, lse,

@@ -1,17 +1,17 @@
 """Prefill and extend: attention of whole sequences with ragged K/V, and of new tokens to a paged cache.
 
-A tile packs all query heads of a KV head (GQA packing). With a group size of 8 at head_dim 64, a tile has 24 consecutive positions,
-192 rows. Keys are loaded once for all rows. Less work above the diagonal is wasted than with 192 positions of one head. Three
-consumer warpgroups compute 64 rows each, over blocks of 128 keys from the diagonal down. P @ V of a block overlaps the softmax of
-the next block, as in FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608). At the end of a tile it overlaps the softmax of the
-next tile.
+A tile packs all query heads of a KV head (GQA packing). With a group size of 8 at head_dim 64, a tile has 24 consecutive tokens,
+that is, 192 query rows. Keys are loaded once for all rows. Less work above the diagonal is wasted than with 192 tokens of one head.
+Three consumer warpgroups compute 64 rows each, over blocks of 128 keys, beginning at the diagonal and going towards the first key.
+P @ V of a block overlaps the softmax of the next block, as in FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608). P @ V of a
+tile's last block overlaps the softmax of the next tile.
 
-Head dimensions other than 64 and 128 have their own tiles, see `config.TILES`. With wide heads only one Q tile fits. Each warpgroup
-releases its 64 rows after its last q @ k, and the rows of the next tile are loaded during the softmax. Columns that do not fill a
-panel of shared memory are padded with zeros.
+Head dims other than 64 and 128 have their own tiles, see `config.TILES`. With wide heads, shared memory holds only one Q tile. Each
+warpgroup releases its 64 query rows after its last q @ k, and the rows of the next tile are loaded during the softmax. Columns that
+do not fill a panel of shared memory are padded with zeros.
 
 The kernel is persistent, with one CTA per SM and a dynamic tile scheduler. The producer warp reads the lengths of up to 32
-sequences, one per lane. It orders the tiles of these sequences from longest to shortest. An atomic counter assigns tiles to CTAs.
+sequences, one per lane. It orders the tiles of these sequences from most to fewest keys. An atomic counter assigns tiles to CTAs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _program_of(
     capped: bool,
     own_kv: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """The compiled kernel, and the maximum number of concurrent CTAs (one per SM)."""
+    """Returns the compiled kernel for a call, and the maximum number of concurrent CTAs (one per SM)."""
     fp8 = dtype not in DTYPES
     name = "bfloat16" if fp8 else DTYPES[dtype]
     config = Config(
@@ -163,11 +163,11 @@ def attend(
     """Launches the prefill kernel on checked arguments.
 
     Args:
-        page_size: tokens of a page of k and v, or 0 where these are ``[kv_tokens, kv_heads, dim]``.
-        cu_seqlens: cumulative lengths of the queries.
-        cache_seqlens: int32: lengths ``[batch]`` with a paged cache, else offsets ``[batch + 1]`` of the keys, or None if these are
-            the queries' offsets.
-        page_table: page table of a paged cache.
+        page_size: tokens per page if k and v are paged caches; 0 if k and v are ``[kv_tokens, kv_heads, dim]``.
+        cu_seqlens: cumulative numbers of queries, ``[batch + 1]``.
+        cache_seqlens: int32. With a paged cache, the sequence lengths ``[batch]``. Otherwise the offsets ``[batch + 1]`` of the
+            sequences' keys, or None if these are ``cu_seqlens``.
+        page_table: the page table of a paged cache, otherwise None.
     """
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
@@ -214,7 +214,8 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
     for _launcher, _form, _formats, _traits in _FORMS:
         _capped = _widths not in OTHER_WIDTHS
         if _capped:
-            # At 64 and 128, these kernels handle capped scores only. For short windows, they rank below the kernels of `window`.
+            # At head dims 64 and 128, these kernels handle capped scores only. For short windows, they rank below the kernels of
+            # `window`.
             if "logit_cap" not in _traits:
                 continue
             _form, _traits = "_capped", {**_traits, "logit_cap": {True}}
@@ -234,8 +235,9 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
                 tags={"determinism", *(("fp8_weights",) if _formats & _ALL_FP8 else ())},
             )(_launcher)
 
-# Times for 8 x 1024 new tokens of 8192 on an H200, this kernel and the portable kernel. Gemma, 16 query and 8 KV heads: 2044 and
-# 3048 us (this kernel with a bfloat16 cache: 1536 us). Qwen3-Next, 16 and 2 heads: 2036 and 2845; in a window of 1024: 357 and 506.
+# Times for 8 sequences of 8192 tokens, 1024 of them new, on an H200: this kernel, then the portable kernel. Gemma, 16 query and 8
+# KV heads: 2044 and 3048 us (this kernel with a bfloat16 cache: 1536 us). Qwen3-Next, 16 and 2 heads: 2036 and 2845 us; in a window
+# of 1024 tokens: 357 and 506 us.
 for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
     register_kernel(
         "attention",

@@ -1,6 +1,6 @@
 """MLA prefill without weight absorption, by the kernel of `prefill`.
 
-Each query head has its own KV head. Keys have 192 columns, values 128.
+Each query head has its own KV head. head_dim is 192, v_head_dim 128.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mla_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of whole sequences, or of queries to separate K/V: launches the kernel on checked arguments.
+    """Latent attention of whole sequences, or of queries to K/V of other lengths: launches the kernel on checked arguments.
 
     Attention with a window is causal.
     """

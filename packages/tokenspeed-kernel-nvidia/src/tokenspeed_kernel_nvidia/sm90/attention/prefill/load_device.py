@@ -1,4 +1,4 @@
-"""The producer warp of `kernel_device`: it schedules tiles, and loads Q, K and V by TMA. `q_load_device` has the loads of Q."""
+"""The producer warp of `kernel_device`, which schedules tiles, and loads Q, K and V by TMA. `q_load_device` has the loads of Q."""
 
 # mypy: ignore-errors
 
@@ -22,12 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values that a tile attends to.
+    """The keys and values of the sequence and KV head that a tile attends to.
 
     Attributes:
-        sequence: index in the batch.
-        first: row of the sequence's first key, with ragged K/V.
-        kv_len: keys of the sequence.
+        sequence: the sequence's index in the batch.
+        first: with ragged K/V, the row in k and v of the sequence's first key.
+        kv_len: number of keys of the sequence.
         kv_head: the KV head.
     """
 
@@ -42,7 +42,7 @@ class Loader:
     """The producer warp.
 
     Attributes:
-        queries: loads Q tiles: `QLoader` or `SplitQLoader`.
+        queries: the object that loads Q tiles: `QLoader` or `SplitQLoader`.
     """
 
     config: Config
@@ -94,7 +94,7 @@ class Loader:
 
                 self.queries.load(shared, q, q_at, record)
 
-                # Blocks are loaded in descending order, and values one block after their keys.
+                # Blocks are loaded in descending order, and the V of a block after the K of the next block.
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         if const_expr(c.fp8_cache):
@@ -124,7 +124,7 @@ class Loader:
 
     @cute.jit
     def load_raw(self, shared: Shared, kv: Tma, at: Cursor, block: Int32, keys: Keys, page_table: Optional[cute.Tensor]):
-        """Loads an fp8 block that the converter warps convert. Returns the cursor of the next one."""
+        """Loads a raw fp8 block of K or V, which the converter warps will convert. Returns the raw ring's next cursor."""
         c = self.config
         boxes = self.rings.raw.boxes(shared.storage.raw, c.box)
         self.load_kv(boxes, c.raw_bytes, shared.raw_pipe, kv, at, block, keys, page_table)
@@ -142,11 +142,13 @@ class Loader:
         keys: Keys,
         page_table: Optional[cute.Tensor],
     ):
-        """Loads a block of a sequence's keys, or of its values, once its stage is empty.
+        """Loads a block of a sequence's keys, or of its values, once the ring stage ``at`` is empty.
 
         Args:
-            boxes: see `Ring.boxes`.
+            boxes: the ring's boxes, see `Ring.boxes`.
             size: bytes of the block.
+            pipe: the ring's barriers.
+            block: index of the block in the sequence.
         """
         c = self.config
         pipe.acquire(at)
@@ -155,7 +157,8 @@ class Loader:
         full = pipe.full.of(at)
         columns, panels = boxes.shape[1], boxes.shape[3]
         if const_expr(c.paged):
-            # A lane holds a page index. Page-table entries beyond the sequence are undefined: use its last page instead.
+            # Each lane loads a page index. Page-table entries beyond the sequence are undefined: the sequence's last page is used
+            # instead.
             pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
             last = cutlass.max(keys.kv_len - 1, 0) // c.page_size

@@ -18,12 +18,12 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Shared, 
 
 @dataclass(frozen=True)
 class LowerBounds:
-    """Lower bounds of a tile's windows, in blocks of keys; all 0 without a window.
+    """The lower bounds of the sliding windows of a tile's rows. All attributes are 0 without a window.
 
     Attributes:
-        block: the first block that some row sees.
-        full_block: the first block that lies wholly within every row's lower bound.
-        width: keys of a row's window.
+        block: the first key block that some row sees.
+        full_block: the first key block of which no row's window hides the first keys.
+        width: number of keys of a row's window, the row's own token included.
     """
 
     block: Int32
@@ -33,19 +33,19 @@ class LowerBounds:
 
 @dataclass(frozen=True)
 class Masks:
-    """Bounds of the keys that a tile's rows see, and the masks that follow."""
+    """Computes the bounds of the keys that a tile's rows see, and masks scores outside these bounds."""
 
     config: Config
     work: Work
 
     @cute.jit
     def upper_bounds(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32):
-        """Upper bounds of the keys that a tile sees.
+        """Returns the upper bounds of the keys that a tile's rows see.
 
         Returns:
-            the tile's last block of keys; the number of leading blocks that need no mask at their end; keys of the sequence; for
-            each of this thread's two rows the first masked key, relative to the thread's first column; whether no row sees the
-            second half of the last block.
+            The tile's last block of keys; the number of the sequence's leading blocks that need no causal mask; the number of keys
+            of the sequence; for each of this thread's two rows, the first key that is masked, relative to the thread's first
+            column; whether no row sees the second half of the last block.
         """
         c = self.config
         record = shared.record(q_at)
@@ -65,7 +65,7 @@ class Masks:
 
     @cute.jit
     def lower_bounds(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32, window_left: Int32):
-        """Lower bounds of a tile's windows."""
+        """Returns the lower bounds of the windows of a tile's rows."""
         block, full_block, width = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.windowed):
             n = self.config.block_n
@@ -78,8 +78,8 @@ class Masks:
 
     @cute.jit
     def apply(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: LowerBounds):
-        """In the block at ``first_key``, masks keys from ``hidden_from[r]`` on in this thread's row r, and keys before the
-        window."""
+        """Masks the scores of the block whose first key is ``first_key``: keys from ``hidden_from[r]`` on in this thread's row r,
+        and keys before the row's window. ``hidden_from``: see `upper_bounds`."""
         for r in cutlass.range_constexpr(2):
             masks.hide_from(scores, r, hidden_from[r] - first_key)
             if const_expr(self.config.windowed):

@@ -1,6 +1,6 @@
 """The consumer warpgroups of `kernel_device`: the mainloop over blocks of keys.
 
-P @ V of a block overlaps the softmax of the next block, even of the next tile.
+P @ V of a block overlaps the softmax of the next block, even if that block belongs to the next tile.
 """
 
 # mypy: ignore-errors
@@ -31,7 +31,7 @@ PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup, whic
 
 @dataclass(frozen=True)
 class Mmas:
-    """The MMAs: q @ k of a block of keys and of half a block, and P @ V."""
+    """The tiled MMAs: q @ k for a block of keys, q @ k for half a block, and P @ V."""
 
     qk: cute.TiledMma
     qk_half: cute.TiledMma
@@ -40,7 +40,7 @@ class Mmas:
 
 @dataclass(frozen=True)
 class Operands:
-    """A warpgroup's MMA operands. All operands except the probabilities are shared-memory descriptors, indexed by stage."""
+    """A warpgroup's MMA operands. The probabilities are in registers; the others are shared-memory descriptors, by ring stage."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -51,13 +51,13 @@ class Operands:
 
 @dataclass(frozen=True)
 class PingPong:
-    """Ping-pong scheduling of the warpgroups; see `Config.pingpong`."""
+    """The barriers of the consumer warpgroups' ping-pong scheduling; see `Config.pingpong`."""
 
     config: Config
 
     @cute.jit
     def wait(self, wg: Int32):
-        """Waits until the previous warpgroup has issued its MMAs."""
+        """Waits, before warpgroup ``wg`` issues MMAs, until the previous warpgroup has issued its MMAs."""
         if const_expr(self.config.pingpong):
             cute.arch.barrier(barrier_id=PINGPONG + wg, number_of_threads=256)
 
@@ -76,8 +76,8 @@ class Consumers:
     """The consumer warpgroups.
 
     Attributes:
-        masks, softmax, epilogue: the parts of a tile besides its GEMMs.
-        queries: converts queries that the MMA cannot use.
+        masks, softmax, epilogue: the steps of a tile besides its GEMMs.
+        queries: converts bfloat16 queries to float16 if the cache is fp8.
     """
 
     config: Config
@@ -139,7 +139,7 @@ class Consumers:
                     shared, mmas, ops, sums, tile_scale, to_cap, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block, begin,
                     open_blocks, kv_len,
                 )  # fmt: skip
-                # The last P @ V overlaps with the first q @ k of the next tile.
+                # This tile's last P @ V overlaps the first q @ k of the next tile.
                 next_tile = self.cursors.next_queries(q_at)
                 next_at = self.cursors.queries_at(next_tile)
                 shared.q_pipe.wait(next_at)
@@ -171,7 +171,7 @@ class Consumers:
                 cute.arch.cp_async_bulk_wait_group(0)
 
     def operands(self, shared: Shared, mmas: Mmas, wg: Int32):
-        """A warpgroup's MMA operands, and its output accumulator."""
+        """Returns a warpgroup's MMA operands and output accumulator."""
         c = self.config
         n = c.block_n
         kind = self.rings.mma_dtype
@@ -210,17 +210,16 @@ class Consumers:
         open_blocks: Int32,
         kv_len: Int32,
     ):
-        """The blocks of a tile after the first one, in descending order: masked at their end, unmasked, masked by the window.
-
-        Returns the last block, and the cursors of the next keys and values.
+        """Computes the blocks of a tile after the first one, in descending order: first those with a causal mask, then those
+        without a mask, then those that the window masks. Returns the last block, and the cursors of the next K block and V block.
         """
         c = self.config
         n = c.block_n
         if const_expr(c.splits_q):
             if block == begin.block:  # the first block is also the last one
                 shared.q_pipe.release(q_at)
-        # Probabilities beyond the sequence are 0, but values there may be NaN.
-        if const_expr(not c.converts):  # else the converter warps have zeroed them
+        # Probabilities beyond the end of the sequence are 0, but V there may be NaN.
+        if const_expr(not c.converts):  # otherwise the converter warps have zeroed V there
             if kv_len < (block + 1) * n:
                 shared.v_pipe.wait(v_at)
                 self.clear_beyond(shared, v_at, kv_len - block * n, wg)
@@ -260,11 +259,12 @@ class Consumers:
         begin: LowerBounds,
         masked: cutlass.Constexpr[bool],
     ):
-        """One block of keys: its q @ k and softmax, overlapped with P @ V of the preceding block.
+        """Computes q @ k and softmax of one block of keys, overlapped with P @ V of the preceding block. Returns the cursors of the
+        next K block and V block.
 
         Args:
             hidden_from, first_key, begin: see `Masks.apply`.
-            masked: whether some key of the block is masked in some row.
+            masked: whether the block may need a mask.
         """
         c = self.config
         q = self.q_of(ops, self.cursors.queries_at(q_at))
@@ -313,10 +313,12 @@ class Consumers:
         begin: LowerBounds,
         columns: cutlass.Constexpr[int],
     ):
-        """Advances to the next tile. The next tile's first q @ k and softmax overlap the last P @ V of this tile.
+        """Finishes this tile, and computes the next tile's first block. The next tile's first q @ k and softmax overlap the last P
+        @ V of this tile.
 
         Args:
-            qk, k, columns: the MMA of the first block, the block's keys, and their number (a block or half a block).
+            qk, k, columns: the tiled MMA of the next tile's first block, the K operand, and the number of keys (a block or half a
+                block).
         """
         c = self.config
         k_at = self.cursors.keys_behind(k_at, v_at)
@@ -345,12 +347,12 @@ class Consumers:
         sums.acc.fill(0.0)
 
     def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
-        """A tile's queries, as the A operand of q @ k."""
+        """The Q tile at ``at`` as the A operand of q @ k."""
         return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
 
     @property
     def q_steps(self) -> int:
-        """k-steps of 32 bytes of q @ k; columns of padding are left out."""
+        """The number of k-steps (32 bytes of head_dim) of q @ k, without those that would read padding only."""
         return -(-self.config.head_dim * self.config.bytes // 32)
 
     @cute.jit
@@ -367,10 +369,10 @@ class Consumers:
 
     @cute.jit
     def finish_pv(self, acc: cute.Tensor, grown: Boolean, factor: cute.Tensor, of_block: list):
-        """Waits for P @ V, and rescales the accumulator where a lane's row max has grown.
+        """Waits for P @ V, and rescales the output accumulator if a row max has grown in some lane of the warp.
 
-        Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on them. Without the
-        condition, ptxas moved the wait for P @ V above the exponentials. Most exponentials then did not overlap an MMA.
+        Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on these sums. Without
+        the condition, ptxas moved the wait for P @ V above the exponentials. Most exponentials then did not overlap an MMA.
         """
         if registers.any_lane(grown | (of_block[0] < 0.0) | (of_block[1] < 0.0)):
             warpgroup.wait_group(0)
@@ -380,7 +382,8 @@ class Consumers:
 
     @cute.jit
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
-        """Zeroes a block's values from row ``valid`` on. Every warpgroup zeroes all of these rows itself, with the same result."""
+        """Zeroes V of a block, in shared memory, from row ``valid`` on. Every warpgroup zeroes all of these rows, with the same
+        result."""
         c = self.config
         thread = thread_and_row(self.config, wg)[0] % 128
         values = self.rings.v.chunks(shared.storage.v)

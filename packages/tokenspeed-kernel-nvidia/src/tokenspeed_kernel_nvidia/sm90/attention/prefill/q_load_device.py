@@ -1,4 +1,4 @@
-"""The loads of Q by the producer warp, whole tiles or each warpgroup's rows, and the records that go with them."""
+"""The producer warp's loads of Q, in whole tiles or for each warpgroup separately, and of the tiles' records."""
 
 # mypy: ignore-errors
 
@@ -17,25 +17,25 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 @dataclass(frozen=True)
 class QLoader:
-    """Loads whole Q tiles. A record holds the values of `Record.write`."""
+    """Loads whole Q tiles. The arguments ``record`` are the values of `Record.write`."""
 
     config: Config
     rings: Rings
 
     def acquire(self, shared: Shared, q_at: Cursor) -> None:
-        """Waits until a stage is empty."""
+        """Waits until the Q stage ``q_at`` is empty."""
         shared.q_pipe.acquire(q_at)
 
     @cute.jit
     def write(self, shared: Shared, q_at: Cursor, record: tuple):
-        """Writes a tile's record."""
+        """Writes a tile's record to shared memory."""
         if cute.arch.lane_idx() == 0:
             shared.record(q_at).write(*record)
         cute.arch.sync_warp()
 
     @cute.jit
     def load(self, shared: Shared, q: Tma, q_at: Cursor, record: tuple):
-        """Loads a tile: all query heads of a KV head, from the tile's first query on."""
+        """Loads a Q tile: all query heads of a KV head, for `Config.positions` tokens."""
         c = self.config
         start, _, _, position, kv_head, *_ = record
         with cute.arch.elect_one():
@@ -49,7 +49,7 @@ class QLoader:
 
     @cute.jit
     def end(self, shared: Shared, q_at: Cursor):
-        """Signals that there are no more tiles."""
+        """Signals to the consumers that there are no more tiles."""
         if cute.arch.lane_idx() == 0:
             shared.record(q_at).write_end()
         cute.arch.sync_warp()
@@ -59,27 +59,27 @@ class QLoader:
 
 @dataclass(frozen=True)
 class SplitQLoader:
-    """Loads each warpgroup's rows of a tile separately, after the tile's first keys: see `Config.splits_q`."""
+    """Loads each consumer warpgroup's rows of a Q tile separately, after the tile's first K block: see `Config.splits_q`."""
 
     config: Config
     rings: Rings
 
     def acquire(self, shared: Shared, q_at: Cursor) -> None:
-        """Waits for nothing: `load_late` does."""
+        """Does nothing: `load_late` waits for the stages."""
 
     def write(self, shared: Shared, q_at: Cursor, record: tuple) -> None:
-        """Writes nothing: `load_late` does."""
+        """Does nothing: `load_late` writes the records."""
 
     def load(self, shared: Shared, q: Tma, q_at: Cursor, record: tuple) -> None:
-        """Loads nothing: `load_late` does."""
+        """Does nothing: `load_late` loads the queries."""
 
     @cute.jit
     def load_late(self, shared: Shared, q: Tma, q_at: Cursor, record: tuple):
-        """Loads each warpgroup's queries of a tile as soon as the warpgroup has released its previous queries. Writes the tile's
-        records.
+        """Loads each warpgroup's queries of a tile, and writes the warpgroup's record, as soon as the warpgroup has released its
+        previous queries.
 
         Args:
-            record: the values of the records.
+            record: the values of the tile's records, see `Record.write`.
         """
         c = self.config
         start, _, _, position, kv_head, *_ = record

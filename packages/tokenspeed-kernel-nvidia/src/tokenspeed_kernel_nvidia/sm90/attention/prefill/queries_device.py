@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Rings, S
 
 @dataclass(frozen=True)
 class QueryConverter:
-    """Converts a tile's queries."""
+    """Converts a tile's bfloat16 queries to float16."""
 
     config: Config
     rings: Rings
@@ -28,19 +28,20 @@ class QueryConverter:
         """Converts this warp's bfloat16 queries of a tile to float16, in place, scaled by a power of 2.
 
         The scale brings the warp's amax to the upper end of float16's range. Smaller values keep all their bits unless they are
-        below 2^-22 of the amax. Rows beyond the sequence become 0, so that they do not affect the amax.
+        below 2^-22 of the amax. Query rows beyond the sequence become 0, so that they do not affect the amax.
 
         Returns:
-            the inverse of the scale, by which scores must be multiplied.
+            The inverse of the scale, by which scores must be multiplied.
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)
-        # Two lanes share a row: a panel each, or half a panel. Lanes start at different 16-byte chunks, against bank conflicts.
+        # Two lanes convert a row: each has one panel, or half a panel. Lanes start at different 16-byte chunks, to avoid bank
+        # conflicts.
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
         record = shared.record(q_at)
         at = shared.storage.q.data_ptr().toint() + q_at.stage * c.q_bytes + row * 128
-        chunks = c.head_dim // 16  # 16-byte chunks of a lane
+        chunks = c.head_dim // 16  # 16-byte chunks that a lane converts
         if const_expr(chunks == 8):
             at += half * (c.block_m * 128)
             addresses = [at + (row + 4 * half + i) % 8 * 16 for i in range(chunks)]
@@ -68,8 +69,8 @@ class QueryConverter:
 
     @cute.jit
     def convert_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """`convert_to_float16` for head_dim 256. A lane has two panels of a row, too many for its registers, so it reads them
-        twice.
+        """`convert_to_float16` for head_dim 256. A lane converts two panels of a row. They do not fit into its registers, so the
+        lane reads them twice.
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)

@@ -1,4 +1,4 @@
-"""The tile scheduler of `prefill`: tiles of a call's sequences, and the blocks of keys that a tile sees."""
+"""The tile scheduler of `prefill`: the query tiles of a call's sequences, and the key blocks that a tile sees."""
 
 # mypy: ignore-errors
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Sequence
 
 @dataclass(frozen=True)
 class Work:
-    """Work items: tiles of queries of a sequence, for one KV head. See `LongestFirst`."""
+    """The kernel's work items. A work item is a tile of queries of one sequence, for one KV head. See `LongestFirst`."""
 
     config: Config
 
@@ -25,7 +25,7 @@ class Work:
         return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)
 
     def lengths_of(self, sequences: Sequences, at: Int32):
-        """A sequence's first token, its number of queries and its number of keys."""
+        """Returns the row in q of a sequence's first query, and the sequence's numbers of queries and of keys."""
         start = sequences.cu_seqlens[at]
         q_len = sequences.cu_seqlens[at + 1] - start
         kv_len = q_len
@@ -37,14 +37,16 @@ class Work:
 
     @cute.jit
     def first_key(self, sequences: Sequences, sequence: Int32, token: Int32) -> Int32:
-        """The first key row of a sequence with ragged K/V. ``token``: the sequence's first query row."""
+        """Returns the row in k and v of a sequence's first key, with ragged K/V. ``token``: the row in q of the sequence's first
+        query."""
         if const_expr(self.config.own_kv):
             token = sequences.cache_seqlens[sequence]
         return token
 
     @cute.jit
     def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
-        """The end of the keys that some row of a tile sees, at least 1, because every tile processes a block."""
+        """Returns the end of the range of keys that some row of a tile sees. It is at least 1, because every tile processes a
+        block."""
         seen = kv_len
         if causal != 0:
             seen = kv_len - q_len + cutlass.min(position + self.config.positions, q_len)
@@ -52,7 +54,7 @@ class Work:
 
     @cute.jit
     def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
-        """Returns the first and the end of the key blocks that at least one row of a tile sees."""
+        """Returns the first block, and the end, of the range of key blocks that at least one row of a tile sees."""
         n = self.config.block_n
         end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
         first = Int32(0)

@@ -1,4 +1,4 @@
-"""The softmax of a consumer warpgroup with 16-bit probabilities. `fp8_softmax_device` has that with e4m3 probabilities."""
+"""The softmax of a consumer warpgroup with 16-bit probabilities. `fp8_softmax_device` is the counterpart for e4m3 probabilities."""
 
 # mypy: ignore-errors
 
@@ -27,10 +27,10 @@ class Softmax:
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32):
-        """Online softmax of a further block: replaces its scores with probabilities.
+        """Online softmax of a further block of keys: replaces the block's scores with probabilities.
 
         Returns:
-            see `softmax_step`; and the probabilities, for `put`.
+            The results of `softmax_step`, then the probabilities, for `put`.
         """
         grown, factor, of_block = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy)
         return grown, factor, of_block, scores
@@ -41,7 +41,7 @@ class Softmax:
 
     @cute.jit
     def put_first(self, weights: cute.Tensor, probs: cute.Tensor):
-        """`put` of a tile's first block. Probabilities of half a block are padded with zeros."""
+        """`put` for a tile's first block. If the first block is half a block, zeros pad its probabilities."""
         if const_expr(cute.size(weights) < cute.size(probs)):
             part = cute.make_tensor(probs.iterator, cute.make_layout(cute.size(weights)))
             registers.round_to(weights, part)

@@ -1,4 +1,4 @@
-"""The epilogue of a consumer warpgroup's tile: output and LSE."""
+"""The epilogue of a consumer warpgroup's tile: normalises the output, and stores output and LSE."""
 
 # mypy: ignore-errors
 
@@ -22,13 +22,13 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_st
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go.
+    """The tensors that the epilogue writes, and the sinks.
 
     Attributes:
-        tma: TMA stores to ``out``; None where `Config.store_by_tma` is false.
-        out: ``[tokens, heads, head_dim]``.
-        lse: address of float32 ``[tokens, heads]``, 0 for none.
-        sinks: added to the softmax's denominator.
+        tma: the TMA view of ``out`` for stores; None if `Config.store_by_tma` is false.
+        out: ``[tokens, heads, v_head_dim]``.
+        lse: global address of the LSE, float32 ``[tokens, heads]``; 0 if the LSE is not requested.
+        sinks: the attention sinks, which are added to the softmax's denominator.
     """
 
     tma: Optional[Tma]
@@ -39,7 +39,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Sums:
-    """A thread's state for its two rows of a tile: output accumulator, running row max and row sum."""
+    """A thread's softmax state for its two rows of a tile: output accumulator, running row max and row sum."""
 
     acc: cute.Tensor
     row_max: cute.Tensor
@@ -51,7 +51,7 @@ class Epilogue:
     """Normalises a tile by its row sums, and stores its LSE and output.
 
     Attributes:
-        rows: stores the output: `TileStore` or `RowStore`.
+        rows: the object that stores the output: `TileStore` or `RowStore`.
     """
 
     config: Config
@@ -87,7 +87,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class TileStore:
-    """Stores a warpgroup's rows through shared memory."""
+    """Stores a warpgroup's output rows through shared memory."""
 
     config: Config
     rings: Rings
@@ -104,15 +104,16 @@ class TileStore:
         row: Int32,
         wg: Int32,
     ):
-        """Stores this warpgroup's rows of a tile through shared memory, by TMA where all belong to the sequence.
+        """Stores this warpgroup's output rows of a tile through shared memory; by TMA if all rows belong to the sequence.
 
         Args:
-            numbers: the sequence's first token, its number of queries, the tile's first query in the sequence, the KV head.
+            numbers: the sequence's first token, its number of queries, the index in the sequence of the tile's first query, and the
+                KV head.
         """
         c = self.config
         out = output.out
         start, q_len, position, kv_head = numbers
-        # Each warpgroup has its own rows of the buffer. The previous TMA store may still be reading them.
+        # Each warpgroup has its own rows of the shared-memory buffer. The previous TMA store may still be reading these rows.
         rounded = cute.make_fragment_like(acc, self.rings.dtype)
         registers.round_to(acc, rounded)
         if const_expr(c.store_by_tma):
@@ -174,7 +175,7 @@ class TileStore:
 
 @dataclass(frozen=True)
 class RowStore:
-    """Stores a thread's rows from registers."""
+    """Stores a thread's output rows from registers."""
 
     config: Config
     rings: Rings
@@ -191,7 +192,7 @@ class RowStore:
         row: Int32,
         wg: Int32,
     ):
-        """Stores this thread's two rows of a tile from registers, 16 bytes at a time.
+        """Stores this thread's two output rows of a tile from registers, 16 bytes at a time.
 
         Args:
             numbers: see `TileStore.store`.

@@ -1,4 +1,4 @@
-"""Common to all warps of `kernel_device`: the layout of shared memory, tile records, and cursors."""
+"""Definitions for all warps of `kernel_device`: the layout of shared memory, tile records, and cursors."""
 
 # mypy: ignore-errors
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
 RECORD = 8  # int32 words of a tile's record
-WARPS = 5  # named barriers, one per warpgroup, for its four warps
+WARPS = 5  # the first of the consumer warpgroups' named barriers, each for a warpgroup's four warps
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: cumulative lengths of the queries.
-        cache_seqlens: sequence lengths in the paged cache. With ragged K/V: offsets of the sequences' keys, ``[batch + 1]``, or
-            None if equal to the queries' offsets.
-        page_table: None with ragged K/V.
+        cu_seqlens: cumulative numbers of queries, ``[batch + 1]``.
+        cache_seqlens: with a paged cache, the sequence lengths ``[batch]``. With ragged K/V, the offsets ``[batch + 1]`` of the
+            sequences' keys, or None if these are ``cu_seqlens``.
+        page_table: the page table of a paged cache; None with ragged K/V.
     """
 
     cu_seqlens: cute.Tensor
@@ -35,22 +35,22 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Record:
-    """A tile's parameters in shared memory, written by the producer warp for the consumers.
+    """A tile's parameters in shared memory, which the producer warp writes for the other warps.
 
     Attributes:
-        at: the first of RECORD consecutive words.
+        at: shared address of the first of RECORD consecutive int32 words.
     """
 
     at: cute.Pointer
 
     @property
     def exists(self) -> Boolean:
-        """Whether there is a tile; false after the last one."""
+        """Whether there is a tile; false after the CTA's last tile."""
         return Boolean(self.at[0] != 0)
 
     @property
     def first_token(self) -> Int32:
-        """Row of the sequence's first query."""
+        """The row in q of the sequence's first query."""
         return self.at[1]
 
     @property
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def position(self) -> Int32:
-        """Index of the tile's first query in its sequence."""
+        """The index of the tile's first query in its sequence."""
         return self.at[4]
 
     @property
@@ -72,12 +72,12 @@ class Record:
 
     @property
     def qk_scale(self) -> Float32:
-        """q_scale * k_scale: the factor of scores of fp8 operands."""
+        """q_scale * k_scale of the tile's KV head: the factor of q @ k with fp8 operands."""
         return float_of(self.at[6])
 
     @property
     def v_scale(self) -> Float32:
-        """The factor of outputs of fp8 values."""
+        """v_scale of the tile's KV head: the factor of the output with fp8 V."""
         return float_of(self.at[7])
 
     def write(self, *numbers: Int32) -> None:
@@ -93,7 +93,7 @@ class Shared:
     """A CTA's shared memory. Addresses are computed at each use. So no address occupies a register between uses.
 
     Attributes:
-        storage: see `Rings.storage`.
+        storage: the structure that `Rings.storage` returns.
         splits_q: see `Config.splits_q`. If true, a Q cursor's stage is the warpgroup's index.
     """
 
@@ -114,14 +114,15 @@ class Shared:
 
     @property
     def raw_pipe(self) -> Pipeline:
-        """The ring of blocks to convert: fp8 values, and an fp8 cache's keys."""
+        """The barriers of the ring of raw fp8 blocks, before transposition or conversion to fp16: V, and also K if
+        `Config.fp8_cache`."""
         return pipeline(self.storage.raw_full, self.storage.raw_empty)
 
     def record(self, q_at: Cursor) -> Record:
-        """The record of the tile in a Q stage.
+        """Returns the record of the tile in the Q stage ``q_at``.
 
-        With separate Q barriers, a warpgroup releases its queries before it stores the tile's output. For that store it still needs
-        the tile's record. So each warpgroup has two records, selected by the phase of its cursor.
+        With separate Q barriers, a warpgroup releases its queries before it stores the tile's output. The store still needs the
+        tile's record. So each warpgroup has two records, selected by the phase of its cursor.
         """
         index = q_at.stage * 2 + q_at.phase if self.splits_q else q_at.stage
         return Record(self.storage.records.data_ptr() + index * RECORD)
@@ -134,8 +135,9 @@ class Rings:
     Attributes:
         dtype: dtype of the output, and of 16-bit q, k and v.
         mma_dtype: dtype of the MMA operands.
-        raw: blocks to convert, in panels with rows of 128 or 64 bytes.
-        transposed: fp8 values after transposition, at the address of ``v``.
+        q, k, v: the rings of Q tiles, K blocks and V blocks, as MMA operands.
+        raw: the ring of raw fp8 blocks (see `Config.raw_stages`), in panels with rows of 128 or 64 bytes.
+        transposed: another view of the memory of ``v``: fp8 V after transposition.
         out: an output tile.
     """
 
@@ -178,13 +180,13 @@ class Rings:
 
 
 def rings_of(config: Config) -> Rings:
-    """The layout of a configuration's shared memory."""
+    """Returns the shared-memory layout of a configuration."""
     dtype = dtype_of(config.dtype)
     panel = config.panel, config.panel * config.bytes
     return Rings(
         config,
         dtype,
-        # With an fp8 cache and 16-bit queries, both are converted to float16.
+        # With an fp8 cache and 16-bit queries, the K and V blocks and the queries are converted to float16.
         cutlass.Float8E4M3FN if config.fp8 else cutlass.Float16 if config.fp8_cache else dtype,
         Ring(config.block_m, config.k_columns, config.q_stages, *panel),
         Ring(config.block_n, config.k_columns, config.kv_stages, *panel),
@@ -197,13 +199,13 @@ def rings_of(config: Config) -> Rings:
 
 @dataclass(frozen=True)
 class Cursors:
-    """How a role advances from tile to tile in the Q ring, and a consumer from block to block."""
+    """How the warps' cursors advance: in the Q ring from tile to tile, and in the K and V rings from block to block."""
 
     config: Config
 
     @cute.jit
     def first_q(self, wg: Int32) -> Cursor:
-        """The Q cursor of a warpgroup's first tile."""
+        """Returns the position in the Q ring of the first tile of consumer warpgroup ``wg``."""
         at = first_to_read()
         if const_expr(self.config.splits_q):
             at = Cursor(wg, at.phase)
@@ -211,7 +213,7 @@ class Cursors:
 
     @cute.jit
     def next_q(self, at: Cursor) -> Cursor:
-        """The Q cursor of the next tile."""
+        """Returns the position in the Q ring of the next tile. ``at``: the position of the current tile."""
         if const_expr(self.config.splits_q):
             at = Cursor(at.stage, at.phase ^ 1)
         else:
@@ -219,29 +221,31 @@ class Cursors:
         return at
 
     def next_queries(self, q_at: Cursor) -> Cursor:
-        """Returns the next tile's Q cursor, in the form that a consumer keeps: see `queries_at`."""
+        """Returns the next tile's Q cursor, in the form that a consumer keeps in registers: see `queries_at`."""
         return Cursor(q_at.stage + 1, q_at.phase) if self.counts_tiles else self.next_q(q_at)
 
     def queries_at(self, q_at: Cursor) -> Cursor:
-        """Returns a tile's Q cursor. If `counts_tiles`, ``q_at.stage`` is the tile's index."""
+        """Returns a tile's Q cursor, given the form that a consumer keeps: if `counts_tiles`, ``q_at.stage`` is the tile's
+        index."""
         return nth_to_read(q_at.stage, self.config.q_stages) if self.counts_tiles else q_at
 
     @property
     def counts_tiles(self) -> bool:
-        """Whether a consumer keeps the tile's index instead of a cursor: one register instead of two."""
+        """Whether a consumer keeps the tile's index instead of a Q cursor: one register instead of two."""
         return self.config.converts and not self.config.splits_q
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
-        """Returns ``k_at``, the cursor after ``v_at``; recomputed where warps convert, as no register is left to keep it in."""
+        """Returns the K cursor ``k_at``, which is one block after ``v_at``. With fp8 K/V, it is recomputed from ``v_at``, because
+        no register is left for ``k_at``."""
         return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
 
 
 @cute.jit
 def thread_and_row(config: cutlass.Constexpr[Config], wg: Int32):
-    """This thread's index among the consumers, and the first of its two rows of a tile. The second row is 8 rows below.
+    """Returns this thread's index among the consumer threads, and the first of its two rows of a tile. The second row is 8 further.
 
-    Recomputed at each use, because kept values would occupy registers in the main loops, which have none to spare.
+    Both are recomputed at each use, because the mainloop has no registers to keep them.
     """
     thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
     if const_expr(config.converts):
@@ -251,5 +255,5 @@ def thread_and_row(config: cutlass.Constexpr[Config], wg: Int32):
 
 @cute.jit
 def sync_warps(wg: Int32):
-    """Synchronises the four warps of a warpgroup."""
+    """Synchronises the four warps of consumer warpgroup ``wg``."""
     cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)

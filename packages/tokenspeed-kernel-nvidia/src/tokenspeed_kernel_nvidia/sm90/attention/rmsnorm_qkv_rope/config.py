@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, ROWS, Config, layout_of
 
 HEAD_DIMS = (64, 128)
-MOST_TOKENS = 8  # columns (n) of an MMA
+MOST_TOKENS = 8  # n of an MMA, whose columns are tokens
 # Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
 # 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
 SERVED_TOKENS = 4
-MOST_HIDDEN = 8192  # elements of a token; eight such tokens leave room for a ring
+MOST_HIDDEN = 8192  # the most elements of a token; besides eight such tokens, shared memory holds a ring of weights
 GROUP_PAIRS = GROUP // 2  # number of element pairs whose partial sums are in shared memory together
-# Size of the ring: weights are loaded while the tokens are read, and must not stall meanwhile. A decode step of GPT-OSS-120B on an
-# H200 with one token takes 2.17 ms, and 2.24 ms with 100 KB.
+# Bytes of the ring of weights. The ring must hold the weights that arrive while the tokens are read, so that loads do not stall. A
+# decode step of GPT-OSS-120B on an H200 with one token takes 2.17 ms, and 2.24 ms with a ring of 100 KB.
 RING_BYTES = 152 * 1024
-SQUARES = 256  # byte offset of the sums of squares in shared memory, after the barriers
+SQUARES = 256  # shared-memory byte offset, after the barriers, of the tokens' sums of squares
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class QkvConfig:
 
     @property
     def half(self) -> int:
-        """Pairs of elements of a head."""
+        """The number of element pairs of a head."""
         return self.head_dim // 2
 
 
 @dataclass(frozen=True)
 class LaunchParameters:
-    """Launch parameters that depend on sizes, see `mm.config.Layout`.
+    """The launch parameters that depend on the call's sizes.
 
     Attributes:
         ctas: number of CTAs.
-        row_shift: log2 of the warps that read a token together.
-        chunk_bytes: bytes of a row of weights, padded to whole parts of stages.
-        stages, activations, ring, size: layout of a CTA's shared memory.
+        row_shift: log2 of the number of warps that read one token together.
+        chunk_bytes: bytes of a row of weights, padded to a multiple of the bytes that a ring stage holds of a row.
+        stages, activations, ring, size: layout of a CTA's shared memory, see `mm.config.Layout`.
     """
 
     ctas: int
@@ -63,10 +63,10 @@ class LaunchParameters:
 
 
 def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: int, count: int) -> LaunchParameters:
-    """Returns the launch parameters for ``count`` SMs.
+    """Returns the launch parameters for a GPU with ``count`` SMs.
 
     Raises:
-        ValueError: tokens do not fit into shared memory.
+        ValueError: the tokens do not fit into shared memory.
     """
     gemm = config.gemm
     row_bytes = 2 * hidden

@@ -1,9 +1,9 @@
 """Device code of `rmsnorm_qkv_rope`: the GEMM of `mm.kernel_device` with residual add and RMSNorm as prologue, RoPE as epilogue.
 
-Weights are loaded through the ring of `mm.kernel_device`, but a CTA has pairs of rows: the two elements of a head that RoPE rotates
-together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both. Every CTA reads all tokens and the
-residual and adds them. It keeps the sums times the norm's weights in shared memory, as the operand of the MMAs. The root mean
-square divides a token's results in the epilogue, so no MMA waits for it.
+Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *pairs* of rows of weights: the two elements of a head
+that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
+reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
+of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for it.
 """
 
 # mypy: ignore-errors
@@ -38,9 +38,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     type_of,
 )
 
-_READY = 1  # named barrier of all threads: mbarriers and tokens are ready
-_MADE = 3  # named barrier of producer warp and warp 0: mbarriers are initialised
-_AT_ONCE = 4  # 16-byte chunks of a token that a thread has in flight
+_READY = 1  # named barrier of all threads: mbarriers are initialised and tokens are in shared memory
+_MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
+_AT_ONCE = 4  # 16-byte chunks of a token of which a thread has loads in flight
 
 
 def host(config: QkvConfig) -> Any:
@@ -49,7 +49,7 @@ def host(config: QkvConfig) -> Any:
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns placeholder arguments, for compiling the function that `host` returns."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (
@@ -67,14 +67,15 @@ def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Indices:
-    """A vector of integers: its address, whether it has 64-bit elements, and its stride in elements."""
+    """A vector of integers in global memory: its address, 1 if its elements have 64 bits (otherwise 0), and its stride in
+    elements."""
 
     address: Int64
     wide: Int32
     step: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads an element, or returns 0 if ``condition`` is false."""
+        """Loads element ``index`` as int64, or returns 0 if ``condition`` is false."""
         size = cutlass.select_(self.wide != 0, Int32(8), Int32(4))
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b32 t; setp.eq.s32 p, {$r1}, 1; setp.eq.s32 q, {$r1}, 0; mov.b64 {$w0}, 0; "
@@ -89,7 +90,8 @@ class Indices:
 
 @dataclass(frozen=True)
 class Cache:
-    """A KV cache: its address, and strides of pages, slots, heads and elements (``number``), in elements."""
+    """A K or V cache: its global address, and its strides between pages, slots, heads and elements of a head (``number``), in
+    elements."""
 
     address: Int64
     page: Int64
@@ -99,7 +101,7 @@ class Cache:
 
     @cute.jit
     def at(self, page: Int32, slot: Int32, head: Int32, number: Int32):
-        """Returns the address of an element."""
+        """Returns the global address of an element of the cache."""
         return self.address + (page * self.page + slot * self.slot + head * self.head + number * self.number) * 2
 
 
@@ -108,17 +110,17 @@ class Work:
     """Parameters of prologue and epilogue, which the GEMM of `mm.kernel_device` does not have.
 
     Attributes:
-        residual, total: the residual's rows, and the output rows for its sum with the tokens; address 0 without a residual.
-        norm: the norm's weights.
-        eps: added to the mean square.
+        residual, total: the rows of the residual, and of the output for token plus residual; address 0 without a residual.
+        norm: the RMSNorm's weights.
+        eps: the RMSNorm's epsilon, added to the mean square.
         hidden: elements of a token.
-        row_shift: log2 of the warps that read a token together.
-        positions, slots: positions and cache slots of tokens. The address of slots is 0 if nothing is written to a cache.
-        table: cosines and sines.
+        row_shift: log2 of the number of warps that read one token together.
+        positions, slots: positions and cache slots of the tokens. The address of ``slots`` is 0 if no cache is written.
+        table: cos_sin_cache, the cosines and sines of each position.
         k, v: the caches.
-        page_size: slots of a page.
-        heads, kv_heads: query heads, and KV heads.
-        pairs, first_pair: number of this CTA's pairs, and its first pair.
+        page_size: slots per page of the caches.
+        heads, kv_heads: numbers of query heads and of KV heads.
+        pairs, first_pair: the number of pairs of weight rows that this CTA computes, and the first of them.
     """
 
     residual: Matrix
@@ -140,8 +142,8 @@ class Work:
 
 
 class Qkv(Mm):
-    """The kernel for one configuration: the CTA of `mm.kernel_device`, with one producer warp and
-    ``config.warps`` consumer warps.
+    """The kernel of one configuration. A CTA has the warps of `mm.kernel_device`: one producer warp and ``config.warps`` consumer
+    warps.
     """
 
     def __init__(self, config: QkvConfig) -> None:
@@ -225,7 +227,8 @@ class Qkv(Mm):
         bias: Vector,
         given: Work,
     ):
-        """``given``: ``pairs`` is the number of pairs of every CTA; ``first_pair`` is the number of CTAs with one pair more."""
+        """In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with one pair
+        more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -271,13 +274,13 @@ class Qkv(Mm):
 
     @cute.jit
     def row_of_pair(self, work: Work, row: Int32):
-        """Returns the output column of a CTA's row of weights: RoPE rotates rows 2 j and 2 j + 1 together."""
+        """Returns the output column of row ``row`` of a CTA's weights. RoPE rotates rows 2 j and 2 j + 1 together."""
         pair = work.first_pair + row // 2
         return pair // self.half * self.head_dim + pair % self.half + row % 2 * self.half
 
     @cute.jit
     def prefetch_pairs(self, call: Call, work: Work):
-        """Prefetches weights into L2, row by row, until the preceding kernel has ended (PDL). See `Mm.prefetch`."""
+        """Prefetches the CTA's weights into L2, row by row, until the preceding kernel has ended (PDL). See `Mm.prefetch`."""
         config = self.config
         ended = Barriers(call.ended)
         begin = Cursor(Int32(0), Int32(0))
@@ -300,7 +303,7 @@ class Qkv(Mm):
 
     @cute.jit
     def load_pairs(self, call: Call, work: Work):
-        """Loads weights into the ring."""
+        """Loads the CTA's weights into the ring."""
         config = self.config
         at = first_to_fill()
         for tile in cutlass.range(0, call.rows, ROWS, unroll=1):
@@ -326,7 +329,8 @@ class Qkv(Mm):
     def keep_tokens(self, call: Call, work: Work, warp: Int32):
         """Prologue: stores tokens plus residual, times the norm's weights, as MMA operands in shared memory.
 
-        Rows are padded with zeros. Sums of squares go to shared memory too. CTA i also writes token i's sum to ``total``.
+        The rows in shared memory are padded with zeros. The tokens' sums of squares go to shared memory too. CTA i also writes
+        token i plus residual to ``total``.
         """
         thread, _, _ = cute.arch.thread_idx()
         chunks = call.at.chunk_bytes // LOAD_BYTES
@@ -376,7 +380,7 @@ class Qkv(Mm):
             store_floats("shared", call.at.scales + SQUARES + warp * 4, [square])
 
     def norm_weights(self, work: Work, words: list[Any]) -> list[Any]:
-        """Converts eight of the norm's weights to float32: from the first four words if 16-bit, else one per word."""
+        """Converts eight of the norm's weights to float32. ``words``: eight loaded words; 16-bit weights are in the first four."""
         half = [each for word in words[:4] for each in widened(cutlass.Float16, word)]
         brain = [each for word in words[:4] for each in widened(cutlass.BFloat16, word)]
         return [
@@ -387,14 +391,14 @@ class Qkv(Mm):
         ]
 
     def as_number(self, word: Uint32) -> Float32:
-        """Returns the float32 with these bits."""
+        """Returns the float32 whose bit pattern is ``word``."""
         return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 
     # -- mainloop ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def compute_pairs(self, call: Call, work: Work, warp: Int32):
-        """Consumer warps: prologue, then MMAs and epilogue of one group of rows after another."""
+        """The consumer warps' work: the prologue, then MMAs and epilogue of one group of weight rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -402,7 +406,7 @@ class Qkv(Mm):
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + offset
-        # The epilogue needs a token's position and slot. Loaded now, to hide the latency.
+        # The epilogue needs a token's position and slot. They are loaded here to hide the latency of the loads.
         token = thread // GROUP_PAIRS
         real = token < call.m
         self.wait_for_kernel_before(call, warp == 0)
@@ -466,10 +470,13 @@ class Qkv(Mm):
         sine: Float32,
         slot: Int64,
     ):
-        """Rounds a pair of GEMM results, rotates queries and keys (RoPE), and writes them to the output and the caches.
+        """Rounds a pair of GEMM results of a token, applies RoPE if they belong to q or k, and writes them to the output and to the
+        cache.
 
         Args:
             first: output column of the pair's first element.
+            pair, cosine, sine: the GEMM results, and the rotation.
+            slot: the token's cache slot; negative to write no cache.
         """
         head, number = first // self.head_dim, first % self.head_dim
         both = pack(self.dtype, pair[0], pair[1])

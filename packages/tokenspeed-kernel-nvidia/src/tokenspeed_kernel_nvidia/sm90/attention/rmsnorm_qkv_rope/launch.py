@@ -46,14 +46,14 @@ def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
 def _launch_of(
     dtype: torch.dtype, head_dim: int, tokens: int, columns: int, hidden: int, device: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The compiled kernel, and the launch parameters that depend on sizes alone."""
+    """Returns the compiled kernel for a call, and the launch parameters that depend on the call's sizes alone."""
     config = QkvConfig(dtype_name(dtype), head_dim)
     return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
 
 def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Describes a contiguous, 16-byte aligned vector: the tensor, which must live until the launch, its address, and its entry of
-    KINDS.
+    """Returns a contiguous, 16-byte aligned copy of a vector, or the vector itself; its address; and its dtype's tag in KINDS. The
+    tensor must live until the launch.
     """
     if x is None:
         return None, 0, 0
@@ -64,7 +64,7 @@ def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def _indices(x: Tensor | None) -> tuple[int, int, int]:
-    """Describes a vector of integers: its address, 1 for int64 else 0, and its stride in elements."""
+    """Returns the address of a vector of integers, 1 for int64 or 0 for int32, and the stride in elements; three zeros for None."""
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 
@@ -93,7 +93,7 @@ def rmsnorm_qkv_rope(
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
     qkv = out if out is not None and out.stride(1) == 1 else x.new_empty(tokens, columns)
-    # Some CTAs write the sum of x and the residual while all CTAs read both. So the sum must alias neither.
+    # Some CTAs write x plus residual while other CTAs still read both. So the sum must alias neither.
     total = None if residual is None else x.new_empty(tokens, hidden)
     if tokens:
         rows, weight = aligned(x), aligned(qkv_weight.mT).mT

@@ -17,14 +17,15 @@ from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Rings, Sh
 
 @dataclass(frozen=True)
 class ValueClearer:
-    """The warp that zeroes rows of V before and after the sequence, then signals ``v_ready`` to the consumer warpgroups."""
+    """The warp that zeroes the rows of V stages that are before or after the sequence, then signals ``v_ready`` to the
+    consumers."""
 
     config: Config
     rings: Rings
 
     @cute.jit
     def clear_after_stages(self, value_words: cute.Tensor, thread: Int32):
-        """Zeroes, once, the rows of V after each stage's keys. Only probabilities of 0 meet these rows."""
+        """Zeroes, once, the 8 rows of V after each stage's keys. P @ V multiplies these rows by probabilities of 0."""
         if thread < 128:
             for stage in cutlass.range_constexpr(self.config.kv_stages):
                 for panel in cutlass.range_constexpr(self.rings.v.panels):

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
 
-WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more
-REACH = 128  # keys that are loaded before a tile's first position; a multiple of 8
-SHORT = 17  # a sequence with at most this many queries fits 24 positions that start at a multiple of 8
+WARPGROUPS = 3  # consumer warpgroups; a CTA also has one producer warpgroup
+REACH = 128  # the number of keys before a tile's first query that are loaded; a multiple of 8
+SHORT = 17  # at most this many consecutive queries always fit into 24 positions that begin at a multiple of 8
 
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of one kernel variant. Times are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
+    """Configuration of one kernel variant. Times below are from an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 
     Attributes:
         dtype: dtype of q, k, v and the output.
         head_dim: 64 or 128.
         gqa_ratio: GQA group size: query heads per KV head.
-        paged: whether K/V lie in a paged cache.
-        short: for sequences of few queries. Each sequence is one work item, and shared memory holds the keys of three items at
-            once.
+        paged: whether K and V are in a paged cache.
+        short: whether the variant is for sequences of at most `SHORT` queries. Each sequence is one work item, and shared memory
+            holds the K/V of three work items at once.
         capped: whether scores are capped by ``logit_cap``.
     """
 
@@ -35,12 +35,12 @@ class Config:
 
     @property
     def heads(self) -> int:
-        """Query heads of a tile, at most 8, so that a tile's positions are a multiple of the swizzle's period of 8 rows."""
+        """Query heads per tile, at most 8, so that a tile's number of positions is a multiple of the swizzle's period of 8 rows."""
         return min(self.gqa_ratio, 8)
 
     @property
     def splits(self) -> int:
-        """Tiles over which the query heads of a KV head are split."""
+        """The number of tiles among which the query heads of a KV head are divided."""
         return self.gqa_ratio // self.heads
 
     @property
@@ -50,7 +50,7 @@ class Config:
 
     @property
     def keys(self) -> int:
-        """Keys of a tile: columns of its scores."""
+        """Keys per tile: the columns of the tile's scores."""
         return REACH + self.positions
 
     @property
@@ -60,51 +60,51 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Keys of a stage: 256 for 128 positions, or 160 for the 24 positions that 17 queries may span.
+        """Keys per ring stage: 256 for 128 query positions, or 160 for the 24 positions that 17 queries may span.
 
-        With 192, for 64 positions, 16 sequences of 8192 take 748 us instead of 717, because more keys are loaded twice.
+        With 192 keys, for 64 positions, 16 sequences of 8192 take 748 us instead of 717, because more keys are loaded twice.
         """
         return 160 if self.short else 256
 
     @property
     def value_rows(self) -> int:
-        """Rows of a stage of V: the last tile's k-step of 16 may end 8 rows after the keys."""
+        """Rows per V stage. They are 8 more than the keys, because the last k-step (16 keys) of a work item's last tile may read 8
+        more."""
         return self.rows + 8
 
     @property
     def kv_stages(self) -> int:
-        """Stages of the K/V ring, an item each: 65 KiB at head_dim 64, 41 KiB if short, 130 KiB at head_dim 128."""
+        """Stages of the K/V ring, one work item each. A stage has 65 KiB at head_dim 64 (41 KiB if `short`), 130 KiB at head_dim
+        128."""
         if self.head_dim == 128:
             return 1
         return 3 if self.short else 2
 
     @property
     def q_stages(self) -> int:
-        """Stages of the Q ring: as many per warpgroup as fit in shared memory. Two per warpgroup are as fast."""
+        """Stages of the Q ring: as many per consumer warpgroup as fit in shared memory. Two per warpgroup are as fast as three."""
         return WARPGROUPS * (3 if self.head_dim == 64 else 1)
 
     @property
     def ahead(self) -> bool:
-        """Whether q @ k of a tile is issued before the previous tile's epilogue: if registers hold both accumulators."""
+        """Whether q @ k of a tile is issued before the previous tile's epilogue. This requires registers for both accumulators."""
         return self.head_dim == 64 and self.positions < 64
 
     @property
     def box(self) -> int:
-        """Keys of a TMA box. With a paged cache this is the smallest page size, so that a box lies in one page."""
+        """Keys per TMA box. With a paged cache, this is the smallest page size, so that a box is in one page."""
         return 16 if self.paged else 64
 
     @property
     def block(self) -> int:
-        """Maximum positions of an item. With a paged cache, an item's keys may be loaded from 8 rows earlier,
-        at a multiple of 16.
+        """The most query positions of a work item. With a paged cache, an item's keys may be loaded from 8 positions earlier, so
+        that the first position is a multiple of 16.
         """
         return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
     @property
     def consumer_registers(self) -> int:
-        """Registers per consumer thread (setmaxnreg). Together with the producer's registers, nearly all 65536 registers of an SM
-        are used.
-        """
+        """Registers per consumer thread (setmaxnreg). Consumers and producers together use nearly all 65536 registers of an SM."""
         return 152
 
     @property
@@ -127,5 +127,5 @@ def every_config() -> list[Config]:
 
 
 def has_short(head_dim: int, gqa_ratio: int, paged: bool) -> bool:
-    """Whether there is a variant for short sequences: where tiles have 8 positions and three stages fit in shared memory."""
+    """Whether there is a variant for short sequences: a tile must have 8 positions, and shared memory must hold three stages."""
     return paged and head_dim == 64 and gqa_ratio >= 8

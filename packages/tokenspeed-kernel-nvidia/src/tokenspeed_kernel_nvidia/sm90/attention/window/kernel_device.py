@@ -6,18 +6,20 @@ The kernel is persistent and warp-specialised, with a static round-robin schedul
 * Warp 0 (`load_device`) loads K and V of a work item by TMA, and writes the item's record. Warp 1 (`load_device`) loads Q tiles.
   Warp 2 (`clear_device`) zeroes rows of V before and after the sequence. Warp 3 idles.
 * Warpgroups 1 to 3 (`mma_device`) take the CTA's tiles round-robin. Each computes a tile from q @ k through the softmax
-  (`softmax_device`) to the store of O (`store_device`). They never wait for each other.
+  (`softmax_device`) to the store of O (`store_device`). The warpgroups never wait for each other.
 * Shared memory: a ring of K and V with a work item per stage, a ring of Q tiles, and an output tile per warpgroup. All tiles of a
-  work item share its keys.
-* In flight: K and V of one work item with head_dim 128, else of two, or of three if short; one or three Q tiles per warpgroup.
-  q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
+  work item use the item's one copy of K and V.
+* In flight: K and V of one work item with head_dim 128, of three in the variant for short sequences, otherwise of two; one or three
+  Q tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
 * Limits: traffic of q and the output for long sequences, 3.4 TB/s for 16 sequences of 8192 (`config`), and the latency of
   dependent loads for few new tokens.
 
-Slower alternatives, for 64 sequences of 16 new tokens over 8192, where this kernel takes 15.8 us in graphs of 7 calls with another
-kernel after each: separate warps for keys and values (16.4 us); the same with an L2 prefetch of the first keys before the PDL wait
-(16.7 us; back to back 14.3 us instead of 14.5); a scheduler warp that prefetches page indices ahead of the other warps (16.4 us);
-the KV heads of a sequence one after another in one CTA instead of in several CTAs (17.9 us).
+Slower alternatives were measured with 64 sequences of 8192 tokens, 16 of them new, in graphs of 7 calls with another kernel after
+each. This kernel takes 15.8 us:
+* separate load warps for K and V: 16.4 us;
+* the same with an L2 prefetch of the first keys before the PDL wait: 16.7 us (back to back 14.3 us instead of 14.5);
+* a scheduler warp that prefetches page indices ahead of the other warps: 16.4 us;
+* the KV heads of a sequence one after another in one CTA instead of in several CTAs: 17.9 us.
 """
 
 # mypy: ignore-errors
@@ -54,7 +56,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Placeholder arguments to compile the function of `host` with."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     keys = (size(), size()) if config.paged else (tokens,)
@@ -156,7 +158,8 @@ class Window:
         self.clearer.clear_after_stages(value_words, thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may still write our inputs or read our outputs; the next one may launch as SMs become free.
+        # PDL: the preceding kernel may still write this kernel's inputs or read its outputs. The next kernel may launch as soon as
+        # SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

@@ -1,14 +1,12 @@
 """Sliding-window attention with short windows, of whole sequences and of new tokens to a paged cache.
 
-A query sees itself and at most 127 tokens before it. A kernel that loops over blocks of keys computes two to three times the
+A query sees its own token and at most 127 tokens before it. A kernel that loops over blocks of keys computes two to three times the
 visible scores. In this kernel, a tile is 64 rows of one KV head: `Config.heads` query heads at `Config.positions` consecutive
-positions. One GEMM gives all scores of a tile: for the 128 keys before the first position, and for the keys of the positions
-themselves. So there is no online softmax and no rescale. A work item is a block of up to 128 positions of a KV head. Its tiles
-share one copy of K/V in shared memory.
+positions. One GEMM computes all scores of a tile: for the 128 keys before the tile's first position, and for the keys of the tile's
+positions. So there is no online softmax and no rescale. A work item is a block of up to 128 query positions of a sequence, for one
+KV head. The tiles of a work item share one copy of K/V in shared memory.
 
-The declarations at the end of this file state what is supported. Windows smaller than 127 take as long as 127.
-
-Times in this file are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
+The declarations at the end of this file state what is supported. Windows smaller than 127 take as long as a window of 127.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel of `kernel_device`, compiled for each `Config`."""
+    """The sliding-window kernel of `kernel_device`, compiled once for each `Config`."""
     from tokenspeed_kernel_nvidia.sm90.attention.window import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -55,7 +53,8 @@ def _plan(
     capped: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """The compiled kernel, positions per item, and CTAs. Items are smaller where there would otherwise be fewer than SMs.
+    """Returns the compiled kernel for a call, the query positions per work item, and the number of CTAs. Work items are smaller if
+    there would otherwise be fewer items than SMs.
 
     Args:
         short: whether no sequence has more than SHORT queries.
@@ -69,7 +68,8 @@ def _plan(
         if short or even <= brief.block:
             config = brief
     block = max(config.positions, min(config.block, even))
-    # Upper bound: each sequence may start up to 7 positions early and end with a partial block.
+    # An upper bound of the number of work items: a sequence's first item may begin up to 7 positions early, and its last may be
+    # partial.
     most = (tokens // block + 2 * batch) * kv_heads
     return window_program(config), block, min(sms, most)
 
@@ -103,7 +103,7 @@ def mha_extend_with_kvcache(
     page_table: Tensor,
     cache_seqlens: Tensor,
     max_seqlen_q: int,
-    is_causal: bool,  # always set, as the traits say
+    is_causal: bool,  # always True, as the traits require
     window_left: int,
     logit_cap: float,
     sinks: Tensor | None,
@@ -153,7 +153,7 @@ def _launch(
 
 
 for _head_dim in HEAD_DIMS:
-    # Eligible only with a window of at most REACH keys.
+    # The kernels are eligible only with a window of at most REACH keys, the query's own token included.
     _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1), logit_cap=any)
     register_kernel(
         "attention",

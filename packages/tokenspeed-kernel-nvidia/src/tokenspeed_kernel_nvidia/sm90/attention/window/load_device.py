@@ -17,19 +17,20 @@ from tokenspeed_kernel_nvidia.sm90.attention.window.scheduler_device import Sequ
 from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Rings, Shared
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_load
 
-# Unrolled TMA loads of a paged cache. Without unrolling, 64 sequences with 16 new tokens take 21 us instead of 12.
+# Unroll factor of the loop over TMA loads of a paged cache. Without unrolling, 64 sequences with 16 new tokens take 21 us instead
+# of 12.
 UNROLL = 4
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """The TMA boxes of a work item's keys and values. The lane with a box's index holds the box's page.
+    """The TMA boxes of a work item's keys and values. With a paged cache, lane i holds the page of box i.
 
     Attributes:
-        first, end: indices of the first box that is loaded, and of the first one after it that is not.
-        row: the row of ragged K/V that box 0 begins with.
+        first, end: the range of box indices to load; ``end`` is exclusive.
+        row: with ragged K/V, the row in k and v with which box 0 begins.
         kv_head: the KV head.
-        page, token: of a paged cache: the page of this lane's box, and the box's first token in the page.
+        page, token: with a paged cache, the page of this lane's box, and the index in the page of the box's first token.
     """
 
     first: Int32
@@ -70,7 +71,7 @@ class KvLoader:
                 wanted = shift * 8 + tiles * c.positions + REACH + 8
                 first_box = cutlass.max(-row, 0) // c.box
                 after_box = (cutlass.min(cutlass.min(wanted, item.length - row), c.rows) + c.box - 1) // c.box
-                page, token = Int32(0), Int32(0)  # position of the box with this lane's index
+                page, token = Int32(0), Int32(0)  # page of this lane's box, and the box's first token in it
                 if const_expr(c.paged):
                     if lane >= first_box and lane < after_box:
                         token = row + lane * c.box
@@ -100,7 +101,7 @@ class KvLoader:
 
     @cute.jit
     def load_boxes(self, kv: Tma, targets: cute.Tensor, barrier: cute.Pointer, boxes: Boxes, at: Cursor):
-        """Loads a work item's keys, or values, to a stage. ``targets``: see `Ring.boxes`."""
+        """Loads a work item's keys, or its values, to the ring stage ``at``. ``targets``: the ring's boxes, see `Ring.boxes`."""
         c = self.config
         for box in cutlass.range(boxes.first, boxes.end, unroll=UNROLL if c.paged else 1):
             page, token = cute.arch.shuffle_sync(boxes.page, box), boxes.row + box * c.box

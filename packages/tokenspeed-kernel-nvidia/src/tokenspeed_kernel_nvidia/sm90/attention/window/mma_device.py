@@ -27,10 +27,10 @@ class Operands:
     """A warpgroup's MMA operands and accumulators.
 
     Attributes:
-        q: shared-memory descriptors of queries, by stage.
-        k, v: shared-memory descriptors of keys and values, by first row / 8 and stage.
-        scores: accumulator of q @ k.
-        acc: accumulator of P @ V.
+        q: shared-memory descriptors of Q tiles, by ring stage.
+        k, v: shared-memory descriptors of the keys and values of a tile, by the first row in the stage divided by 8, and by stage.
+        scores: the accumulator of q @ k.
+        acc: the accumulator of P @ V.
         probs: probabilities in registers, the A operand of P @ V.
     """
 
@@ -64,7 +64,7 @@ class Consumers:
         pv: cute.TiledMma,
         thread: Int32,
     ):
-        """Computes all tiles of a warpgroup: every third one of the CTA's."""
+        """Computes all tiles of this warpgroup: every third tile of the CTA."""
         c = self.config
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         thread = thread % 128
@@ -73,7 +73,7 @@ class Consumers:
         row = thread // LANES * 16 + lane // 4
         mine = Rows((row, row + 8), (row // c.heads, (row + 8) // c.heads), lane % 4 * 2)
 
-        # Cursor of the current item; `tile` is an index in it.
+        # `kv_at` is the cursor of the current work item, and `tile` the index of the current tile in that item.
         kv_at = first_to_read()
         shared.k_full.wait(kv_at)
         count, tile = shared.record(kv_at).count, Int32(wg)
@@ -106,7 +106,8 @@ class Consumers:
                 row_sum[r] = quad_sum(row_sum[r])
                 inverse.append(cute.arch.rcp_approx(row_sum[r]))
             warpgroup.wait_group(0)
-            # With `ahead`, q @ k of the next tile overlaps this tile's epilogue. The result after the last tile is unused.
+            # With `Config.ahead`, q @ k of the next tile overlaps this tile's epilogue. After the last tile, the result of q @ k is
+            # unused.
             tile += WARPGROUPS
             if tile >= count:
                 kv_at, count, tile = self.seek(shared, kv_at, count, tile, lane)
@@ -142,8 +143,14 @@ class Consumers:
 
     @cute.jit
     def seek(self, shared: Shared, kv_at: Cursor, count: Int32, tile: Int32, lane: Int32):
-        """Advances to the item that contains a tile, and releases the items before it. Count 0 means that
-        there are no more items.
+        """Advances to the work item that contains a tile, and releases the stages of the items before it.
+
+        Args:
+            kv_at, count: the current item's cursor, and its number of tiles.
+            tile: the tile's index, counted from the current item's first tile.
+
+        Returns:
+            The item's cursor, its number of tiles (0 if there are no more items), and the tile's index in the item.
         """
         while count > 0 and tile >= count:
             if lane == 0:
@@ -157,5 +164,5 @@ class Consumers:
 
 @cute.jit
 def start_qk(qk: cute.TiledMma, ops: Operands, q_at: Cursor, kv_at: Cursor, eighth: Int32):
-    """Starts q @ k of a tile. ``eighth``: the first of the tile's keys in the stage, divided by 8."""
+    """Starts q @ k of a tile. ``eighth``: the index in the stage of the tile's first key, divided by 8."""
     start_mma(qk, ops.scores, ops.q[None, None, None, q_at.stage], ops.k[None, None, None, eighth, kv_at.stage])

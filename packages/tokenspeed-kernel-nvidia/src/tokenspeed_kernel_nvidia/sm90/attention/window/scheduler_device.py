@@ -1,4 +1,4 @@
-"""The tile scheduler of `window`: work items of a call's sequences, and the tiles of a work item."""
+"""The tile scheduler of `window`: the work items of a call's sequences, and the tiles of a work item."""
 
 # mypy: ignore-errors
 
@@ -21,9 +21,9 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        cu_seqlens: cumulative lengths of the queries.
-        page_table: None with ragged K/V.
-        cache_seqlens: tokens of each sequence in the cache; None with ragged K/V.
+        cu_seqlens: cumulative numbers of queries, ``[batch + 1]``.
+        page_table: the page table of a paged cache; None with ragged K/V.
+        cache_seqlens: number of each sequence's tokens in the cache; None with ragged K/V.
     """
 
     cu_seqlens: cute.Tensor
@@ -37,7 +37,8 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Work:
-    """Work items: blocks of positions of a sequence, for one KV head. CTAs take them round-robin; see `Blocks`."""
+    """The kernel's work items. A work item is a block of query positions of a sequence, for one KV head. CTAs take items
+    round-robin; see `Blocks`."""
 
     config: Config
 
@@ -45,7 +46,14 @@ class Work:
     def blocks_of(
         self, sequences: Sequences, group: Int32, before: Int32, block: Int32, kv_heads: Int32, step: Int32, lane: Int32
     ) -> Blocks:
-        """Schedules the sequences from ``group`` on, one per lane. ``before``: blocks of all sequences before them."""
+        """Returns the scheduler of 32 consecutive sequences, one per lane.
+
+        Args:
+            group: the first of these sequences.
+            before: the number of blocks of all sequences before ``group``.
+            block: the query positions per block.
+            step: see `own_indices`.
+        """
         index = group + lane
         token, first, length, blocks = Int32(0), Int32(0), Int32(0), Int32(0)
         if index < sequences.batch:
@@ -59,16 +67,16 @@ class Work:
         return Blocks(step, token, first, length, blocks, ends, cute.arch.shuffle_sync(ends, LANES - 1), block, kv_heads)
 
     def tiles_of(self, item: Block, block: Int32) -> Int32:
-        """The tiles of a work item per split of the query heads."""
+        """The number of tiles of a work item for each of the `Config.splits` groups of query heads. ``block``: see `blocks_of`."""
         return (cutlass.min(block, item.length - item.position) + self.config.positions - 1) // self.config.positions
 
     def head_of(self, kv_head: Int32, tile: Int32) -> Int32:
-        """The first query head of a tile. ``tile``: the tile's index in its work item."""
+        """Returns the first query head of a tile. ``tile``: the index of the tile among those of its work item."""
         return (kv_head * self.config.splits + tile % self.config.splits) * self.config.heads
 
     @cute.jit
     def tile_position(self, record: Record, tile: Int32) -> TilePosition:
-        """A tile's location in its sequence."""
+        """Returns a tile's location in its sequence. ``record``: the work item's record; ``tile``: the tile's index in the item."""
         position, token = record.position, record.token
         first, length = record.first, record.length
         at = tile // self.config.splits * self.config.positions

@@ -1,4 +1,4 @@
-"""Masks and softmax of a tile. One GEMM gives all scores of a tile, so the softmax needs no rescale."""
+"""Masks and softmax of a tile. One GEMM computes all scores of a tile, so the softmax needs no rescale."""
 
 # mypy: ignore-errors
 
@@ -33,7 +33,7 @@ class TileSoftmax:
 
     @cute.jit
     def load_sinks(self, record: Record, sinks: Sinks, tile: Int32, mine: Rows):
-        """Sinks of this thread's two rows of a tile, times log2(e); -inf without sinks."""
+        """Loads the sinks of this thread's two rows of a tile, times log2(e). Returns -inf without sinks."""
         head = self.work.head_of(record.kv_head, tile)
         sink_0, sink_1 = -Float32.inf, -Float32.inf
         if record.count > 0:
@@ -42,9 +42,10 @@ class TileSoftmax:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, position: Int32, window_left: Int32, mine: Rows):
-        """Masks the keys that queries do not see. Column c is the key at ``position - REACH + c``."""
+        """Masks the scores of keys that queries do not see. ``position`` is that of the tile's first query, and column c of the
+        scores belongs to the key at ``position - REACH + c``."""
         c = self.config
-        before = REACH - position  # columns of keys before the sequence's start
+        before = REACH - position  # number of columns whose keys are before the sequence's first token
         low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.positions]
         high = [REACH + p - mine.column for p in mine.positions]
         groups = c.keys // 8
@@ -59,8 +60,8 @@ class TileSoftmax:
         """Softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @ V.
 
         Returns:
-            the row max of this thread's two rows, and the thread's partial row sums. The partial sum of one lane of the quad
-            includes the sink.
+            The row max of this thread's two rows, and the thread's partial row sums. Of a quad's four lanes, one includes the sink
+            in its partial sum.
         """
         c = self.config
         groups = c.keys // 8

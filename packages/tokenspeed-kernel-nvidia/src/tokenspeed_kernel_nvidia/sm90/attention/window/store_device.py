@@ -1,4 +1,4 @@
-"""The epilogue of a consumer warpgroup's tile: output and LSE."""
+"""The epilogue of a consumer warpgroup's tile: normalises the output, and stores output and LSE."""
 
 # mypy: ignore-errors
 
@@ -17,20 +17,20 @@ from tokenspeed_kernel_nvidia.sm90.attention.window.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.window.tile_device import Rings, Rows, Shared, TilePosition
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 
-# Index of the first of the warpgroups' named barriers, one per warpgroup.
+# The first of the consumer warpgroups' named barriers, one per warpgroup.
 WARPS = 1
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go.
+    """The tensors that the epilogue writes, and the sinks.
 
     Attributes:
-        tma: TMA stores to ``out``.
+        tma: the TMA view of ``out`` for stores.
         out: ``[tokens, heads, head_dim]``.
-        lse: address of float32 ``[tokens, heads]``, 0 for none.
-        heads: query heads of q.
-        sinks: added to the softmax's denominator.
+        lse: global address of the LSE, float32 ``[tokens, heads]``; 0 if the LSE is not requested.
+        heads: number of query heads.
+        sinks: the attention sinks, which are added to the softmax's denominator.
     """
 
     tma: Tma
@@ -60,7 +60,8 @@ class Epilogue:
         thread: Int32,
         wg: Int32,
     ):
-        """Stores a tile, by TMA if all its rows belong to the sequence. ``inverse``: reciprocals of this thread's row sums."""
+        """Normalises and stores a tile's output, by TMA if all its rows belong to the sequence. ``inverse``: the reciprocals of
+        this thread's two row sums."""
         c = self.config
         rounded = cute.make_rmem_tensor(acc.shape, self.rings.dtype)
         words = cute.recast_tensor(rounded, Int32)
@@ -90,9 +91,9 @@ class Epilogue:
         thread: Int32,
         wg: Int32,
     ):
-        """Stores all rows of a tile by TMA, through shared memory."""
+        """Stores all output rows of a tile by TMA, through shared memory."""
         c = self.config
-        # The previous TMA store may still be reading the buffer.
+        # The previous TMA store may still be reading the shared-memory buffer.
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)
@@ -111,7 +112,7 @@ class Epilogue:
 
     @cute.jit
     def store_lse(self, output: Output, row_max: list, row_sum: list, tile_at: TilePosition, mine: Rows):
-        """Stores the LSE of this thread's rows."""
+        """Stores the LSE of this thread's two rows of a tile."""
         table = cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)
         for r in cutlass.range_constexpr(2):
             if tile_at.holds(mine.positions[r]):

@@ -1,7 +1,8 @@
-"""Common to all warps of `kernel_device`: the layout of shared memory, and a work item's record.
+"""Definitions for all warps of `kernel_device`: the layout of shared memory, and a work item's record.
 
-A Q tile has 64 rows, row = position * heads + head. A stage holds the keys and values of an item. A tile's keys are a view of the
-stage. The view starts at a multiple of 8 keys, where the swizzle pattern repeats. So all tiles of an item share one copy.
+A Q tile has 64 rows, row = position * heads + head. A K/V stage holds the keys and values of a work item. A tile's keys are a view
+of the stage. The view starts at a multiple of 8 keys, because the swizzle pattern repeats there. So all tiles of an item share one
+copy of the keys and values.
 """
 
 # mypy: ignore-errors
@@ -16,43 +17,43 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.attention.window.config import WARPGROUPS, Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
 
-# Indices of the fields of a record, see `Record`; RECORD is its size.
+# Indices of the fields of a `Record`; RECORD is the number of its words.
 COUNT, POSITION, TOKEN, FIRST, LENGTH, KV_HEAD, SHIFT, RECORD = range(8)
 
 
 @dataclass(frozen=True)
 class Record:
-    """A work item's parameters in shared memory, written by the producer warp.
+    """A work item's parameters in shared memory, which the warp that loads K and V writes.
 
     Attributes:
-        at: the first of RECORD consecutive words.
+        at: shared address of the first of RECORD consecutive int32 words.
     """
 
     at: cute.Pointer
 
     @property
     def count(self) -> Int32:
-        """Tiles of the item; 0 after the last item."""
+        """The number of tiles of the work item; 0 after the CTA's last item."""
         return self.at[COUNT]
 
     @property
     def position(self) -> Int32:
-        """The item's first position in the sequence."""
+        """The position in the sequence at which the work item begins."""
         return self.at[POSITION]
 
     @property
     def token(self) -> Int32:
-        """The row of q of the item's first position."""
+        """The row in q of the work item's first position."""
         return self.at[TOKEN]
 
     @property
     def first(self) -> Int32:
-        """The position of the sequence's first query. The item may start up to 7 positions before it."""
+        """The position of the sequence's first query. The work item may begin up to 7 positions earlier."""
         return self.at[FIRST]
 
     @property
     def length(self) -> Int32:
-        """Keys of the sequence."""
+        """The number of keys of the sequence."""
         return self.at[LENGTH]
 
     @property
@@ -61,16 +62,17 @@ class Record:
 
     @property
     def shift(self) -> Int32:
-        """Number of keys in the stage before the first tile's keys, divided by 8."""
+        """The number of keys in the K/V stage before the first tile's keys, divided by 8."""
         return self.at[SHIFT]
 
     def write(self, *numbers: Int32) -> None:
-        """Writes all fields, in order."""
+        """Writes all fields of the record, in the order of their indices."""
         for index, number in enumerate(numbers):
             self.at[index] = number
 
     def write_end(self) -> None:
-        """Marks the end. The consumers still issue q @ k of a tile that does not exist, so the shift must be valid."""
+        """Writes the record that follows the CTA's last work item. Consumers still issue one q @ k with it, so the shift must be
+        valid."""
         self.at[COUNT] = Int32(0)
         self.at[SHIFT] = Int32(0)
 
@@ -78,12 +80,12 @@ class Record:
 class Shared:
     """A CTA's shared memory. Addresses are computed at each use.
 
-    The class is not a frozen dataclass, so that CuteDSL carries it through branches and loops like its struct. Otherwise the
-    compiler computes addresses before the branch to the warps' roles. Counters of the producer warps are then in vector registers
-    instead of uniform registers: 2 KiB more code.
+    The class is not a frozen dataclass, so that CuteDSL carries it through branches and loops like a struct. Otherwise the compiler
+    would compute addresses before the branch to the warps' roles. Counters of the producer warps would then be in vector registers
+    instead of uniform registers, which takes 2 KiB more code.
 
     Attributes:
-        storage: see `Rings.storage`.
+        storage: the structure that `Rings.storage` returns.
     """
 
     def __init__(self, storage: Any):
@@ -101,26 +103,26 @@ class Shared:
 
     @property
     def k_full(self) -> Barriers:
-        """Barriers: a stage's keys and record have been written."""
+        """The barriers that complete when a stage's keys have been loaded and its record has been written."""
         return Barriers(self.storage.k_full.data_ptr())
 
     @property
     def v_full(self) -> Barriers:
-        """Barriers: a stage's values have been loaded."""
+        """The barriers that complete when a stage's values have been loaded."""
         return Barriers(self.storage.v_full.data_ptr())
 
     @property
     def v_ready(self) -> Barriers:
-        """Barriers: rows of V beyond the sequence have been zeroed."""
+        """The barriers that complete when a stage's rows of V outside the sequence have been zeroed."""
         return Barriers(self.storage.v_ready.data_ptr())
 
     @property
     def kv_empty(self) -> Barriers:
-        """Barriers: all tiles have read the stage."""
+        """The barriers that complete when all tiles have read a stage."""
         return Barriers(self.storage.kv_empty.data_ptr())
 
     def record(self, kv_at: Cursor) -> Record:
-        """The record of the item in a stage."""
+        """Returns the record of the work item in the K/V stage ``kv_at``."""
         return Record(self.storage.records.data_ptr() + kv_at.stage * RECORD)
 
 
@@ -129,9 +131,9 @@ class Rows:
     """A thread's two rows of a tile, 8 apart.
 
     Attributes:
-        rows: their indices.
-        positions: the rows' positions, relative to the tile's first position.
-        column: the first of the thread's two columns in each 8.
+        rows: the two rows' indices in the tile.
+        positions: the two rows' positions, relative to the tile's first position.
+        column: the first of the thread's two columns in each group of 8 columns.
     """
 
     rows: tuple
@@ -144,9 +146,9 @@ class TilePosition:
     """A tile's location in its sequence.
 
     Attributes:
-        position, token: the tile's first position in the sequence, and the row of q of that position.
-        first, length: position of the sequence's first query, and end of its positions.
-        head: the first of its query heads.
+        position, token: the tile's first position in the sequence, and the row in q of that position.
+        first, length: the position of the sequence's first query, and the sequence's number of positions.
+        head: the first of the tile's query heads.
     """
 
     position: Int32
@@ -157,7 +159,7 @@ class TilePosition:
 
     @cute.jit
     def holds(self, offset: Int32):
-        """Whether a position of the tile is a query of the sequence."""
+        """Whether the tile's position number ``offset`` is a query of the sequence."""
         return self.position + offset >= self.first and self.position + offset < self.length
 
 
@@ -166,8 +168,8 @@ class Rings:
     """The layout of shared memory, made by `rings_of`: a ring each of Q tiles, K, V and output tiles.
 
     Attributes:
-        dtype: dtype of the tiles.
-        out: an output tile for each warpgroup.
+        dtype: dtype of all tiles.
+        out: an output tile for each consumer warpgroup.
     """
 
     config: Config
@@ -197,7 +199,8 @@ class Rings:
         return Storage
 
     def value_words(self, shared: Shared) -> cute.Tensor:
-        """V as 8-byte words: ``(word of a panel's row, row, panel, stage)``, unswizzled: the swizzle permutes within a row only."""
+        """Returns a view of the V ring as 8-byte words, ``(word of a panel's row, row, panel, stage)``. The view has no swizzle,
+        because the swizzle permutes chunks within a row only, and callers zero whole rows."""
         ring = self.v
         panel = ring.rows * PANEL // 4
         layout = cute.make_layout(
@@ -207,7 +210,7 @@ class Rings:
 
 
 def rings_of(config: Config) -> Rings:
-    """The layout of a configuration's shared memory."""
+    """Returns the shared-memory layout of a configuration."""
     return Rings(
         config,
         dtype_of(config.dtype),

@@ -1,4 +1,4 @@
-"""Dequantisation of `layout` words (e2m1 values and scales) to A fragments of mma.sync in registers."""
+"""Dequantisation of e2m1 weights in the layouts of `layout` to A fragments of mma.sync in registers."""
 
 # mypy: ignore-errors
 
@@ -11,9 +11,9 @@ from cutlass import Numeric, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.decode_device import BOTH, multipliers
 
-# Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6. The bfloat16 is 2^-126 times the e2m1
-# value. Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies
-# bfloat16x2 in one instruction.
+# Dequantises a word (eight e2m1 values) to four registers of bfloat16x2. The bits of an e2m1 value move to bits 15 and 8...6 of a
+# bfloat16, which is then 2^-126 times the e2m1 value. Left shifts compile to multiplications, which use another pipe than the
+# logical instructions. fma with -0 multiplies bfloat16x2 in one instruction.
 _BFLOAT16 = """{
 .reg .b32 a, b, z;
 mov.b32 z, 0x80008000;
@@ -33,7 +33,8 @@ shl.b32 b, {$r0}, 1;
 lop3.b32 a, b, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# For float16, e2m1's sign goes to bit 15, and the other bits to bits 11...9. The float16 is 2^-14 times the e2m1 value.
+# Like _BFLOAT16, for float16x2: an e2m1 value's sign moves to bit 15, and the other bits to bits 11...9. The float16 is 2^-14 times
+# the e2m1 value.
 _FLOAT16 = """{
 .reg .b32 a, b;
 and.b32 a, {$r0}, 0x80008000;
@@ -63,12 +64,12 @@ _NUMBERS = {
 
 
 def multipliers_of(dtype: type[Numeric], weights: str, scales: Any, step: int) -> tuple[Uint32, Uint32]:
-    """Returns a word's scale factors for row ``lane / 4`` and for the row eight further, each duplicated in a register.
+    """Returns a word's scales for rows ``lane / 4`` and ``lane / 4 + 8`` of the strip, each twice in one register.
 
     Args:
         dtype: dtype of the operand, BFloat16 or Float16.
-        weights: the format.
-        scales: the scale words of row ``lane / 4`` of a block.
+        weights: the format of the weights, ``"mxfp4"`` or ``"nvfp4"``.
+        scales: the block's scale words of these two rows.
         step: the word's index in its block.
     """
     if weights == "mxfp4":
@@ -84,8 +85,8 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
 
     Args:
         dtype: dtype of the operand, BFloat16 or Float16.
-        word: the lane's word.
-        first, second: the word's scale factors, from `multipliers_of`.
+        word: one of the lane's four words of a block.
+        first, second: the word's scales of the lane's two rows, from `multipliers_of`.
     """
     code = _BFLOAT16 if dtype is cutlass.BFloat16 else _FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])

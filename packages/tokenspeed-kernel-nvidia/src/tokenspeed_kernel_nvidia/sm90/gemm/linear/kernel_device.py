@@ -42,12 +42,12 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, s
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """The host function that launches the kernel of a configuration."""
     return Linear(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     out = make_fake_tensor(dtype_of(config.dtype), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=2)
     return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()
@@ -56,14 +56,15 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Linear(MmaWarps):
     """Launches and runs the kernel of one configuration.
 
-    Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared memory):
-
-    * warps 0-15, four groups of four: MMA. A group has every fourth panel, and each of its warps a strip of 16 rows;
-    * warp 16: the producer. It fills the stages of the ring buffer, which each belong to a group, and initialises the barriers;
+    The kernel is launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared
+    memory):
+    * warps 0-15, four groups of four: MMA. A group computes every fourth panel, and each warp of a group a strip of 16 rows;
+    * warp 16: the producer. It fills the stages of the ring of weights, each of which belongs to a group, and initialises the
+      barriers;
     * warps 17-18: reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the results.
 
-    Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group, and the
-    ring buffer.
+    Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group of MMA
+    warps, and the ring of weights.
     """
 
     @cute.jit
@@ -157,9 +158,10 @@ class Linear(MmaWarps):
 
     @cute.jit
     def load(self, call: Call):
-        """Loads this CTA's k blocks of all panels into the ring buffer, in slabs, round-robin over the groups' panels."""
+        """Loads this CTA's k blocks of all panels into the ring, in slabs of `SLAB` blocks. Slabs of the four groups' panels
+        alternate."""
         config, work = self.config, call.work
-        at = first_to_fill()  # the same position in the stages of every group
+        at = first_to_fill()  # the stage within each group's stages
         if cute.arch.lane_idx() == 0:
             for panel in cutlass.range(0, work.panels, GROUPS, unroll=1):
                 for block in cutlass.range(0, work.blocks, SLAB, unroll=1):
@@ -179,21 +181,22 @@ class Linear(MmaWarps):
 
     @cute.jit
     def expect_sums(self, call: Call, at: Cursor):
-        """Sets the bytes of a panel's partial sums to expect on a buffer's barrier. Each CTA that has k blocks sends its partial
-        sums.
+        """Sets the bytes that the full barrier of a buffer of partial sums expects for a panel: each CTA that has k blocks sends
+        its partial sums.
         """
         call.sums.commit(at, cutlass.min(call.work.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
-        """Finishes this CTA's rows of all panels in panel order."""
+        """Reduces and writes this CTA's rows of all panels, in panel order. ``warp``: one of the `FINISHERS`."""
         index = (warp - FINISH_WARP) * LANES + cute.arch.lane_idx()
         for panel in cutlass.range(call.work.panels, unroll=1):
             self.finish_rows(call, Cursor(panel % GROUPS, panel // GROUPS % 2), panel, index)
 
     @cute.jit
     def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
-        """Adds the partial sums of all CTAs for a panel, and writes the results. A lane has some rows of one token."""
+        """Adds the partial sums of all CTAs for this CTA's rows of a panel, and writes the results. A lane has some rows of one
+        token."""
         config, work = self.config, call.work
         rows = config.tokens * ROWS // (FINISHERS * LANES)
         token, own = index % config.tokens, index // config.tokens * rows
@@ -210,7 +213,7 @@ class Linear(MmaWarps):
             for i in cutlass.range_constexpr(rows):
                 number = load_floats("shared", smem_at + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))
-        if index == 0:  # rearm before other CTAs may send again
+        if index == 0:  # set the expected bytes before other CTAs may send again
             self.expect_sums(call, at)
         cute.arch.sync_warp()
         if index % LANES < CLUSTER:

@@ -6,9 +6,10 @@ kernel ends (PDL). This is safe, because that kernel does not write these prepar
 A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
 The eight CTAs of a cluster split k (cluster split-K), so each needs only a slice of the tokens' features. All eight work on the
-same panels of 64 rows. Each CTA finishes eight rows of each panel. All CTAs send their partial sums of these rows to it through
-distributed shared memory. Two warps add them in a fixed order while the MMA warps work on the next panels. So results are bitwise
-deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that may not be running yet.
+same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs send it their partial sums of these rows
+through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps work on the next panels. So
+results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that may not be running
+yet.
 
 More tokens need other kernels and the canonical layout. So only plans that declare few tokens are eligible.
 """
@@ -56,7 +57,7 @@ def linear_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """The parts of a launch that depend only on the layer and the number of tokens.
+    """What depends only on the layer and the number of tokens, and is therefore memoised.
 
     Attributes:
         program: the compiled kernel.
@@ -81,7 +82,7 @@ def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
 
 
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """See the operator. Weights must be in the layout that `prepare_weights` makes."""
+    """See the operator `linear`. Weights must be in the layout that `prepare_weights` makes."""
     count = x.shape[0]
     written = x.new_empty(count, plan.out_features) if out is None else out
     if count == 0:

@@ -1,21 +1,24 @@
-"""The weight layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer, made when a model is loaded.
+"""The weight layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer. Weights are put into these layouts when
+a model is loaded.
 
 The e2m1 values are arranged as in `mxfp4.layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k.
-Three things differ. Row factors and biases are tensors of their own. nvfp4 has other scales. The bit positions minimise the
-instructions for bfloat16. a0's bits are in place, a2's need a shift by 3, and a1's a shift by 6. a3's bits take the remaining
-positions and need three shifts.
+Three things differ. Row factors and biases are separate tensors. nvfp4 has other scales. The bit positions of the e2m1 values in a
+word minimise the instructions of dequantisation to bfloat16. The bits of register a0 are in place, those of a2 need a shift by 3,
+and those of a1 a shift by 6. The bits of a3 take the remaining positions and need three shifts. The digit names the register, and
+s, e and m are sign, exponent and mantissa:
 
     bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
     value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
 
-    2176 bytes a k block of a panel in mxfp4 (544 a strip); 2304 (576 a strip) in nvfp4:
-                                int32 [32, 4]         e2m1 values: four words for each lane of a warp uint8 [8, 2, 2]       scales
-                                in mxfp4: [row, half of the block, first or second eight rows] uint8 [8, 4, 2]       scales in
-                                nvfp4: [row, quarter of the block, first or second eight rows]
+    2176 bytes per k block of a panel in mxfp4 (544 per strip), 2304 (576 per strip) in nvfp4. Of each strip:
+                                int32 [32, 4]         e2m1 values: four words for each lane of a warp
+                                uint8 [8, 2, 2]       scales in mxfp4: [row, half of the block's k, first or second eight rows]
+                                uint8 [8, 4, 2]       scales in nvfp4: [row, quarter of the block's k, first or second eight rows]
 
-A scale in mxfp4 is an exponent field relative to the largest scale of its row. That largest scale is the row's factor. A scale in
-nvfp4 has five exponent bits, three mantissa bits and no subnormals, so that few instructions convert it: 2^(e - 22) * (1 + m / 8).
-A negative scale's sign moves into the e2m1 values, and a zero scale makes them zero. The row's factor in nvfp4 is the global scale.
+A scale in mxfp4 is stored as an exponent relative to the largest scale of its row. That largest scale is the row factor. A scale in
+nvfp4 is stored with five exponent bits, three mantissa bits and no subnormals, so that few instructions convert it:
+2^(e - 22) * (1 + m / 8). The sign of a negative nvfp4 scale moves into the e2m1 values. A zero scale makes the e2m1 values zero.
+The row factor in nvfp4 is the global scale.
 """
 
 from __future__ import annotations
@@ -38,27 +41,27 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
     words_of,
 )
 
-# Bit positions of a0 to a3, see `mxfp4.layout.PLACES`. 3e at bit 13 is the upper exponent bit.
+# Bit positions of the e2m1 values of registers a0 to a3, see `mxfp4.layout.PLACES`. 3e at bit 13 is the upper exponent bit.
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
 LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
-SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # scale bytes of a strip's block
-# Converted nvfp4 scales are smaller by this factor. The largest scale then has float16's largest exponent.
+SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # scale bytes of one block of one strip
+# The stored nvfp4 scales are this factor times the given scales. The largest scale then has float16's largest exponent.
 NVFP4_FACTOR = 2.0**-7
-# Panels that are arranged at once. Intermediates take several times the memory of that many panels.
+# Number of panels that are rearranged at once. Intermediates take several times the memory of these panels.
 _AT_ONCE = 128
 
 
 def block_bytes(weight_format: str) -> int:
-    """Returns the bytes of a strip's k block."""
+    """Returns the bytes of one k block of one strip."""
     return CODE_BYTES + SCALE_BYTES[weight_format]
 
 
 def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
-    """Arranges canonical mxfp4 or nvfp4 weights in the layout above.
+    """Copies canonical mxfp4 or nvfp4 weights to the layout above.
 
     Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` instead of scales; and a
-    bias of the factors' shape and dtype. Waits for the device, because kernels read these tensors without waiting for preceding
-    kernels (PDL).
+    bias of the factors' shape and dtype. The function waits for the device, because kernels read these tensors without waiting for
+    preceding kernels (PDL).
     """
     assert weights.weight_scale is not None  # checked by the operator
     codes, scale = weights.weight, weights.weight_scale.view(torch.uint8)
@@ -97,7 +100,8 @@ def _padded(rows: Tensor, more: int) -> Tensor:
 
 
 def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns e2m1 values and scales that represent the same weights. No scale is negative, zero or subnormal."""
+    """Converts nvfp4 values and scales so that no scale is negative, zero or subnormal. Returns e2m1 values and stored scales that
+    represent the same weights, up to `NVFP4_FACTOR`."""
     table = torch.tensor(_multiplier_bytes(), dtype=torch.uint8, device=scale.device)
     magnitude = scale & 0x7F
     change = torch.where(scale >= 0x80, 0x88, 0).to(torch.uint8).repeat_interleave(8, -1)
@@ -106,7 +110,7 @@ def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiplier_bytes() -> list[int]:
-    """Returns the stored byte for each nonnegative e4m3 scale."""
+    """Returns the stored scale byte for each nonnegative e4m3 bit pattern."""
     found = [0]
     for bits in range(1, 0x7F):
         exponent, mantissa = bits >> 3, bits & 7
@@ -118,6 +122,6 @@ def _multiplier_bytes() -> list[int]:
 
 
 def _quarters(scale: Tensor, blocks: int) -> Tensor:
-    """Arranges scales, uint8 ``[rows, k / 16]``, as ``[strips, blocks, 64]``."""
+    """Rearranges stored nvfp4 scales, uint8 ``[rows, k / 16]``, to the scale bytes of blocks, ``[strips, blocks, 64]``."""
     padded = torch.nn.functional.pad(scale, (0, 4 * blocks - scale.shape[1]))
     return padded.view(-1, 2, STRIP // 2, blocks, 4).permute(0, 3, 2, 4, 1).flatten(2)

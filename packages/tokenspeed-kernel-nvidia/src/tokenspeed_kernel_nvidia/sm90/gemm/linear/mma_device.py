@@ -3,8 +3,8 @@
 Weights are dequantised to A fragments in registers; tokens are B operands in shared memory. Each CTA sends its partial sums to the
 CTAs of the cluster that reduce them.
 
-Tokens are laid out so that `ldmatrix` has no bank conflicts: 128 bytes hold 8 elements of k of eight tokens. The next eight tokens
-follow, then the next 8 elements of k.
+Tokens are stored in shared memory so that `ldmatrix` has no bank conflicts. A core matrix of 128 bytes holds 8 elements of k of
+eight tokens. The next eight tokens follow, then the next 8 elements of k.
 """
 
 # mypy: ignore-errors
@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table
 
 MMA_BARRIER = 1  # named barrier of the MMA warps
 CORE_BYTES = 128  # bytes of a core matrix: 8 elements of k of eight tokens
-STEPS = 4  # MMA steps (k = 16) of a block, with one word each
+STEPS = 4  # k-steps (MMAs of k = 16) per block; a lane has one word per step
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class WorkSlice:
 
     Attributes:
         rank: rank of the CTA in its cluster.
-        first, panels: the first panel and the number of panels. Both are the same for all CTAs of the cluster.
+        first, panels: the first panel and the number of panels; both are the same for all CTAs of the cluster.
         first_block, blocks: the first k block and the number of k blocks of this CTA.
-        all_blocks: the k blocks of all CTAs.
+        all_blocks: the number of k blocks of all CTAs together.
     """
 
     rank: Int32
@@ -56,15 +56,15 @@ class Call:
     """The arguments of a launch, and the CTA's shared memory.
 
     Attributes:
-        x: the tokens.
-        m, k: the number of tokens and of features.
+        x: the tokens, in global memory.
+        m, k: the number of tokens, and the number of features per token.
         out: the results, with ``n`` columns.
-        weights, factors: addresses of the tensors of `layout`.
-        bias: the address of the bias; 0 without a bias.
+        weights, factors: global addresses of the prepared weights and row factors, see `layout`.
+        bias: the global address of the bias; 0 without a bias.
         work: this CTA's slice of the weights.
-        ring: the barriers of the ring buffer; the groups' stages follow one another.
-        sums: the barriers of the buffers of partial sums.
-        columns, buffers, ring_at: shared-memory addresses of the tokens, the buffers of partial sums and the ring buffer.
+        ring: the barriers of the ring of weights; the stages of group 0 come first, then those of group 1, and so on.
+        sums: the barriers of the buffers of partial sums, one per group.
+        columns, buffers, ring_at: shared addresses of the tokens, of the buffers of partial sums, and of the ring of weights.
     """
 
     x: Matrix
@@ -89,7 +89,8 @@ def arrive_at(barrier: Int32, rank: Int32) -> None:
 
 
 def send_pair(address: Int32, values: Any, barrier: Int32) -> None:
-    """Stores two words to another CTA's shared memory; its barrier counts the bytes. Both addresses are results of `of_rank`."""
+    """Stores two words to another CTA's shared memory; that CTA's ``barrier`` counts the bytes. ``address`` and ``barrier`` are
+    results of `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
         read_only_args=[address, *values, barrier],
@@ -107,8 +108,8 @@ class MmaWarps:
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32):
-        """Multiplies this CTA's k blocks of every panel by the tokens. A group has every fourth panel, and
-        each warp a strip of it.
+        """The work of an MMA warp: copies tokens, then computes this CTA's k blocks of the panels of the warp's group. A group has
+        every fourth panel, and each warp of the group one strip of each panel.
         """
         self.copy_tokens(call, warp)
         if call.work.blocks > 0:
@@ -116,7 +117,8 @@ class MmaWarps:
 
     @cute.jit
     def copy_tokens(self, call: Call, warp: Int32):
-        """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens."""
+        """Copies this CTA's features of all tokens to shared memory, with zeros beyond the last token or feature. A warp copies 32
+        features of eight tokens at a time."""
         lane, first = cute.arch.lane_idx(), call.work.first_block * BLOCK
         for turn in cutlass.range(warp, call.work.blocks * (BLOCK // 32 * self.tiles), MMA_WARPS, unroll=1):
             tile, chunk = turn % self.tiles, turn // self.tiles * 4 + lane // 8
@@ -132,7 +134,7 @@ class MmaWarps:
 
     @cute.jit
     def multiply_panels(self, call: Call, group: Int32, strip: Int32):
-        """Multiplies a strip of each of a group's panels."""
+        """Computes, and sends, the partial sums of one strip of each of a group's panels."""
         work, lane = call.work, cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((4 * self.tiles,), Float32)
         at = first_to_read()
@@ -152,7 +154,7 @@ class MmaWarps:
 
     @cute.jit
     def multiply_block(self, acc: cute.Tensor, words: Any, scales: Any, columns: Int32, lane: Int32):
-        """Accumulates a strip's k block."""
+        """Accumulates the MMAs of one k block of a strip. ``columns``: shared address of the block's features of the tokens."""
         left, right = self.decoded(words, scales), []
         for step in cutlass.range_constexpr(STEPS):
             right = self.columns_of(columns, step, lane) if self.tiles > 1 or step % 2 == 0 else right[2:]
@@ -167,24 +169,25 @@ class MmaWarps:
         return Cursor(at.stage + group * self.config.stages, at.phase)
 
     def load_block(self, call: Call, stage: Cursor, strip: Int32, each: int, lane: Int32) -> Any:
-        """Returns the lane's words of a stage's block, and their scale words."""
+        """Loads the lane's words, and the scale words of its two rows, of one block of a strip. ``each``: the block's index in the
+        stage."""
         size = block_bytes(self.config.weights)
         block_at = call.ring_at + stage.stage * self.config.stage_bytes + each * self.config.panel_block_bytes + strip * size
         return load_words("shared", block_at + lane * 16, STEPS), self.load_scales(block_at + CODE_BYTES, lane // 4)
 
     def load_scales(self, scales_at: Int32, row: Int32) -> Any:
-        """Returns the scale words of a lane's two rows."""
+        """Loads the scale words of a lane's two rows of a block."""
         if self.config.weights == "mxfp4":
             return [load_words("shared", scales_at + row * 4, 1)]
         return load_words("shared", scales_at + row * 8, 2)
 
     def decoded(self, words: Any, scales: Any) -> list:
-        """Returns the A fragments of a block's MMAs."""
+        """Dequantises a lane's words of a block to the A fragments of the block's MMAs."""
         c = self.config
         return [decode(self.dtype, words[step], *multipliers_of(self.dtype, c.weights, scales, step)) for step in range(STEPS)]
 
     def columns_of(self, columns: Int32, step: int, lane: Int32) -> list:
-        """Returns the B fragments of a step, two registers for each eight tokens. With only eight tokens, returns the fragments of
+        """Loads the B fragments of a k-step: two registers for each eight tokens. With only eight tokens, loads the fragments of
         two steps.
         """
         chunk, tile = (2 * step + lane // 8, 0) if self.tiles == 1 else (2 * step + lane // 8 % 2, lane // 16)
@@ -194,7 +197,7 @@ class MmaWarps:
 
     @cute.jit
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
-        """Sends a panel's partial sums: eight rows of a strip to each of two CTAs."""
+        """Sends the partial sums of a strip of a panel to the two CTAs that reduce them, eight rows to each."""
         config, group = self.config, panel % GROUPS
         smem_at = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
         to = Cursor(group, (panel // GROUPS + 1) % 2)

@@ -1,4 +1,4 @@
-"""Configurations of the `mm` kernels, their shared memory layout, and the choice of one for a call."""
+"""Configurations of the `mm` kernel with a ring buffer (`kernel_device`), its shared-memory layout, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's
 LOAD_BYTES = 16  # bytes of a row of weights that a lane loads at once
 QUAD_BYTES = 4 * LOAD_BYTES  # bytes of a row of weights that a quad of lanes loads at once
 GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
-STAGES = 12  # the most stages of the ring buffer
-HEAD_BYTES = 512  # the barriers at the start of shared memory, with 16 zero bytes at the end
+STAGES = 12  # the most stages of the ring of weights
+HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 are zeros, which lanes read beyond k
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-CLUSTER = 8  # CTAs that split k if there are few rows
-PREFETCHED, PACE = 160 * 1024, 70  # see `Config`
-PIECE_BYTES = 4096  # the most bytes of a row that one prefetch loads into L2
-# Ring buffer size. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if activations are
-# few.
+CLUSTER = 8  # CTAs of a cluster, which split k if there are few rows of weights
+PREFETCHED, PACE = 160 * 1024, 70  # defaults of `Config.prefetched` and `Config.pace`
+PIECE_BYTES = 4096  # the most bytes of a row of weights that one prefetch loads into L2
+# Bytes of the ring of weights. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if there
+# are few rows of activations.
 RING_BYTES = 100 * 1024
 
-# Ring buffer size of a long GEMM, which need not overlap another kernel. One H200, 201088 rows of 2880 in bfloat16, one row of
-# activations: 260 us; with 100 KB 300 us; PyTorch 278 us.
+# Bytes of the ring of weights of a long GEMM, which need not overlap another kernel. On one H200, with 201088 x 2880 bfloat16
+# weights and one row of activations: 260 us; with a ring of 100 KB 300 us; PyTorch 278 us.
 LONG_RING_BYTES = 200 * 1024
-LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of rows than this
+LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of `GROUP` rows of weights than this
 
 # The storage format of weights, with the number of weights in 16 bytes.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
 ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
-# Scale granularities: "row": whole rows of activations and weights. "block": 128 elements of a row of activations and 128 x 128
-# weights. "mx": 32 elements of a row of weights.
+# Which elements share a scale. "row": whole rows of activations and of weights. "block": 128 elements of a row of activations, and
+# 128 x 128 weights. "mx": 32 elements of a row of weights.
 Scales = Literal["none", "row", "block", "mx"]
 BLOCK = 128
 Sharing = Literal["", "weights", "activations"]  # the operand that the CTAs of a cluster split or multicast
@@ -39,22 +39,22 @@ Sharing = Literal["", "weights", "activations"]  # the operand that the CTAs of 
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a kernel.
+    """Configuration of one kernel variant.
 
     Attributes:
         dtype: dtype of the activations.
-        weights: how the weights are stored.
+        weights: storage format of the weights.
         scales: granularity of the scales of weights, and of 8-bit activations.
         out: dtype of the result.
         tokens: the most rows of activations.
-        warps: the number of MMA warps, which split k of a stage. The producer is one further warp.
-        loads: how many 16-byte loads of a row a lane has in a stage.
+        warps: the number of MMA warps, among which k of a ring stage is split. The producer is one further warp.
+        loads: how many 16-byte loads of each row of weights a lane makes per ring stage.
         cluster: the number of CTAs that split k of the same rows of weights.
-        pair: whether the two CTAs of a cluster multicast activations to each other, half of the rows each. The two CTAs have
+        pair: whether CTAs form clusters of two that multicast activations to each other, half of the rows each. The two CTAs have
             different rows of weights. Shared memory holds whole rows of activations.
         prefetched: the most bytes of weights that a CTA prefetches into L2 while the preceding kernel runs.
-        pace: cycles from one KB of prefetch to the next. The delay keeps the preceding kernel's loads from queueing behind many
-            prefetches.
+        pace: clock cycles from a prefetch to the next, per KB prefetched. The delay keeps the preceding kernel's loads from
+            queueing behind many prefetches.
         dependent: whether the launch uses PDL. For one row and 2880 x 5120 weights on an H200, PDL saves 0.8 of 11.3 us if the
             preceding kernel triggers an early launch. PDL costs 0.6 us if the preceding kernel does not.
     """
@@ -78,34 +78,37 @@ class Config:
 
     @property
     def product_dtype(self) -> str:
-        """The dtype that both operands are converted to, exactly: float16 for 8-bit floats, bfloat16 for mxfp4."""
+        """The dtype of the MMA operands. The conversion of activations and weights to it is exact: 8-bit floats to float16, mxfp4
+        to bfloat16."""
         return "float16" if self.activation_bytes == 1 else self.dtype
 
     @property
     def elements(self) -> int:
-        """The number of weights in 16 bytes."""
+        """The number of weights in 16 bytes, that is, in one load of a lane."""
         return ELEMENTS[self.weights]
 
     @property
     def copied(self) -> bool:
-        """Whether activations arrive by bulk copies, which is faster for many rows. Bulk copies require that activations need no
-        conversion.
+        """Whether bulk copies load the activations to shared memory, which is faster for many rows. It requires that activations
+        need no conversion.
         """
         return self.weights == "dense" and self.tokens > ROWS
 
     @property
     def planes(self) -> int:
-        """How many 16-byte planes hold the activation operands for 16 bytes of weights."""
+        """How many 16-byte vectors of activation operands belong to 16 bytes of weights. Each of them is in its own plane of shared
+        memory."""
         return self.elements // 8
 
     @property
     def together(self) -> int:
-        """The number of CTAs of a cluster."""
+        """The number of CTAs per cluster."""
         return 2 if self.pair else self.cluster
 
     @property
     def ctas_at_once(self) -> int:
-        """Minimum CTAs per SM that registers must allow; block scales need too many registers for two."""
+        """The number of CTAs per SM that the register count must allow. With block scales, a CTA needs too many registers for
+        two."""
         return 2 if self.tokens == ROWS and self.scales != "block" else 1
 
     @property
@@ -115,28 +118,29 @@ class Config:
 
     @property
     def part_bytes(self) -> int:
-        """The bytes of a row that a stage holds."""
+        """Bytes of each row of weights that a ring stage holds."""
         return self.warps * self.loads * QUAD_BYTES
 
     @property
     def pitch(self) -> int:
-        """The row pitch of a stage in bytes, padded so that two quads reading two rows at once hit different banks."""
+        """The distance between rows of weights in a ring stage, in bytes, padded so that quads that read two rows hit different
+        banks."""
         return self.part_bytes + QUAD_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        """The bytes of a stage."""
+        """Bytes of a ring stage."""
         return ROWS * self.pitch
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Shared memory of a CTA for a call: offsets and sizes in bytes.
+    """The shared-memory layout of a CTA for a call: offsets and sizes in bytes.
 
     Attributes:
-        chunk_bytes: how much of a row of weights the activations in shared memory cover; a multiple of a stage's part.
-        stages: the number of stages of the ring buffer.
-        scales, activations, ring: offsets of these. The warps' partial sums follow the barriers.
+        chunk_bytes: bytes of a row of weights to which the activations in shared memory belong; a multiple of `Config.part_bytes`.
+        stages: the number of stages of the ring of weights.
+        scales, activations, ring: offsets of the scales, the activations and the ring. The warps' partial sums follow the barriers.
         size: the total size.
     """
 
@@ -149,13 +153,13 @@ class Layout:
 
 
 def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYTES, stages: int = STAGES) -> Layout | None:
-    """Returns the layout for some rows of activations and weights; None if not even one part of a row fits.
+    """Returns the shared-memory layout for m rows of activations; None if activations for one `Config.part_bytes` do not fit.
 
     Args:
-        row_bytes: this CTA's part of a row of weights.
-        ring_bytes: the preferred size of the ring buffer. The buffer has at least 4 stages if they fit.
-        stages: the most stages that can be filled. A CTA with little to load then leaves room for another CTA on its SM. Without
-            that room, not all clusters of 8 may run at once.
+        row_bytes: bytes of this CTA's part of a row of weights.
+        ring_bytes: the preferred size of the ring of weights. The ring has at least 4 stages if they fit.
+        stages: the most stages that the CTA's weights fill. A CTA with few weights then leaves shared memory for another CTA on its
+            SM. Otherwise, some of the clusters of 8 might have to wait.
     """
     part, stage = config.part_bytes, config.stage_bytes
     sums = 4 * GROUP * m * (config.warps + (config.cluster > 1))
@@ -190,8 +194,8 @@ def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: in
 def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
     """Returns the operand that the CTAs of a cluster split or multicast; "" means no clusters.
 
-    "weights": with few rows of weights, the CTAs split k, so each reads less of the activations. "activations": with many
-    activations, pairs of CTAs multicast them.
+    "weights": with few rows of weights, the CTAs of a cluster split k, so each reads less of the activations. "activations": with
+    many activations, pairs of CTAs multicast them.
 
     Args:
         m, n: rows of activations and of weights.
@@ -200,7 +204,7 @@ def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> 
     """
     if weights != "dense":
         return ""
-    # Each CTA of a cluster gets a part of k, and a cluster's rows are one group.
+    # Two conditions: each CTA of a cluster gets a part of k, and a cluster's rows of weights are one group.
     if n <= count // CLUSTER * GROUP and row_bytes >= CLUSTER * (CLUSTER - 1) * QUAD_BYTES:
         return "weights"
     config = Config("bfloat16", weights, "none", "bfloat16", max(TOKENS), pair=True)
@@ -210,7 +214,7 @@ def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> 
 
 
 def ring_bytes_of(n: int, count: int) -> int:
-    """Returns the ring buffer size for n rows of weights on ``count`` SMs."""
+    """Returns the preferred bytes of the ring of weights for n rows of weights on ``count`` SMs."""
     return LONG_RING_BYTES if n > count * GROUP * LONG_GROUPS else RING_BYTES
 
 
@@ -223,7 +227,7 @@ SUPPORTED: tuple[tuple[str, Weights, Scales], ...] = (
 
 
 def results_of(dtype: str) -> tuple[str, ...]:
-    """Returns the result dtypes for an activation dtype."""
+    """Returns the supported result dtypes for an activation dtype."""
     return (*DTYPES.values(), "float32") if dtype.startswith("float8") else (dtype, "float32")
 
 

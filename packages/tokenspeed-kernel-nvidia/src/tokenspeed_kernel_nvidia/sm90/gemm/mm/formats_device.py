@@ -1,7 +1,7 @@
-"""MMA operands of `kernel_device`, converted from activations and weights, and their scales.
+"""The MMA operands of `kernel_device`: loads and conversions of activations and weights, and their scales.
 
-A lane's 16 bytes of weights are 8, 16 or 32 elements, consecutive along k. MMAs use these elements in pairs, in the order that
-dequantisation produces. Activations are reordered to match.
+The 16 bytes of weights that a lane loads at once are 8, 16 or 32 elements, consecutive along k. MMAs use these elements in pairs,
+in the order that dequantisation produces. Activations are reordered to match.
 """
 
 # mypy: ignore-errors
@@ -38,7 +38,7 @@ TWO_126 = 0x7E807E80  # two bfloat16 of 2^126
 
 
 def wait_after(addresses: list[Int64]) -> None:
-    """Computes these (nonzero) addresses, then waits for the preceding kernel (PDL).
+    """Waits for the preceding kernel (PDL), after these (nonzero) global addresses have been computed.
 
     The wait's predicate depends on the addresses. Otherwise the compiler would wait first and compute the addresses afterwards.
     """
@@ -51,7 +51,7 @@ def wait_after(addresses: list[Int64]) -> None:
 
 
 def scaled_pair(bits: Any, scale: Any) -> Any:
-    """Multiplies a pair of bfloat16 by 2^126 and by another pair."""
+    """Multiplies two bfloat16 in a register by 2^126, then by the two bfloat16 of ``scale``."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 t; mov.b32 t, {TWO_126}; mul.rn.bf16x2 t, {{$r0}}, t; mul.rn.bf16x2 {{$w0}}, t, {{$r1}}; }}",
         write_only_types=[Uint32],
@@ -60,10 +60,12 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
 
 
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
-    """Dequantises eight e2m1 values with one scale; a pair holds elements j and j + 4.
+    """Dequantises a word of eight e2m1 values with one scale to four registers of bfloat16x2; register j holds elements j and j +
+    4.
 
-    The sign goes to bfloat16's sign. The other three bits go to the border of its exponent and mantissa. That bfloat16 is 2^-126
-    times the e2m1 value. 2^126 and the scale are applied one after the other, because their product may overflow.
+    The sign moves to bfloat16's sign bit. The other three bits move to the last two exponent bits and the first mantissa bit. This
+    bfloat16 is 2^-126 times the e2m1 value. 2^126 and the scale are applied one after the other, because their product may
+    overflow.
     """
     pairs = []
     for each in range(4):
@@ -74,7 +76,7 @@ def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
 
 
 def permuted(words: list[Any]) -> list[Any]:
-    """Reorders pairs of neighbours into pairs of the elements j and j + 4 of eight."""
+    """Reorders 16-bit elements: of each eight elements, neighbours share a register before, and elements j and j + 4 afterwards."""
     pairs = []
     for eight in range(0, len(words), 4):
         for low in range(2):
@@ -84,7 +86,7 @@ def permuted(words: list[Any]) -> list[Any]:
 
 
 class Formats:
-    """Loads and converts activations, weights and scales for a configuration."""
+    """Loads and converts activations, weights and scales in the formats of a configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -95,19 +97,19 @@ class Formats:
 
     # -- activations, in shared memory ---------------------------------------------------------------------------------------------
     #
-    # A vector is one 16-byte load of weights. A plane holds 16 bytes of operands per vector. So lanes that read consecutive vectors
-    # have no bank conflicts.
+    # A vector is one 16-byte load of weights along a row. A plane holds 16 bytes of activation operands per vector. So lanes that
+    # read consecutive vectors of a plane have no bank conflicts.
 
     def activation_pitch(self, call: Call):
-        """Returns the row pitch of a plane in bytes."""
+        """Returns the distance between rows of activations in a plane, in bytes."""
         return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
     def wait_for_kernel_before(self, call: Call, tells: Boolean):
-        """Waits until the preceding kernel has ended (PDL), since it may have written any input.
+        """Waits until the preceding kernel has ended (PDL), because it may have written any input.
 
         Args:
-            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp signals, at its first wait.
+            tells: whether the calling warp then arrives on ``call.ended``. Exactly one warp arrives, at its first wait.
         """
         cute.arch.griddepcontrol_wait()
         if tells:
@@ -116,9 +118,11 @@ class Formats:
 
     @cute.jit
     def keep_activations(self, call: Call, done: Int32, first: Boolean):
-        """Stores a chunk of the activations as MMA operands in shared memory, zero-filled past the ends of rows.
+        """Loads a chunk (a range of k) of the activations, and stores it as MMA operands in shared memory, with zeros beyond the
+        ends of rows.
 
         Args:
+            done: begin of the chunk, in bytes of this CTA's part of a row of weights.
             first: whether the calling warp must signal that the preceding kernel has ended; used only without scales.
         """
         config = self.config
@@ -153,12 +157,14 @@ class Formats:
 
     @cute.jit
     def copy_activations(self, call: Call, done: Int32, warp: Int32, first: Boolean):
-        """Starts bulk copies of a chunk of the activations, unconverted, and zero-fills past the ends of rows.
+        """Starts bulk copies of a chunk of the activations, unconverted, to shared memory, and writes zeros beyond the ends of
+        rows.
 
-        A phase of ``call.activated`` ends when the copies have arrived.
+        A phase of ``call.activated`` ends when the copies have completed.
 
         Args:
-            first: whether this is the very first chunk.
+            done: see `keep_activations`.
+            first: whether this is the CTA's first chunk.
         """
         pitch = self.activation_pitch(call)
         size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
@@ -177,7 +183,7 @@ class Formats:
                         from_ = call.a.row(token) + (call.begin + done)
                         bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
-        # The last part of a chunk may extend past the weights.
+        # The chunk may extend beyond the end of the rows.
         for vector in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
             if thread // 16 < call.m:
                 to = call.at.activations + thread // 16 * pitch + vector * LOAD_BYTES
@@ -185,27 +191,29 @@ class Formats:
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
     def source_of(self, call: Call, index: Int32, vectors: Int32, done: Int32) -> Any:
-        """Returns the address of the activations of the index-th vector, and whether they exist."""
+        """Returns the global address of the activations that belong to vector number ``index`` of a chunk, and whether they
+        exist."""
         token, vector = self.place_of(call, index, vectors)
         live = (token < call.m) & (done + vector * LOAD_BYTES < call.row_bytes)
         k = (call.begin + done) // LOAD_BYTES + vector
         return call.a.row(token) + k * (self.config.elements * self.config.activation_bytes), live
 
     def place_of(self, call: Call, index: Int32, vectors: Int32):
-        """Returns row and vector of the index-th vector over all rows. A row has fewer than 2^17 vectors, so float is exact."""
+        """Returns the row, and the vector in that row, of vector number ``index`` over all rows of a chunk. ``vectors``: vectors
+        per row; they are fewer than 2^17, so the division in float32 is exact."""
         token = Int32((Float32(index) + Float32(0.5)) * call.vectors_inverse)
         return token, index - token * vectors
 
     def ordered(self, raw: list[Any]) -> list[Any]:
-        """Converts activations to MMA operands."""
+        """Converts loaded activations, as words, to MMA operands in the order of the weights."""
         if self.config.activation_bytes == 1:
             return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
         return permuted(raw) if self.config.weights == "mxfp4" else raw
 
     def activations_of(self, call: Call, half: int, unit_bytes: Int32):
-        """Loads the A operands that belong to the load of weights at byte ``unit_bytes`` of the chunk.
+        """Loads from shared memory the A operands that belong to the 16 bytes of weights at byte ``unit_bytes`` of the chunk.
 
-        Lanes whose row does not exist read the last row; their results are discarded.
+        ``half``: the group of 8 rows of activations. Lanes whose row does not exist read the last row; their results are discarded.
         """
         row = cutlass.min(cute.arch.lane_idx() // 4 + half * 8, call.m - 1)
         pitch = self.activation_pitch(call)
@@ -218,11 +226,12 @@ class Formats:
 
     @cute.jit
     def keep_scales(self, call: Call, begin: Int32, rows: Int32, done: Int32):
-        """Stores the scales of a group's rows and a chunk in shared memory.
+        """Loads the scales of a group of rows of weights (and of the activations) for a chunk, and stores them in shared memory.
 
         Args:
-            begin: the group's first row, relative to this CTA's first.
-            done: begin of the chunk, in bytes of this CTA's part of a row.
+            begin: the group's first row of weights, relative to this CTA's first row.
+            rows: number of rows of the group.
+            done: begin of the chunk, in bytes of this CTA's part of a row of weights.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -263,7 +272,12 @@ class Formats:
                         write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
     def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):
-        """Loads the e8m0 scale of a load of mxfp4 weights; None for other weights. ``row`` is relative to the group."""
+        """Loads from shared memory the e8m0 scale of 16 bytes of mxfp4 weights; returns None for other weights.
+
+        Args:
+            row: the row of weights, relative to the group's first row.
+            unit_bytes: begin of the 16 bytes in the chunk.
+        """
         if self.config.scales != "mx":
             return None
         # A tile may extend past the group's last row.
@@ -274,13 +288,14 @@ class Formats:
 
     @cute.jit
     def multiply(self, call: Call, acc: cute.Tensor, row: Int32, edge: Int32, unit_bytes: Int32, loads: list):
-        """Accumulates a tile's stage.
+        """Accumulates the MMAs of one ring stage of a tile.
 
         Args:
-            row: the tile's first row in the group.
-            edge: rows of the group before the next 128-row block of scales.
-            unit_bytes: begin of the lane's first load in the chunk, in bytes.
-            loads: the lane's loads of weights.
+            row: the tile's first row of weights in the group.
+            edge: the group's first row of weights whose scales are those of the next 128-row block; earlier rows use the block
+                before.
+            unit_bytes: begin of the lane's first load of weights in the chunk, in bytes.
+            loads: the lane's loaded weights, four words per load.
         """
         config = self.config
         lane = cute.arch.lane_idx()
@@ -308,7 +323,7 @@ class Formats:
             acc[index] = sums[0][index] + sums[1][index]
 
     def widened(self, words: Any, byte: Any) -> Any:
-        """Converts a load of weights to B operands."""
+        """Converts one 16-byte load of weights to B operands. ``byte``: the e8m0 scale of mxfp4 weights."""
         if self.config.weights == "mxfp4":
             # e8m0 is bfloat16's exponent field, except for 2^-127, which is subnormal, and NaN.
             bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
@@ -319,7 +334,7 @@ class Formats:
         return words
 
     def chain(self, x: list, weights: Any, sums: Any) -> Any:
-        """Accumulates the MMAs of one load of weights, alternating between both chains."""
+        """Accumulates the MMAs of one 16-byte load of weights, alternately in the two accumulators of ``sums``."""
         zero = Uint32(0)
         sums = [*sums]
         for step in range(self.words // 2):

@@ -1,18 +1,19 @@
 """Device code of `mm`: the launch, the ring buffer of weights, the loop over tiles, and the reduction.
 
 A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams the rows by bulk copies into a ring buffer in shared
-memory. Each stage holds a part of a tile's rows. All other warps split k of every stage. The activations lie in shared memory as
-MMA operands. A chunk is the part of k for which there is room. If a chunk is a whole row, activations are loaded only once.
-Otherwise they are loaded once for each group of rows. Activations are not in registers, because each part of a row would then need
-its own code. A call runs such code only a few times, so it would stall on instruction fetches.
+memory. A ring stage holds a range of k of a tile's rows. All other warps split k of every stage. The activations are in shared
+memory as MMA operands. A *chunk* is the range of k whose activations fit there. If a chunk is a whole row, activations are loaded
+only once. Otherwise they are loaded once for each *group* of 40 rows of weights. Activations are not kept in registers, because
+each part of k would then need its own code. A call runs such code only a few times, so it would stall on instruction fetches.
 
-At the end of a group, the partial sums of all warps are added through shared memory. If the CTAs of a cluster split k, each sends
-its partial sums to the CTA that writes the row.
+At the end of a group, the partial sums of all warps are added through shared memory. If the CTAs of a cluster split k, each CTA
+sends its partial sums to the CTA that writes the row's results.
 
-In a stage, a warp has a part of all 8 rows: 64 bytes per row, which a quad of lanes loads, 16 bytes each. `formats_device` converts
-them to MMA operands. The order of k within an MMA does not matter, provided that activations and weights have the same order. An
-MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of activations. Per 16
-bytes of bfloat16 a lane then has two loads, two MMAs and about four moves. With FMAs a lane would have 25 instructions.
+In a stage, a warp has a range of k of all 8 rows, per load 64 bytes of each row: a quad of lanes loads them, 16 bytes per lane.
+`formats_device` converts the loaded weights to MMA operands. The order of k within an MMA does not matter, provided that
+activations and weights have the same order. An MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even
+if there is only one row of activations. Per 16 bytes of bfloat16 weights, a lane then executes two loads, two MMAs and about four
+moves. With FMAs, it would execute 25 instructions.
 """
 
 # mypy: ignore-errors
@@ -54,17 +55,17 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     type_of,
 )
 
-_READY = 1  # named barrier: mbarriers are initialised
-_MADE = 3  # named barrier: the first warp may use the producer warp's mbarriers
+_READY = 1  # named barrier of all threads: mbarriers are initialised
+_MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """The host function that launches the kernel of a configuration."""
     return Mm(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -82,16 +83,15 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Mm(Formats):
     """Launches and runs the kernel of one configuration.
 
-    One persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
-
+    There is one persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
     * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). After that,
-      it keeps the ring buffer full, with one bulk copy per row of a stage;
-    * the MMA warps store the activations (and scales) in shared memory and split k of each stage. At the end of each group of
-      ``GROUP`` rows, they reduce over warps. With ``cluster > 1`` they also reduce over the cluster through distributed shared
-      memory.
+      it keeps the ring of weights full, with one bulk copy per row of a stage;
+    * the MMA warps store the activations (and scales) in shared memory, and split k of each stage. At the end of each group of
+      ``GROUP`` rows of weights, they reduce their partial sums over warps. With ``cluster > 1``, they also reduce
+      them over the cluster through distributed shared memory.
 
-    Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring buffer, about 100 KB (200 KB for
-    long GEMMs). The kernel is memory-bound. The ring buffer's bytes in flight hide the latency of global memory.
+    Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring of weights, about 100 KB (200 KB
+    for long GEMMs). The kernel is memory-bound. The ring's bytes in flight hide the latency of global memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -126,7 +126,7 @@ class Mm(Formats):
         row_bytes, n = weights.shape[0] * size, out.shape[1]
         clusters = ctas // config.cluster
         share = n // clusters
-        # The part of a row that each CTA of a cluster handles; the last CTA's part may be smaller.
+        # The bytes of a row of weights that each CTA of a cluster computes; the last CTA may have fewer.
         part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
         self.kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages,
@@ -164,8 +164,8 @@ class Mm(Formats):
         """Weights are the first arguments, because the weight loads are issued first.
 
         Args:
-            part: how many bytes of a row each CTA of a cluster handles; the last CTA may have fewer.
-            share, more: the number of rows of weights per cluster, and how many of the first clusters have one row more.
+            part: how many bytes of a row of weights each CTA of a cluster computes; the last CTA may have fewer.
+            share, more: the least number of rows of weights per cluster, and how many of the first clusters have one row more.
             vectors_inverse: see `Call`.
         """
         config = self.config
@@ -229,7 +229,8 @@ class Mm(Formats):
 
     @cute.jit
     def advance(self, call: Call, at: Cursor):
-        """Returns the next stage. The number of stages is known at run time only."""
+        """Returns the cursor of the next ring stage. Unlike in `pipeline_device`, the number of stages is known at run time
+        only."""
         stage, phase = at.stage + 1, at.phase
         if stage == call.at.stages:
             stage = Int32(0)
@@ -238,10 +239,10 @@ class Mm(Formats):
 
     @cute.jit
     def prefetch(self, call: Call):
-        """Prefetches weights into L2, chunk by chunk, until the preceding kernel has ended.
+        """Prefetches this CTA's weights into L2, `PIECE_BYTES` at a time, until the preceding kernel has ended (PDL).
 
-        The preceding kernel may still be writing the weights. Its writes are seen, because the prefetch goes only to L2, which is
-        coherent.
+        The preceding kernel may still be writing the weights. Later loads see its writes, because the prefetch goes only to L2,
+        which is coherent.
         """
         config = self.config
         ended = Barriers(call.ended)
@@ -265,7 +266,7 @@ class Mm(Formats):
 
     @cute.jit
     def produce(self, call: Call):
-        """Streams weights into the ring buffer."""
+        """Streams this CTA's weights into the ring."""
         config = self.config
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
@@ -279,8 +280,7 @@ class Mm(Formats):
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
-                        # The preceding kernel may have written the weights. So wait as late as possible: nothing above depends on
-                        # that kernel.
+                        # The preceding kernel may have written the weights (PDL). Nothing above this wait depends on that kernel.
                         cute.arch.griddepcontrol_wait()
                         # One lane issues one instruction for each row, because bulk copies take their operands from uniform
                         # registers.
@@ -298,13 +298,13 @@ class Mm(Formats):
 
     @cute.jit
     def compute(self, call: Call, warp: Int32):
-        """Computes one group of rows after another."""
+        """The work of an MMA warp: computes one group of rows of weights after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        # Offset of this lane's first load in a stage's part of a row.
+        # Byte offset of this lane's first load within the bytes of a row that a stage holds.
         place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
-        # Address of this lane's partial sums of a tile.
+        # Shared address of this lane's partial sums of the group's first tile.
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + place  # address of this lane's first load in the first stage
         at = first_to_read()
@@ -319,7 +319,7 @@ class Mm(Formats):
                 end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
                 again = (begin == 0) | (call.row_bytes > call.at.chunk_bytes)
                 if again | const_expr(config.scales in ("block", "mx")):
-                    if begin + done > 0:  # until all warps are done with the previous chunk
+                    if begin + done > 0:  # wait until all warps have read the previous chunk
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     if const_expr(config.scales != "none"):
                         if begin + done == 0:
@@ -365,7 +365,7 @@ class Mm(Formats):
 
     @cute.jit
     def load_partial_sums(self, call: Call, acc: cute.Tensor, place: Int32):
-        """Loads the partial sums of the previous chunks into the accumulator."""
+        """Loads the partial sums of the previous chunks of k into the accumulator. ``place``: their shared address."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
                 sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
@@ -376,23 +376,24 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """How many rows of a group each CTA of a cluster writes."""
+        """For how many of a group's rows of weights each CTA of a cluster writes the results."""
         return GROUP // self.config.cluster
 
     @property
     def step(self) -> int:
-        """How many rows of activations all threads together write at once."""
+        """For how many rows of activations all threads together write results at once."""
         return self.config.threads // self.own_rows
 
     def row_of(self, call: Call, own: Int32) -> Int32:
-        """Returns the group's row that is the CTA's ``own``-th. CTAs of a cluster take rows alternately, which balances their
-        numbers of rows.
+        """Returns the index in the group of the ``own``-th row whose results this CTA writes. The CTAs of a cluster take rows
+        alternately, so that their numbers of rows differ by at most one.
         """
         return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 
     @cute.jit
     def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
-        """Loads the bias and the scale of a thread's results. This is done early, so that `finish` does not wait for them."""
+        """Loads the bias and the weights' row scale for this thread's results, early, so that `finish` does not wait for the
+        loads."""
         cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)
@@ -403,8 +404,13 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the partial sums of all warps, then the partial sums of the cluster's CTAs, and writes the results. The order of
-        additions is fixed."""
+        """Adds the partial sums of all warps, then those of the cluster's CTAs, in a fixed order, and writes the results of a
+        group.
+
+        Args:
+            first, rows: the group's first row of weights, and its number of rows.
+            stored, factor: the results of `load_epilogue_operands`.
+        """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
@@ -427,7 +433,8 @@ class Mm(Formats):
 
     @cute.jit
     def sum_of(self, call: Call, token: Int32, row: Int32):
-        """Returns the sum over all warps' partial sums, in a fixed order."""
+        """Returns the sum of all warps' partial sums for a row of activations and a row of weights of the group, in a fixed
+        order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
             total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
@@ -435,7 +442,8 @@ class Mm(Formats):
 
     @cute.jit
     def send(self, call: Call, rows: Int32):
-        """Sends each CTA of the cluster the partial sums of its rows. Waits for the partial sums that the other CTAs send."""
+        """Sends each CTA of the cluster this CTA's partial sums for the rows that the receiver writes. Then waits for the partial
+        sums that the CTAs of the cluster send to this CTA."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:

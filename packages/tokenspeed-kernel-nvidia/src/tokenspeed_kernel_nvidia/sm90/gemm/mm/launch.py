@@ -4,22 +4,22 @@ The kernels are memory-bound: each weight is read once, for at most 16 rows of a
 weights are divided evenly among the CTAs, to within one row. Partial sums are added in a fixed order, so results are bitwise
 deterministic. There are two kernels:
 
-- Few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each reads little of
-  the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128 took 2.1, 2.3 and 2.4 us on an H200.
-  With the ring buffer they took 3.2, 3.5 and 3.6 us.
-- Otherwise weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a pair
-  multicast them: 16 rows of 2880 x 5120 took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too long for the
-  first kernel, the CTAs of a cluster split k.
+- GEMMs with few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each
+  reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took
+  2.1, 2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
+- In all other GEMMs, weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a
+  pair multicast them: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that
+  are too long for the first kernel, the CTAs of a cluster split k.
 
 A call does not say whether the preceding kernel writes the weights. So weights are read only after that kernel has ended (PDL
-wait). Until then, some weights are prefetched into L2, which is coherent. Continuing the prefetch while weights are read was
-slower. After the same rmsnorm, a row of 2880 x 5120 took 10.3 to 11.2 us instead of 9.3 us.
+wait). Until then, some weights are prefetched into L2, which is coherent. A prefetch that continued while weights are read was
+slower. After the same rmsnorm, one row by 2880 x 5120 weights took 10.3 to 11.2 us instead of 9.3 us.
 
-A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. This room is worth more than loads without a ring
-buffer. A kernel that filled the registers of all SMs with weights took 7.5 us for a row of 4096 x 2880 after that rmsnorm; this
-kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the router overlap it. Decode steps of
-GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel. The steps take 2.10, 2.51 and 3.37 ms
-with this kernel.
+A CTA leaves registers and shared memory of its SM to a CTA of the preceding or of the next kernel. This overlap is worth more than
+loads directly to registers. A former kernel that filled the registers of all SMs with weights took 7.5 us for one row by 4096 x
+2880 weights after that rmsnorm; this kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the
+router overlap it. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel.
+They take 2.10, 2.51 and 3.37 ms with this kernel.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 E4M3 = torch.float8_e4m3fn
 # Up to this n, this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early launch
-# (PDL), 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 us on an H200. PyTorch's GEMM took 12.3 to 12.6 us. But 1 and 16 rows of 2880
-# x 5120 took 10.9 and 12.0 us, and PyTorch's GEMM took 10.6 us.
+# (PDL), 1 to 16 rows by 4096 x 2880 weights took 9.5 to 10.8 us on an H200. PyTorch's GEMM took 12.3 to 12.6 us. But 1 and 16 rows
+# by 2880 x 5120 weights took 10.9 and 12.0 us, and PyTorch's GEMM took 10.6 us.
 QUICK_N = 4096
 # Up to this many rows of activations, this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
 # kernel that does not trigger an early launch, 2880 x 5120, for this kernel and the portable kernel. fp8 weights 9.7 and 10.1 (4
@@ -72,7 +72,7 @@ QUICK_N = 4096
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
-NO_SCALES = (0,) * 6  # two of `_table`'s results
+NO_SCALES = (0,) * 6  # the results of `_table(None)` for both scales
 
 
 @program(arch=ARCH, configs=every_config)
@@ -93,7 +93,7 @@ def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
 def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
-    """The compiled kernel, and the launch arguments that depend only on sizes."""
+    """Returns the compiled kernel for a call, and the launch arguments that depend on the call's sizes only."""
     count = sm_count_of(device)
     if scales == "none" and is_split(m, n, row_bytes):
         split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
@@ -104,9 +104,10 @@ def _launch_of(
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
-    """The number of CTAs, and the shared-memory layout.
+    """Returns the number of CTAs, and the fields of the shared-memory `Layout`.
 
     Args:
+        m, n: rows of activations and of weights.
         row_bytes: bytes of a row of weights.
         count: number of SMs.
 
@@ -124,12 +125,12 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
 
 
 def ctas_of(config: Config, n: int, count: int) -> int:
-    """CTAs of a launch: at most one per SM, whole clusters only, and no cluster without rows."""
+    """Returns the number of CTAs of a launch: whole clusters, at most one CTA per SM, and no cluster without rows of weights."""
     return config.together * min(n, count // config.together)
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:
-    """The address of the scales, and their strides along rows and columns. A stride is 0 if one scale applies to all."""
+    """Returns the address of the scales, and their strides along rows and columns. The strides are 0 if there is only one scale."""
     if scale is None:
         return 0, 0, 0
     row, column = scale.stride() if scale.ndim == 2 else (0, 0)
@@ -137,7 +138,7 @@ def _table(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
-    """The storage format of weights, and the granularity of their scales."""
+    """Returns the storage format of the weights ``b``, and the granularity of their scales."""
     if b_scale is None:
         return "dense", "none"
     if b.dtype == torch.uint8:
@@ -152,7 +153,7 @@ def arguments_of(
     """Returns the kernel's arguments. All tensors must stay alive until the launch.
 
     Args:
-        numbers: the numbers that `_launch_of` returns.
+        numbers: the launch arguments that `_launch_of` returns.
     """
     if b.dtype == E4M3:  # kernels take fp8 as uint8, which every version of PyTorch can pass
         b = b.view(torch.uint8)
@@ -174,12 +175,12 @@ def multiply(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
 ) -> None:
-    """``out = a @ b + bias``: launches on checked arguments.
+    """Computes ``out = a @ b + bias``: launches the kernel on checked arguments.
 
     Args:
         a: ``[m, k]``, m at most 16.
         b: ``[k, n]``, or ``[k/2, n]`` in mxfp4; a transposed view of rows.
-        bias: ``[n]`` in bfloat16, float16 or float32; contiguous.
+        bias: ``[n]`` in bfloat16, float16 or float32, contiguous; or None.
         out: ``[m, n]``, in bfloat16, float16 or float32.
         a_scale, b_scale: as the operator defines them.
 
@@ -204,8 +205,8 @@ def mm(
 ) -> Tensor:
     """A GEMM of at most 16 rows: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Weights whose rows are not contiguous along k are copied. If PyTorch's own
-    GEMM computes the same, it is called instead.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that are not contiguous along k are copied, unless PyTorch's GEMM
+    supports the call. In that case PyTorch's GEMM is called.
     """
     dtype = out_dtype or (torch.bfloat16 if a.dtype == E4M3 else a.dtype)
     if bias is not None and not bias.is_contiguous():
@@ -236,12 +237,13 @@ def _declare(
     m: Constraint | None = None,
     quick: bool = False,
 ) -> None:
-    """Registers the kernel for some calls.
+    """Registers the kernel for calls of some formats and sizes.
 
     Args:
-        step: k must be a multiple of this.
-        n, m: constraints on the columns and rows of the result, if any.
-        quick: whether measurements showed it to be faster than the alternatives.
+        a: dtype of the activations.
+        step: k must be a multiple of this number.
+        n, m: trait constraints on the number of columns and rows of the result, or None.
+        quick: whether measurements showed this kernel to be faster than the alternatives for these calls.
     """
     traits: dict[str, Any] = {
         "m": at_most(max(TOKENS)) if m is None else m,
@@ -271,7 +273,7 @@ for _dtype, _name in DTYPES.items():
     _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
-    # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 us, and with the portable kernel 9.7 and 9.8 us.
+    # 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.
     _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
     _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
 _declare_by_rows(

@@ -14,7 +14,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, pack
 
 
 def type_of(name: str) -> type[Numeric]:
-    """CuteDSL's type of an activation or a result. 8-bit floats are passed as uint8."""
+    """Returns CuteDSL's dtype for the name of an activation's or a result's dtype. 8-bit floats are passed as uint8."""
     return Float32 if name == "float32" else cutlass.Uint8 if name.startswith("float8") else dtype_of(name)
 
 
@@ -22,7 +22,7 @@ def type_of(name: str) -> type[Numeric]:
 
 
 def load_words_if(address: Any, condition: Boolean) -> Any:
-    """Loads four consecutive words from global memory if a condition holds, else zeros.
+    """Loads four consecutive words from global memory if ``condition`` holds; otherwise returns zeros.
 
     The load is not ``.nc``, because the preceding kernel may have written the words (PDL).
     """
@@ -46,7 +46,7 @@ def write_byte(address: Int32, value: Any) -> None:
 
 
 def load_float_if(address: Any, condition: Boolean) -> Any:
-    """Loads a float32 from global memory if a condition holds, else zero."""
+    """Loads a float32 from global memory if ``condition`` holds; otherwise returns 0."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; @p ld.global.f32 {$w0}, [{$r0}]; }",
         write_only_types=[Float32],
@@ -55,7 +55,7 @@ def load_float_if(address: Any, condition: Boolean) -> Any:
 
 
 def load_byte_if(address: Any, condition: Boolean) -> Any:
-    """Loads a byte from global memory if a condition holds, else zero."""
+    """Loads a byte from global memory if ``condition`` holds; otherwise returns 0."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
         write_only_types=[Uint32],
@@ -76,23 +76,23 @@ def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major matrix: the first row's address and the row pitch in bytes."""
+    """A row-major matrix in global memory: the first row's address, and the distance between rows in bytes."""
 
     address: Int64
     pitch: Int64
 
     @cute.jit
     def row(self, index: Int32):
-        """Returns a row's address."""
+        """Returns the global address of row ``index``."""
         return self.address + Int64(index) * self.pitch
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A contiguous vector with one value for each column of the result. Its dtype is known only at run time.
+    """A contiguous vector in global memory with one value for each column of the result. Its dtype is known only at run time.
 
     Attributes:
-        address: address of the first value.
+        address: global address of the first value.
         kind: the dtype, see `launch.KINDS`; 0 without a vector.
     """
 
@@ -100,8 +100,8 @@ class Vector:
     kind: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads a value as stored if a condition holds, else 0. `number` converts the value, so that nothing
-        waits for it before.
+        """Loads a value, unconverted, if ``condition`` holds; otherwise returns 0. `number` converts the value where it is used, so
+        that no earlier instruction waits for the load.
         """
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         return cute.arch.inline_ptx(
@@ -112,7 +112,7 @@ class Vector:
         )
 
     def prefetch(self, index: Int32, condition: Boolean) -> None:
-        """Prefetches a value's cache line into L2, if there is a vector."""
+        """Prefetches a value's cache line into L2, if ``condition`` holds and there is a vector."""
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         cute.arch.inline_ptx(
             "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
@@ -120,7 +120,7 @@ class Vector:
         )
 
     def number(self, stored: Uint32) -> Any:
-        """Converts a result of `load` to float32."""
+        """Converts a value that `load` returned to float32."""
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
             "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
@@ -131,7 +131,8 @@ class Vector:
 
 @dataclass(frozen=True)
 class Table:
-    """A strided table of scales or results: the first element's address, and the strides of rows and columns in elements."""
+    """A strided matrix of scales or results: the first element's global address, and its strides between rows and columns in
+    elements."""
 
     address: Int64
     row: Int64
@@ -139,13 +140,21 @@ class Table:
 
     @cute.jit
     def at(self, row: Int32, column: Int32, size: cutlass.Constexpr[int]):
-        """Returns the address of an element of ``size`` bytes."""
+        """Returns the global address of an element. ``size``: bytes per element."""
         return self.address + (row * self.row + column * self.column) * size
 
 
 @dataclass(frozen=True)
 class Places:
-    """A `Layout` on the device: shared-memory addresses, and sizes."""
+    """A CTA's shared-memory addresses, and two sizes.
+
+    Attributes:
+        sums: the warps' partial sums.
+        scales, activations, ring: see `Layout`.
+        gathered: the partial sums that the CTAs of the cluster send.
+        zeros: 16 zero bytes.
+        chunk_bytes, stages: see `Layout`.
+    """
 
     sums: Int32
     scales: Int32
@@ -159,25 +168,25 @@ class Places:
 
 @dataclass(frozen=True)
 class Call:
-    """The work of a CTA.
+    """The kernel's arguments, a CTA's part of the work, and its shared memory.
 
     Attributes:
-        a, weights: rows of activations and of weights; whole rows.
-        out: the result.
-        begin: the offset in bytes at which this CTA's part of each row of weights begins.
-        row_bytes: bytes of that part.
-        bias: added to the result.
+        a, weights: the activations and the weights, in global memory.
+        out: the result, in global memory.
+        begin: the byte offset in each row of weights at which this CTA's part of k begins.
+        row_bytes: bytes of this CTA's part of a row of weights.
+        bias: the bias, which is added to the result.
         a_scale, b_scale: scales of a's rows and b's columns, as the operator defines them. Strides are 0 if one scale applies to
             all.
-        m, n: rows of activations, and of all weights.
-        first, rows: this CTA's rows of weights.
+        m, n: numbers of rows of activations, and of rows of weights.
+        first, rows: this CTA's first row of weights, and its number of rows.
         rank: the CTA's rank in its cluster or pair.
-        vectors_inverse: 1 over the number of 16-byte vectors of a chunk.
-        pipe: the ring buffer.
+        vectors_inverse: the reciprocal of the number of 16-byte vectors of a row of weights in a chunk.
+        pipe: the barriers of the ring of weights.
         arrived: the barrier of partial sums from the cluster's CTAs.
         activated: the barrier of bulk copies of activations.
         ended: the barrier whose first phase ends when the preceding kernel has ended.
-        at: the shared memory.
+        at: the shared-memory addresses.
     """
 
     a: Matrix

@@ -1,8 +1,9 @@
 """Device code of `mm` for few rows of weights, such as a router's: the CTAs of a cluster split k of 8 rows.
 
-It is latency-bound. Each CTA handles a part of every row, so it reads only this part of the activations. All CTAs together read no
-more bytes of activations than of weights. A lane has one or two loads of weights, and equally many loads of activations for each 8
-rows. Each CTA adds its warps' partial sums, and sends the result to the CTA that writes the row.
+The kernel is latency-bound. Each CTA computes a range of k of its cluster's rows, so it reads only this range of the activations.
+All CTAs together read no more bytes of activations than of weights. A lane has one or two loads of weights, and equally many loads
+of activations for each 8 rows of activations. Each CTA adds its warps' partial sums, and sends the sums to the CTA that writes the
+row's results.
 """
 
 # mypy: ignore-errors
@@ -35,12 +36,12 @@ _ALL = 1  # named barrier of all threads
 
 
 def host(config: SplitConfig) -> Any:
-    """Returns the function that launches the kernel."""
+    """The host function that launches the kernel of a configuration."""
     return Split(config)
 
 
 def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     a, out = type_of(config.dtype), type_of(config.out)
     rows = cute.sym_int64(divisibility=128 // a.width)
@@ -55,10 +56,10 @@ def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
 class Split:
     """Launches and runs the kernel of one configuration.
 
-    A cluster of 8 CTAs computes 8 rows of weights. Each CTA handles an eighth of k, which is split again among its 16 warps. There
-    is no ring
-    buffer: every lane issues all its loads at once, directly to registers, right after the preceding kernel ends (PDL). Shared
-    memory holds only the reduction over warps and, through st.async, over the cluster; the CTA of rank r writes row r.
+    A cluster of 8 CTAs computes the results of 8 rows of weights. Each CTA computes an eighth of k, which is split again among its
+    16 warps. There is no ring buffer: every lane issues all its loads at once, directly to registers, right after the preceding
+    kernel ends (PDL). Shared memory holds only partial sums, for the reduction over warps and, by st.async, over the cluster. The
+    CTA of rank r writes the results of row r.
     """
 
     def __init__(self, config: SplitConfig) -> None:
@@ -92,11 +93,11 @@ class Split:
     def kernel(
         self, weights: Matrix, row_bytes: Int32, part: Int32, a: Matrix, m: Int32, n: Int32, out: Table, bias: Vector
     ):  # fmt: skip
-        """Computes a CTA's part of 8 rows.
+        """Computes a CTA's range of k of 8 rows of weights, and the results of one row.
 
         Args:
             row_bytes: bytes of a row of weights.
-            part: how many bytes of a row each CTA of a cluster handles; the last CTAs may have fewer or none.
+            part: how many bytes of a row each CTA of a cluster computes; the last CTAs may have fewer or none.
         """
         config = self.config
         cta, _, _ = cute.arch.block_idx()
@@ -118,14 +119,14 @@ class Split:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, m * (CLUSTER * 4))
             cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
-        # The preceding kernel may be writing the weights. Its writes are seen, because the prefetch goes only to L2, which is
-        # coherent.
+        # The preceding kernel may still be writing the weights. Later loads see its writes, because the prefetch goes only to L2,
+        # which is coherent.
         if warp == 1:
             if (lane < count) & (left > 0):
                 prefetch_bulk(weights.row(first + lane) + begin, left)
         bias.prefetch(first, thread == 64)
         quad = warp * (config.quads * QUAD_BYTES) + lane % 4 * LOAD_BYTES
-        # Lanes beyond the last row read the last row; their sums are discarded.
+        # Lanes beyond the last row of weights read the last row; their partial sums are discarded.
         source = weights.row(first + cutlass.min(lane // 4, count - 1)) + (begin + quad)
         rows = [a.row(lane // 4 + half * ROWS) + (begin + quad) for half in range(config.halves)]
         cute.arch.cluster_wait()  # all CTAs' barriers are initialised
@@ -155,11 +156,11 @@ class Split:
                 store_number(out.at(thread, first + rank, self.out.width // 8), total + bias.number(stored), self.out)
 
     def load(self, source: Int64, rows: list[Int64], left: Int32, m: Int32) -> Any:
-        """Loads a lane's weights and activations, zero-filled past their ends.
+        """Loads a lane's weights and activations, with zeros beyond their ends.
 
         Args:
-            source, rows: the lane's addresses in the weights and in each 8 rows of activations.
-            left: bytes of the CTA's part of a row from there on.
+            source, rows: the lane's first address in the weights, and in each group of 8 rows of activations.
+            left: number of bytes from ``source`` to the end of the CTA's range of the row.
         """
         x, y = [], []
         for each in range(self.config.quads):
@@ -172,7 +173,8 @@ class Split:
         return x, y
 
     def multiply(self, x: list, y: list) -> list:
-        """Issues the MMAs in two independent chains, which hide their latency."""
+        """Computes the MMAs of the loaded weights ``x`` and activations ``y``, in two independent chains, which hide their latency.
+        Returns both accumulators."""
         acc = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
         for words, activations in zip(x, y, strict=True):
             for step in range(2):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BLOCK = 128  # elements along k of a stage
-ROWS = 128  # rows of a CTA's tile: each of two warpgroups has 64
-PAIR = 2  # CTAs of a cluster, which have neighbouring rows and the same columns
-HALF = 128  # N of a wgmma
-RING_BYTES = 192 * 1024
-OUT_BYTES = 2  # bytes of a result element, which is bfloat16
+BLOCK = 128  # elements along k per ring stage
+ROWS = 128  # rows of a CTA's tile: each of two MMA warpgroups computes 64
+PAIR = 2  # CTAs per cluster, whose tiles have neighbouring rows and the same columns
+HALF = 128  # n of a wgmma
+RING_BYTES = 192 * 1024  # bytes of the ring of operands
+OUT_BYTES = 2  # bytes of an element of the result, which is bfloat16
 PANEL = 128 // OUT_BYTES  # columns of the result that one TMA store writes
-GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse in L2
-
-# Scale granularities. "block": 128 elements of a row of activations and 128 x 128 weights. "column": parts of rows of both
-# operands, or blocks of fewer than 128 x 128 weights.
+GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse of operands in L2
+# Which elements share a scale. "block": 128 elements of a row of activations, and 128 x 128 weights. "column": 128 or 64 elements
+# along k of a row of activations, and of one column of weights or of several columns.
 Scales = Literal["block", "column"]
 # The storage format of scales: float32, or an e8m0 byte.
 Stored = Literal["float32", "byte"]
@@ -23,11 +22,11 @@ Stored = Literal["float32", "byte"]
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a kernel.
+    """Configuration of one kernel variant.
 
     Attributes:
         scales: granularity of the scales.
-        stored: how the scales are stored.
+        stored: storage format of the scales.
         block: number of elements along k that share a scale, 128 or 64.
         halves: number of wgmmas side by side in a tile, each of 128 columns.
     """
@@ -39,12 +38,12 @@ class Config:
 
     @property
     def parts(self) -> int:
-        """The number of scale blocks of a stage along k."""
+        """The number of scale blocks along k per ring stage."""
         return BLOCK // self.block
 
     @property
     def panels(self) -> int:
-        """The number of output buffers of a warp. Scales of columns take some of the shared memory."""
+        """The number of output buffers per warp in shared memory. Scales of columns leave memory for only one."""
         return 1 if self.scales == "column" else 2
 
     @property
@@ -53,7 +52,7 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """The columns of a tile."""
+        """The number of columns of a tile of the result."""
         return self.halves * HALF
 
     @property
@@ -75,10 +74,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Supported:
-    """A kind of call that is supported, and the configurations for it.
+    """A kind of scales for which calls are supported.
 
     Attributes:
-        name: name of the kind, in names of kernels.
+        name: the part of kernels' names that names this kind.
         scales, stored, block: as in `Config`.
     """
 
@@ -102,30 +101,30 @@ class Supported:
 # | 4096 x 2048 x 7168 |                     | 167.9 156.7  192.4  | 149.8 142.5  182.8  |                     |
 # | 4096 x 7168 x 4096 | 239.3 215.2  311.0  |                     | 288.0 276.1  344.7  | 399.3 371.5  514.9  |
 #
-# Three kinds of scales are left to faster kernels. PyTorch's GEMM takes one scale per row. 8192 x 8192 x 8192 took 794 us; this
-# kernel took 837 us. 2048 x 8192 x 57344 took 1467 us; this kernel took 1546 us. PyTorch's GEMM also takes float32 scales of 128 x
-# 128 weights. 4096 x 2048 x 7168 took 107.3 us; this kernel took 109.0 us. The portable kernel takes mxfp8: 770 us for 4096 x 8192
-# x 8192, 1804 us here.
+# Three kinds of scales are left to faster kernels. PyTorch's GEMM supports one scale per row. 8192 x 8192 x 8192 took 794 us; this
+# kernel took 837 us. 2048 x 8192 x 57344 took 1467 us; this kernel took 1546 us. PyTorch's GEMM also supports float32 scales of 128
+# x 128 weights. 4096 x 2048 x 7168 took 107.3 us; this kernel took 109.0 us. The portable kernel supports mxfp8. 4096 x 8192 x 8192
+# took 770 us; this kernel took 1804 us.
 SUPPORTED = (
     Supported("e8m0_blocks", "block", "byte"),
     Supported("columns", "column", "float32"),
     Supported("e8m0_columns", "column", "byte"),
     Supported("blocks_of_64", "column", "float32", 64),
 )
-# The smallest m and n of eligible calls. With each of these sizes, there are 64 tiles of 128 columns for the 66 pairs of CTAs of an
-# H100. With e8m0 scales of columns, a kernel takes the same time for both sizes. So both sizes are eligible for all scales,
-# although the other scales were measured at one size only. Smaller calls are left to the portable kernel. With a quarter of the
-# tiles (256 x 7168 x 2048), this kernel takes as long as with all of them, because most SMs are idle.
+# Pairs of the smallest m and the smallest n of eligible calls. Each pair gives 64 cluster tiles of 128 columns for the 66 pairs of
+# CTAs of an H100. With e8m0 scales of columns, the kernel takes the same time for both pairs. So both are eligible for all kinds of
+# scales, although the other kinds were measured at one pair only. Smaller calls are left to the portable kernel. With a quarter of
+# the tiles (256 x 7168 x 2048), this kernel takes as long as with all of them, because most SMs are idle.
 SIZES = ((512, 4096), (1024, 2048))
-# Smallest k; smaller ones have not been measured.
+# The smallest k of eligible calls; a smaller k has not been measured.
 FEWEST_K = 2048
 
 
 def config_of(scales: Scales, stored: Stored, block: int, m: int, n: int, count: int) -> Config:
     """Returns the configuration for a call on ``count`` SMs.
 
-    A tile of twice the columns takes 1.6 to 1.9 times as long. So it pays off only if narrow tiles need at least twice as many
-    waves.
+    A tile of 256 columns takes 1.6 to 1.9 times as long as a tile of 128. So wide tiles pay off only if narrow tiles need at least
+    twice as many waves.
     """
     wide, narrow = (Config(scales, stored, block, halves) for halves in (2, 1))
     rounds = [-(-clusters_of(config, m, n) // (count // PAIR)) for config in (wide, narrow)]
@@ -133,7 +132,7 @@ def config_of(scales: Scales, stored: Stored, block: int, m: int, n: int, count:
 
 
 def clusters_of(config: Config, m: int, n: int) -> int:
-    """Returns the number of cluster tiles of a result."""
+    """Returns the number of tiles of an m x n result, where a cluster of two CTAs computes one tile."""
     return -(-m // (PAIR * ROWS)) * -(-n // config.columns)
 
 

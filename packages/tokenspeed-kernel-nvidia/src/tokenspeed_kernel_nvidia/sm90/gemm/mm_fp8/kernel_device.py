@@ -1,8 +1,8 @@
 """Device code of `mm_fp8`: the launch and the producer warps. `sum_device` has the MMA warpgroups.
 
-The two CTAs of a cluster have tiles of the same columns. Each CTA loads its own rows of activations, and multicasts half of the
+The two CTAs of a cluster compute tiles of the same columns. Each CTA loads its own rows of activations, and multicasts half of the
 weights to both CTAs. One warp loads operands, another warp the bias, and two warps the scales of columns. Two warpgroups compute 64
-rows each.
+rows of a tile each.
 """
 
 # mypy: ignore-errors
@@ -33,12 +33,12 @@ BOTH = 0b11  # multicast mask: both CTAs of a cluster
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """The host function that launches the kernel of a configuration."""
     return MmFp8(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     result = make_fake_tensor(BFloat16, (m, n), (cute.sym_int64(divisibility=16 // OUT_BYTES), 1), assumed_align=16)
     scales = Int64(0), Int32(0), Int32(0), Int32(0)
@@ -49,13 +49,12 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class MmFp8(Consumers):
     """Launches and runs the kernel of one configuration.
 
-    Persistent clusters of two CTAs, one CTA per SM, three warpgroups each:
-
-    * warpgroup 0 gives up registers: warp 0 issues the TMA loads of operands, and warp 1 loads the bias of each tile. Warps 2 and 3
-      load the scales of columns into each stage, if there are any;
+    The kernel runs persistent clusters of two CTAs, one CTA per SM, with three warpgroups each:
+    * warpgroup 0 releases registers. Warp 0 issues the TMA loads of operands, and warp 1 loads the bias of each tile. Warps 2 and 3
+      load the scales of columns into each ring stage, if scales are per column;
     * warpgroups 1 and 2 issue wgmmas for 64 rows each of a tile of 128 x 128 or 128 x 256, apply scales, and store results by TMA.
 
-    The ring buffer of operands takes 192 KiB; a stage is 128 elements of k. Stages of the next tile are loaded during the epilogue.
+    The ring of operands takes 192 KiB; a stage has 128 elements along k. Stages of the next tile are loaded during the epilogue.
     """
 
     @cute.jit
@@ -160,7 +159,7 @@ class MmFp8(Consumers):
 
     @cute.jit
     def load_biases(self, call: Call, storage: Any):
-        """Loads the bias of one tile after another."""
+        """Loads the bias of this CTA's tiles to shared memory, one tile after another."""
         c = self.config
         pipe = self.biases_pipe(storage)
         lane = cute.arch.lane_idx()
@@ -179,7 +178,7 @@ class MmFp8(Consumers):
 
     @cute.jit
     def load_column_scales(self, call: Call, storage: Any, warp: Int32):
-        """Loads the scales of columns into each stage; two warps share the columns."""
+        """Loads the scales of the tile's columns into each ring stage. The two warps (``warp`` 0 and 1) divide the columns."""
         c = self.config
         pipe = self.pipe(storage)
         lanes = COLUMN_WARPS * LANES

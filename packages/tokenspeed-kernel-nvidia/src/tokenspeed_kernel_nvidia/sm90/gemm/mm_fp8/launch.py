@@ -1,4 +1,4 @@
-"""fp8 by fp8 GEMMs of many rows, as in prefill, on Hopper: see `kernel_device`."""
+"""fp8 by fp8 GEMMs with many rows of activations, as in prefill, on Hopper. `kernel_device` describes the kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import (
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 E4M3 = torch.float8_e4m3fn
-BLOCKS = (BLOCK, 64)  # sizes of scale blocks along k, and of columns of b
+BLOCKS = (BLOCK, 64)  # supported sizes of scale blocks along k, and along the columns of b
 Launch = Callable[..., Any]
 
 
@@ -49,7 +49,7 @@ def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored, int, int]:
-    """Classifies the scales of a call.
+    """Determines the granularity and the storage format of a call's scales from their shapes and dtypes.
 
     Returns:
         The scales' granularity and storage format, as in `Config`; the number of elements along k per scale; and the number of
@@ -57,7 +57,7 @@ def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored
     """
     k, n = b.shape
     packed = b_scale.dtype == torch.int32
-    # If k or n is small, a scale's shape may fit several sizes. Then all of them give every element the same scale.
+    # If k or n is small, the shape of the scales may fit several sizes. All these sizes then give every element the same scale.
     along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
     lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
     stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
@@ -65,7 +65,8 @@ def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored
 
 
 def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
-    """Address and strides of scales, as in `sum_device.Scales`. ``k_axis``: the axis of blocks along k."""
+    """Returns the address and the strides of scales, the fields of `sum_device.Scales`. ``k_axis``: the axis of the blocks along
+    k."""
     size = scale.element_size()
     step = scale.stride(k_axis) * size
     # Packed scales hold four exponents in an int32.
@@ -75,7 +76,7 @@ def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=1024)  # bounded, because m differs from prefill to prefill
 def _launch_of(scales: Scales, stored: Stored, block: int, m: int, n: int, device: int) -> tuple[Launch, int]:
-    """The compiled kernel, and the number of clusters to launch."""
+    """Returns the compiled kernel for a call, and the number of clusters to launch."""
     count = sm_count_of(device)
     config = config_of(scales, stored, block, m, n, count)
     return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
@@ -87,13 +88,13 @@ def mm_fp8(
     a_scale: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
-    out_dtype: torch.dtype | None,  # a trait of the declaration
+    out_dtype: torch.dtype | None,  # bfloat16 or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """A GEMM of fp8 operands: launches on checked arguments.
+    """A GEMM of fp8 operands: launches the kernel on checked arguments.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Operands are copied if their rows are not contiguous along k or not
-    16-byte aligned. An ``out`` of that kind is written through a copy at the end.
+    16-byte aligned. If the rows of ``out`` are not contiguous or not aligned, the result is copied to ``out`` at the end.
     """
     m, n = a.shape[0], b.shape[1]
     written = to_write(out, a.new_empty((), dtype=torch.bfloat16), (m, n))
@@ -113,9 +114,9 @@ _STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
 
 
 def signatures_of(served: Supported) -> set[FormatSignature]:
-    """The formats of calls with these scales."""
+    """Returns the formats of calls with these kinds of scales."""
     block = served.block
-    # Scales of 128 x 128 weights need another configuration than scales of columns.
+    # The numbers of columns of weights per scale. 128 columns with blocks of 128 along k are the granularity "block".
     several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
     return {
         format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
@@ -126,7 +127,8 @@ def signatures_of(served: Supported) -> set[FormatSignature]:
 
 for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
-        # Every size except the last applies to exactly these rows, a power of two, because varying sizes are rounded up.
+        # Every pair except the last is for exactly this m, a power of two, because selection rounds a varying m up to a power of
+        # two.
         _last = _place == len(SIZES) - 1
         register_kernel(
             "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,

@@ -2,8 +2,8 @@
 
 Hopper's tensor cores accumulate fp8 with fewer bits than float32 has. So wgmma accumulates over at most 128 elements of k, as block
 scales require anyway. The resulting partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
-halves of 128 columns. The halves' wgmma results use the same registers in turn. While one warpgroup accumulates, the wgmmas of the
-other warpgroup run.
+halves of 128 columns. The wgmma results of the two halves use the same registers in turn. While one warpgroup accumulates, the
+wgmmas of the other warpgroup run.
 """
 
 # mypy: ignore-errors
@@ -27,18 +27,19 @@ LANES = 32
 WARPS = 8  # MMA warps
 WARP_ROWS = 16  # rows of a tile whose accumulators one warp has
 PANEL_BYTES = WARP_ROWS * 128  # an output buffer: 64 columns of these rows
-STEP = 32  # k of a wgmma
+STEP = 32  # elements of k that one wgmma multiplies
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Addresses of scales.
+    """Where the scales of one operand are in global memory. Four consecutive blocks along k may have a stride of their own.
 
     Attributes:
-        address: address of the first scale.
-        line: stride in bytes from one row of activations, or group of columns, to the next.
-        four: stride in bytes from a block along k to the fourth after it.
-        one: stride in bytes between blocks within four.
+        address: address of the scale of the first line and the first block along k.
+        line: stride in bytes between lines: rows of activations, or groups of rows of weights (columns of the result) with one
+            scale.
+        four: stride in bytes from a block along k to the fourth block after it.
+        one: stride in bytes between consecutive blocks along k of the same group of four.
     """
 
     address: Int64
@@ -48,7 +49,7 @@ class Scales:
 
     @cute.jit
     def at(self, line: Int32, block: Int32):
-        """Returns the address of a scale."""
+        """Returns the address of the scale of a line and a block along k."""
         return self.address + Int64(line) * self.line + (block // 4 * self.four + block % 4 * self.one)
 
 
@@ -57,15 +58,15 @@ class Call:
     """The arguments of a launch.
 
     Attributes:
-        a, b: activations and weights.
-        out: the result.
-        m, n: its rows and columns.
-        blocks: stages along k.
-        scaled: blocks along k that have scales.
-        bias: added to the result.
-        a_scale, b_scale: scales of a's rows and b's columns.
-        b_lines: columns that share a scale.
-        mma: the wgmma of both warpgroups' rows with 128 columns.
+        a, b: TMA descriptors of the activations and the weights.
+        out: TMA descriptor of the result.
+        m, n: rows and columns of the result.
+        blocks: number of pipeline stages along k of a tile.
+        scaled: number of blocks along k that have scales.
+        bias: vector that is added to each row of the result.
+        a_scale, b_scale: the scales of the activations, by row, and of the weights, by column of the result.
+        b_lines: number of columns of the result that share a scale of the weights.
+        mma: the tiled wgmma of both warpgroups' rows with 128 columns.
     """
 
     a: Tma
@@ -83,7 +84,7 @@ class Call:
 
 
 def load_exponent(address: Any) -> Any:
-    """Loads an e8m0 scale as float32."""
+    """Loads an e8m0 scale from global memory. Returns it as float32."""
     byte = cute.arch.inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
     # 0 means 2^-127, a subnormal float32, and 255 means NaN.
     bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
@@ -91,14 +92,14 @@ def load_exponent(address: Any) -> Any:
 
 
 class Consumers:
-    """The MMA warpgroups, and the shared memory and tile coordinates that the producer warps use as well."""
+    """The code of the MMA warpgroups, and the layout of shared memory and tile coordinates that the producer warps use as well."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster loads
         self.a_ring = Ring(ROWS, BLOCK, config.stages, BLOCK)
         self.b_ring = Ring(HALF, BLOCK, config.halves * config.stages, BLOCK)
-        # Floats of a stage for scales of columns.
+        # float32 scales of columns in a pipeline stage, if each column of the result has its own scale.
         self.scales_of_stage = config.parts * config.columns if config.scales == "column" else 0
         self.out_ring = Ring(WARP_ROWS, PANEL, WARPS * config.panels, PANEL)
 
@@ -122,18 +123,22 @@ class Consumers:
         return Storage
 
     def pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring buffer of operands. A stage is empty when the warps of both CTAs have read it: weights are multicast."""
+        """Returns the barriers of the ring of operands. A stage is empty when the MMA warps of both CTAs of the cluster have read
+        it, because weights are multicast to both.
+        """
         return pipeline(storage.full, storage.empty)
 
     def biases_pipe(self, storage: Any) -> Pipeline:
         return pipeline(storage.biases_full, storage.biases_empty)
 
     def biases(self, storage: Any) -> Int32:
-        """Returns the shared-memory address of the bias of a tile's columns."""
+        """Returns the shared-memory address of the float32 biases of a tile's columns."""
         return storage.biases.data_ptr().toint()
 
     def column_scales(self, storage: Any, at: Cursor) -> Int32:
-        """Returns the address of a stage's scales of columns: all columns for one block along k after another."""
+        """Returns the shared-memory address of the columns' scales in the stage ``at``. The scales of all of a tile's columns for a
+        block along k are contiguous, one block after another.
+        """
         return storage.scales.data_ptr().toint() + at.stage * (self.scales_of_stage * 4)
 
     # -- tiles ---------------------------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ class Consumers:
         return index, Raster(step, call.m, call.n, PAIR * ROWS, self.config.columns, GROUP)
 
     def corner(self, tile: tuple):
-        """Returns the first row and column of this CTA's part of a cluster's tile."""
+        """Returns the first row and column, in the result, of this CTA's part of a cluster's tile."""
         row, column = tile
         return (row * PAIR + self.rank()) * ROWS, column * self.config.columns
 
@@ -156,7 +161,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """Computes this warpgroup's rows of all tiles."""
+        """The role of an MMA warp: computes and stores its warpgroup's rows of all tiles of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
@@ -213,8 +218,8 @@ class Consumers:
 
     @cute.jit
     def load_factors(self, call: Call, factors: cute.Tensor, row: Int32, column: Int32, block: Int32):
-        """Loads the scales of a stage. Rows and columns out of range read the scale of the last row or column; their sums are
-        discarded.
+        """Loads the scales of a stage, for this thread's rows and columns, from global memory into ``factors``. Rows and columns
+        outside the result read the scale of the last row or column, because their sums are discarded.
         """
         c = self.config
         own = row + (cute.arch.thread_idx()[0] - 128) // LANES * WARP_ROWS + cute.arch.lane_idx() // 4
@@ -229,7 +234,7 @@ class Consumers:
 
     @cute.jit
     def load_scale(self, scales: Scales, line: Int32, block: Int32):
-        """Loads the scale of a block along k."""
+        """Loads the scale of a line (see `Scales.line`) and a block along k from global memory. Returns it as float32."""
         if const_expr(self.config.stored == "byte"):
             scale = load_exponent(scales.at(line, block))
         else:
@@ -238,7 +243,7 @@ class Consumers:
 
     @cute.jit
     def add(self, sums: cute.Tensor, partials: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Accumulates the partial sums of a block along k if 128 columns share a scale."""
+        """Adds the scaled partial sums of a block along k to the sums of a half (128 columns), if these columns share a scale."""
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
@@ -255,7 +260,9 @@ class Consumers:
         half: cutlass.Constexpr[int],
         part: cutlass.Constexpr[int],
     ):
-        """Accumulates the partial sums of a block along k if columns have scales of their own. ``scales``: the stage's address."""
+        """Adds the scaled partial sums of a block along k to the sums of a half, if each column has its own scale.
+        ``scales``: shared-memory address of the columns' scales in the stage.
+        """
         own = scales + cute.arch.lane_idx() % 4 * 8
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             columns = load_floats("shared", own + (part * self.config.columns + half * HALF + 8 * j) * 4, 2)
@@ -268,7 +275,9 @@ class Consumers:
 
     @cute.jit
     def store(self, call: Call, storage: Any, sums: list, biases_at: Cursor, row: Int32, column: Int32):
-        """Stores a tile. Each warp stores its own rows, 64 columns at a time, through shared memory by TMA."""
+        """Adds the bias to the sums of a tile and stores the results. Each warp stores its 16 rows, 64 columns at a time, through
+        shared memory by TMA.
+        """
         c = self.config
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // LANES)
@@ -300,7 +309,7 @@ class Consumers:
 
     @cute.jit
     def results(self, storage: Any, sums: cute.Tensor, first: cutlass.Constexpr[int], lane: Int32):
-        """Returns a thread's four results of eight columns, two for each of its rows."""
+        """Returns a thread's results, with bias, of the eight columns from ``first`` on: two results for each of its two rows."""
         j = first % HALF // 8
         bias = load_floats("shared", self.biases(storage) + (first + lane % 4 * 2) * 4, 2)
         return [[sums[4 * j + 2 * r + column] + bias[column] for column in range(2)] for r in range(2)]

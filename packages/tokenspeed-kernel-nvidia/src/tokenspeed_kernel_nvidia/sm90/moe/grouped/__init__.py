@@ -1,1 +1,1 @@
-"""Experts of many tokens: grouped GEMM of permuted rows."""
+"""MoE experts for many tokens: grouped GEMMs of the tokens' rows, which are sorted by expert."""

@@ -1,4 +1,4 @@
-"""The device code of the last kernel of `grouped`: the weighted sum of each token's slots."""
+"""The device code of the last kernel of `grouped`: adds up each token's expert results (slots), weighted by routing weights."""
 
 # mypy: ignore-errors
 
@@ -25,17 +25,17 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import Combine
 
 THREADS = 256
-NUMBERS = 8  # elements of a thread: 16 bytes of output
-AT_ONCE = 4  # slots that are loaded together
+NUMBERS = 8  # output elements of a thread: 16 bytes
+AT_ONCE = 4  # slots of a token whose results a thread loads before it adds them
 
 
 def host(config: Combine) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of ``config``."""
     return CombineSlots(config)
 
 
 def fake_arguments(config: Combine) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
     results, out = rows("float32" if config.wide else config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
@@ -44,15 +44,15 @@ def fake_arguments(config: Combine) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Slots:
-    """The arguments of a launch, as addresses.
+    """The arguments of a launch. Arrays are given by their global addresses.
 
     Attributes:
-        results, result_stride: results in 16 bits, or float32 if `Combine.wide`, one row for each sorted pair; and the row pitch in
-            elements.
-        positions: int32 ``[tokens, top_k]``, the row of each pair, or -1.
-        weights: float32 ``[tokens, top_k]``.
+        results, result_stride: results of the second GEMM in 16 bits, or float32 if `Combine.wide`, one row for each (token, slot)
+            pair in order of experts; and the row pitch in elements.
+        positions: int32 ``[tokens, top_k]``, the row of ``results`` of each pair, or -1 for a pair without an expert.
+        weights: float32 ``[tokens, top_k]``, the routing weights.
         out, out_stride: the output in 16 bits, one row for each token; and the row pitch in elements.
-        tokens, top_k, hidden: sizes.
+        tokens, top_k, hidden: number of tokens, of slots of a token, and of features of a row.
     """
 
     results: Int64
@@ -74,7 +74,7 @@ class CombineSlots:
     def __init__(self, config: Combine):
         self.dtype = dtype_of(config.dtype)
         self.wide = config.wide
-        self.words = NUMBERS if config.wide else NUMBERS // 2  # 32-bit words of a thread and slot
+        self.words = NUMBERS if config.wide else NUMBERS // 2  # 32-bit words of results that a thread loads for a slot
 
     @cute.jit
     def __call__(

@@ -1,4 +1,7 @@
-"""Configurations of the kernels of `grouped`, and the choice among them for a call."""
+"""Configurations of the kernels of `grouped`, and the choice among them for a call.
+
+A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYT
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 COLUMN_WARPS = 3  # warps that gather columns; one further warp streams weights
-COLUMN_BYTES = 128  # bytes of a column in a panel; a column is one row of the 128-byte swizzle
-CHUNK = 32  # columns that a warpgroup stores at a time
+COLUMN_BYTES = 128  # bytes of a column in a panel of shared memory, which is one row of the 128-byte swizzle
+CHUNK = 32  # columns whose results a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 OTHER_BYTES = 1024  # shared memory for barriers
 MAX_EXPERTS = 384
 SORTING_CTAS = 8  # CTAs of the cluster that sorts many pairs
 MAX_TOP_K = 8
-ROUNDED_TOGETHER = 16  # elements of a row that a thread rounds at once
-RECORD = 4  # int32 fields of a tile in the schedule
+ROUNDED_TOGETHER = 16  # elements of a row that a thread converts at once
+RECORD = 4  # int32 fields of a tile's record in the schedule
 
 # Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
 # `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
@@ -26,8 +29,8 @@ PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 # float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
 # rows like `VALUES`.
 FITTED = "fitted"
-SPLIT = 2  # fp8 values of an element of `PARTS`
-REST = 16.0  # factor of the second one
+SPLIT = 2  # fp8 values into which `PARTS` splits an element
+REST = 16.0  # factor by which the second of the two values, the remainder, is multiplied
 # Nonzero elements of `PARTS`, scaled to below 256, are inexact below EXACT_FROM. A row with more than a 1 / SMALL_DIVISOR of such
 # elements is recomputed.
 EXACT_FROM, SMALL_DIVISOR = 2.0**-6, 4
@@ -35,18 +38,19 @@ EXACT_FROM, SMALL_DIVISOR = 2.0**-6, 4
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a GEMM that a CTA computes at a time.
+    """The shape of the tile of a GEMM that a CTA computes at a time, rows of weights by columns.
 
     Attributes:
-        warpgroups: number of MMA warpgroups, each with 64 rows of weights.
-        widths: the numbers of columns that loops are compiled for, ascending. A tile uses the first width that holds its columns.
-        k_step: k blocks of weights that are dequantised and multiplied together: a k step.
-        blocks: k blocks in a stage of weights. Narrow tiles are memory-bound, which long copies suit better.
-        column_blocks: panels of columns in flight.
+        warpgroups: number of MMA warpgroups, each of which has 64 rows of weights for each strip of a warp.
+        widths: the numbers of columns that mainloops are compiled for, ascending. A tile uses the first width that holds its
+            columns.
+        k_step: number of k blocks of weights that are dequantised and multiplied together, which is called a k step.
+        blocks: number of k blocks in a pipeline stage of weights. Narrow tiles are memory-bound, so long copies suit them better.
+        column_blocks: number of panels of columns in the ring buffer, see `Gemm.panels`.
         registers: registers of an MMA thread.
-        strips: number of strips of an MMA warp. A strip has 16 rows; all strips belong to different panels. For more than one
-            strip, see `panel_device`.
-        by_warps: up to this many columns, warps with several strips use mma.sync, see `warp_device`.
+        strips: number of strips of an MMA warp. A strip has 16 rows of weights; each strip of a warp belongs to another panel of 64
+            rows. For more than one strip, see `panel_device`.
+        by_warps: the most columns for which warps with several strips use mma.sync (`warp_device`) and not wgmma.
     """
 
     warpgroups: int
@@ -59,11 +63,12 @@ class Tile:
     by_warps: int = 0
 
 
-# The tiles, each under its largest number of columns. Both projections of GPT-OSS are multiples of 192 rows. Microseconds are the
-# sum of all kernels of a call, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at the power limit, between 1.7
-# and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k step after its last MMA.
+# The tiles, each under its largest number of columns. Both projections of GPT-OSS have multiples of 192 rows of weights. A comment
+# gives the microseconds of all kernels of a call together, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at
+# the power limit, between 1.7 and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k
+# step after its last MMA.
 _TILES = {
-    # Elements split into two fp8 values, see `_SPLIT_PAIRS`.
+    # For `PARTS` (elements split into two fp8 values), see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
     # fp8 activations, with block scales as for `PARTS`. Calls do not use it, because it has not been measured. Expected to take
     # 600 us for 1024 tokens, where 16-bit MMAs on the quantised values take 690. With 48 columns, registers are spilled.
@@ -76,7 +81,7 @@ _TILES = {
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with fp8 MMAs: 2317. 16-bit MMAs on the quantised values took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
-    # 8192 tokens: 2996. Prefetching words was slower.
+    # 8192 tokens: 2996. Prefetching weights from shared memory to registers was slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2723, and 3000 when it has run for a second. Dequantisation takes time and power from the MMAs, and twice as many
     # columns amortise it. It was slower if one warpgroup dequantised for the others into shared memory: 3193.
@@ -84,16 +89,16 @@ _TILES = {
 }
 SPLIT_COLUMNS, FEW_ROUNDED_COLUMNS = 24, 40
 FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
-# The supported tiles of each kind of inputs. fp8 MMAs need twice the accumulator registers.
+# The supported tiles of each kind of inputs, by their most columns. fp8 MMAs need twice the accumulator registers.
 SUPPORTED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (FEW_ROUNDED_COLUMNS, ROUNDED_COLUMNS),
     PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-_SORTED_ALONE = 2048  # up to this many pairs, one CTA sorts
-# Mean pairs per expert up to which elements are split. A layer of GPT-OSS-120B on an H200, with the split and without: 447 and 517
-# us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
+_SORTED_ALONE = 2048  # the most pairs that one CTA sorts alone
+# The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with the split and
+# without: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
 _SPLIT_PAIRS = 16
 _FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles are narrowest
 _FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
@@ -119,22 +124,23 @@ class Schedule:
 
     @property
     def least(self) -> int:
-        """Below this number of columns an expert's last tile is balanced with the tile before."""
+        """If the last tile of an expert would have fewer columns than this, its last two tiles share their columns about
+        equally."""
         return self.columns // 3
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """Configuration of one of the two GEMMs.
+    """Configuration of the kernel of one of the two grouped GEMMs.
 
     Attributes:
         dtype: the name of the activations' dtype.
-        gated: whether this is the first GEMM, which gathers tokens and applies the activation.
+        gated: whether this is the first GEMM (w13), which gathers the tokens' rows and applies the activation.
         columns: the most columns of a tile.
         inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
-        wide: whether results are stored as float32, because float16 may overflow.
-        repairs: whether the GEMM recomputes only tiles with columns that `PARTS` cannot represent. A negative scale marks such
-            columns.
+        wide: whether results are stored as float32, because they may exceed float16's range.
+        repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
+            marks such a column.
     """
 
     dtype: str
@@ -146,12 +152,12 @@ class Gemm:
 
     @property
     def scaled(self) -> bool:
-        """Whether columns have scales."""
+        """Whether each column, a row of activations, has a scale."""
         return self.inputs != PLAIN
 
     @property
     def tile(self) -> Tile:
-        """The tile that a CTA computes at a time."""
+        """The shape of the tile that a CTA computes at a time."""
         return _TILES[self.columns]
 
     @property
@@ -161,17 +167,17 @@ class Gemm:
 
     @property
     def slots(self) -> int:
-        """The number of MMA columns of a column of the tile."""
+        """The number of MMA columns for each column of the tile: one for each of the two fp8 values of `PARTS`, otherwise one."""
         return SPLIT if self.inputs == PARTS else 1
 
     @property
     def strips(self) -> int:
-        """The number of a tile's strips."""
+        """The number of strips (16 rows of weights each) of a tile."""
         return PANEL_STRIPS * self.panels_of_rows
 
     @property
     def panels_of_rows(self) -> int:
-        """The number of weight panels of a tile."""
+        """The number of panels of weights (64 rows each) of a tile."""
         return self.tile.warpgroups * self.tile.strips
 
     @property
@@ -181,22 +187,22 @@ class Gemm:
 
     @property
     def stage_bytes(self) -> int:
-        """The bytes of a stage of weights."""
+        """Bytes of a stage in the ring of weights, which holds some k blocks of all of a tile's panels of weights."""
         return self.panels_of_rows * self.slot_bytes
 
     @property
     def several_panels(self) -> bool:
-        """Whether a warpgroup has several panels of a tile."""
+        """Whether a warpgroup computes several panels of weights of a tile."""
         return self.tile.strips > 1
 
     @property
     def rows(self) -> int:
-        """The number of rows of weights of a tile."""
+        """The number of rows of weights in a tile."""
         return self.strips * STRIP
 
     @property
     def threads(self) -> int:
-        """The number of threads of a CTA: MMA warpgroups and one producer warpgroup."""
+        """The number of threads of a CTA: those of the MMA warpgroups and of one producer warpgroup."""
         return 128 * (self.tile.warpgroups + 1)
 
     @property
@@ -210,27 +216,27 @@ class Gemm:
 
     @property
     def k_step(self) -> int:
-        """The number of k blocks in a k step. A pipeline stage of columns holds the same number."""
+        """The number of k blocks in a k step. A stage in the ring of columns holds the columns of one k step."""
         return 2 if self.bytewise else self.tile.k_step
 
     @property
     def panels(self) -> int:
-        """The number of panels in a stage of columns; a panel has 128 bytes of every column."""
+        """The number of panels in a stage of the ring of columns; such a panel has 128 bytes of every column."""
         return self.k_step // 2 if self.bytewise else self.k_step
 
     @property
     def panel_k(self) -> int:
-        """The number of elements of a column in a panel."""
+        """The number of elements of k of each column in a panel of columns."""
         return self.k_step * BLOCK // self.panels
 
     @property
     def parts(self) -> int:
-        """The number of MMAs along k of a k step, each of 32 bytes of every column."""
+        """The number of MMAs along k in a k step; each multiplies 32 bytes of every column."""
         return 4 * self.panels
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of a panel of weights in a stage."""
+        """Bytes of a slot, the space for one panel of weights (its head and some k blocks) in a stage of the ring of weights."""
         return PANEL_HEAD_BYTES + self.tile.blocks * PANEL_BLOCK_BYTES
 
     @property
@@ -240,46 +246,51 @@ class Gemm:
 
     @property
     def column_bytes(self) -> int:
-        """The bytes of a stage of columns."""
+        """Bytes of a stage in the ring of columns, which holds one k step of all of a tile's columns."""
         return self.panels * self.slots * self.columns * COLUMN_BYTES
 
     @property
     def store_bytes(self) -> int:
-        """The bytes of a column's results in a warpgroup's buffer; half of that if gate and up were combined."""
+        """Bytes of one column's results in a warpgroup's staging buffer: 64 values of 16 bits, or 32 if the activation has combined
+        gate and up.
+        """
         return 64 if self.gated else 128
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the buffers from which results are stored, two for each warpgroup."""
+        """Bytes of shared memory for the staging buffers from which results are stored, two for each MMA warpgroup."""
         return 2 * self.tile.warpgroups * CHUNK * self.store_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of the columns' scales, a copy for each warpgroup, rounded up to the alignment of columns."""
+        """Bytes of shared memory for the scales of a tile's columns: one copy per MMA warpgroup, rounded up to 1024, the alignment
+        of the ring of columns that follows.
+        """
         return -(-self.tile.warpgroups * self.columns * 4 // 1024) * 1024 if self.scaled else 0
 
     @property
     def weight_stages(self) -> int:
-        """The number of stages in the ring buffer of weights, which gets the remaining shared memory."""
+        """The number of stages in the ring of weights, which gets the shared memory that nothing else uses."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes - self.scale_bytes
         return left // self.stage_bytes
 
     @property
     def producer_registers(self) -> int:
-        """The registers of a producer thread, which are those that the other threads leave."""
+        """The number of registers of a producer thread: the most that the MMA threads' registers leave."""
         return left_by(self.threads, self.tile.warpgroups, self.tile.registers)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Configuration of a kernel that converts rows to float8_e4m3fn or float16, with one scale per row.
+    """Configuration of a kernel that converts a GEMM's input rows to float8_e4m3fn or float16, with one scale per row.
 
     Attributes:
         dtype: the name of the activations' dtype.
-        result: `CODES`, `VALUES` (in that dtype), `PARTS` (the dtype must be bfloat16), or `FITTED`.
-        early: true if the preceding kernel does not write the rows, and had waited for all kernels before it when it triggered this
-            kernel. Then rows are converted while that kernel runs, and this kernel waits for it at the end.
-        wide: whether the rows are float32.
+        result: the kind of inputs to make: `CODES`, `VALUES` (in ``dtype``), `PARTS` (``dtype`` must be bfloat16), or `FITTED`.
+        early: whether rows are converted while the preceding kernel runs; this kernel then waits for that kernel at its own end
+            (PDL). It requires that the preceding kernel does not write the rows, and that it waited for all earlier kernels before
+            it triggered this kernel.
+        wide: whether the rows to convert are float32.
     """
 
     dtype: str
@@ -290,7 +301,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Combine:
-    """Configuration of the kernel that adds up the results of a token's slots.
+    """Configuration of the kernel that adds up the expert results of each token, one for each slot.
 
     Attributes:
         dtype: the name of the output's dtype.
@@ -300,12 +311,12 @@ class Combine:
 
     @property
     def wide(self) -> bool:
-        """Whether results are float32, because float16's range is too small for them."""
+        """Whether the expert results to add are float32, because float16's range is too small for them."""
         return self.dtype == "float16"
 
 
 def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
-    """Returns the GEMMs' kinds of inputs for a number of pairs, if activations are not quantised."""
+    """Returns the kinds of inputs of the GEMMs for a number of (token, slot) pairs, if the plan does not quantise activations."""
     return (PARTS,) if dtype == "bfloat16" and pairs <= _SPLIT_PAIRS * experts else (PLAIN,)
 
 
@@ -320,7 +331,7 @@ def codes_for(pairs: int, experts: int) -> bool:
 
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
-    """Returns the most columns of a tile for a number of pairs."""
+    """Returns the most columns of the tiles (one of those in `SUPPORTED`) that a call with this number of pairs uses."""
     if CODES in inputs:
         return ROUNDED_COLUMNS
     if PARTS in inputs:
@@ -332,17 +343,17 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
 
 
 def sorting_ctas(pairs: int) -> int:
-    """Returns the number of CTAs that sort a number of pairs."""
+    """Returns the number of CTAs that sort a number of (token, slot) pairs by expert."""
     return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
 
 
 def most_tiles(pairs: int, experts: int, columns: int) -> int:
-    """Returns the largest number of tiles of a schedule, for any routing."""
+    """Returns the largest number of tiles that a schedule can have, over all routings of the pairs to experts."""
     return min(pairs, experts + pairs // columns)
 
 
 def every_schedule() -> list[Schedule]:
-    """Returns all schedule configurations."""
+    """Returns all configurations of the kernel that sorts pairs."""
     return [Schedule(columns, ctas) for columns in _TILES for ctas in (1, SORTING_CTAS)]
 
 
@@ -362,7 +373,9 @@ def repair_of(dtype: str, gated: bool) -> Gemm:
 
 
 def _is_supported(product: Gemm) -> bool:
-    """Whether a configuration exists. float16: results of slots are always wide; activations may be, up to `MANY_COLUMNS`."""
+    """Returns whether a configuration is compiled. With float16, the results of the second GEMM are always float32 (`Gemm.wide`);
+    those of the first GEMM may be, in tiles of up to `MANY_COLUMNS`.
+    """
     if product.dtype == "bfloat16":
         return not product.wide
     if product.gated:
@@ -371,12 +384,12 @@ def _is_supported(product: Gemm) -> bool:
 
 
 def every_rounding() -> list[Rounding]:
-    """Returns all configurations of kernels that convert rows."""
+    """Returns all configurations of the kernel that converts a GEMM's input rows."""
     every = [Rounding(dtype, result, early) for dtype in DTYPES.values() for result in (CODES, VALUES) for early in (False, True)]
     every += [Rounding("float16", result, wide=True) for result in (CODES, VALUES, FITTED)]
     return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
 
 
 def every_combine() -> list[Combine]:
-    """Returns all configurations of the sum over slots."""
+    """Returns all configurations of the kernel that adds up the slots of a token."""
     return [Combine(dtype) for dtype in DTYPES.values()]

@@ -22,12 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call
 
 
 def host(config: Gemm) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of ``config``."""
     return GroupedGemm(config)
 
 
 def fake_arguments(config: Gemm) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
@@ -107,7 +107,7 @@ class GroupedGemm(Loader, Consumers):
 
     @cute.jit
     def work(self, call: Call, storage: Any, warp: Int32):
-        """Runs the warp's role."""
+        """Runs the role of the warp with this index in the CTA: loading weights, gathering columns, or MMAs."""
         c = self.config
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)

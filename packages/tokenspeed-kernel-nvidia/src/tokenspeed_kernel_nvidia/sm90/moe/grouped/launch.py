@@ -67,8 +67,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of an element; `PLAIN`: where it is `FITTED`
-_ALIGNED = 256  # alignment in bytes of the parts of the allocation
+_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of a converted element; `PLAIN` is converted only to `FITTED`
+_ALIGNED = 256  # alignment in bytes of each part of `_Memory`
 
 
 @program(arch=ARCH, configs=every_schedule)
@@ -103,12 +103,13 @@ class _Programs(NamedTuple):
     """The kernels that a call launches.
 
     Attributes:
-        schedules: sort pairs and divide them into tiles; keyed by the number of CTAs.
-        rounding: for each kind of inputs, the kernel that makes each GEMM's inputs; None if rows are used as given.
-        gemms: for each kind of inputs, both GEMMs.
-        repairs: the two GEMMs that recompute the rows that `PARTS` cannot represent; empty if there are none.
-        combine: adds up the slots of each token.
-        sm_count: the number of CTAs of a GEMM, one per SM.
+        schedules: the kernels that sort pairs by expert and divide them into tiles, by their number of CTAs.
+        rounding: for each kind of inputs, the two kernels that convert the rows of the first and second GEMM; None if a GEMM reads
+            its rows unconverted.
+        gemms: for each kind of inputs, the first and second GEMM.
+        repairs: the first and second GEMM that recompute tiles with rows that `PARTS` cannot represent; empty without `PARTS`.
+        combine: the kernel that adds up the weighted slots of each token.
+        sm_count: the number of SMs, which is the number of CTAs of a GEMM.
     """
 
     schedules: dict[int, Launch]
@@ -121,7 +122,7 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
-    """Returns the kernels of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
+    """Returns the kernels of a call. ``wide``: whether the results of the activation function may exceed the range of ``dtype``."""
     name = DTYPES[dtype]
     rounding: list[tuple[Launch | None, Launch | None]] = []
     gemms: list[tuple[Launch, Launch]] = []
@@ -149,7 +150,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
 
 
 class _Memory:
-    """One allocation, divided into parts, which only the kernels of a single call access."""
+    """The buffers between the kernels of a single call: parts of one allocation, numbered from 0."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -180,12 +181,14 @@ def moe_apply_many(
     """`moe_apply` on checked arguments, weights in the layout of `mxfp4.layout`.
 
     Args:
-        columns: the widest tile, one of those in `config`. None chooses by the number of pairs. It is at most `MANY_COLUMNS` if
-            float16 activations may exceed their range.
-        inputs: the kinds of GEMM inputs, from `config`. With several kinds, each is for some of the experts. None means unconverted
-            16-bit inputs if ``columns`` is given. Otherwise None chooses by the number of pairs.
-        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts of the `VALUES` GEMMs; None if there
-            is only one kind.
+        columns: the most columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At most
+            `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
+        inputs: the kinds of GEMM inputs, from `config`. With several kinds, each kind is for some of the experts. If activations
+            are fp8, None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations,
+            and
+        chooses by the number of pairs if not.
+        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
+            None if ``inputs`` has only one kind.
     """
     tokens, hidden = x.shape
     pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
@@ -203,7 +206,7 @@ def moe_apply_many(
         columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
     programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
-    # Buffers for quantised rows, one for each kind of inputs. Both GEMMs use the same buffers.
+    # Bytes of the buffers for converted rows, one buffer for each kind of inputs. Both GEMMs use the same buffers.
     most = max(tokens * hidden, pairs * between)
     activated_as = torch.float32 if wide else x.dtype
     results_as = torch.float32 if x.dtype == torch.float16 else x.dtype

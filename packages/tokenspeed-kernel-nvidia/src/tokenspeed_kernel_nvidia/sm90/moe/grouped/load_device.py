@@ -1,4 +1,4 @@
-"""The producer warps of `kernel_device`. One warp streams weights, the other warps gather columns."""
+"""The producer warps of `kernel_device`. One warp streams weights, the other warps gather columns (rows of activations)."""
 
 # mypy: ignore-errors
 
@@ -17,16 +17,18 @@ from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
 
-CHUNK_BYTES = 16  # bytes of a lane's cp.async
-AT_ONCE = 4  # number of columns that a warp copies per instruction, by eight lanes each
+CHUNK_BYTES = 16  # bytes that one lane copies by one cp.async
+AT_ONCE = 4  # columns of which a warp copies 128 bytes per cp.async, with eight lanes for each column
 
 
 class Loader(Shapes):
-    """The producer warps of the kernel."""
+    """The code of the producer warps."""
 
     @cute.jit
     def load_weights(self, call: Call, storage: Any):
-        """Streams the panels of all items of this CTA. One warp does this, with one lane for each panel of a tile."""
+        """Streams the panels of weights of all of this CTA's work items into the ring of weights. One warp does this, with one lane
+        for each panel of a tile.
+        """
         c = self.config
         pipe = self.weight_pipe(storage)
         lane = cute.arch.lane_idx()
@@ -59,20 +61,22 @@ class Loader(Shapes):
 
     @cute.jit
     def load_columns(self, call: Call, storage: Any, warp: Int32):
-        """Gathers the columns of all items of this CTA. The warps copy four columns at a time, round-robin.
+        """Gathers the columns of all of this CTA's work items into the ring of columns. The gathering warps take turns, four
+        columns each.
 
-        A column is a row of 128 bytes in the 128-byte swizzle: its 16-byte chunks are permuted by the column index modulo 8.
+        In a panel, a column is a row of 128 bytes in the 128-byte swizzle: its 16-byte chunks are permuted by the column index
+        modulo 8.
 
         Args:
-            warp: index of the warp among the gathering warps.
+            warp: index of this warp among the gathering warps.
         """
         c = self.config
         pipe = self.column_pipe(storage)
         lane = cute.arch.lane_idx()
         chunk16 = lane % 8
         turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
-        own = AT_ONCE * warp + lane // 8  # this lane's first column
-        step = AT_ONCE * COLUMN_WARPS  # to its next column; an odd multiple of four, so column % 8 alternates between two values
+        own = AT_ONCE * warp + lane // 8  # the first column that this lane gathers
+        step = AT_ONCE * COLUMN_WARPS  # to this lane's next column; an odd multiple of four: column % 8 has two alternating values
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
         addresses = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
@@ -104,8 +108,8 @@ class Loader(Shapes):
 
     @cute.jit
     def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):
-        """Computes the offsets of a lane's columns, in 16-byte chunks from the first row; -1 for columns that the tile does not
-        have.
+        """Computes where a lane's columns are in the activations, as offsets in 16-byte chunks from the first row; -1 for columns
+        that the tile does not have. ``own``: the lane's first column.
         """
         chunks16 = Int32(call.row_stride // (CHUNK_BYTES * self.config.panel_k // COLUMN_BYTES))
         for turn in cutlass.range_constexpr(cute.size(offsets)):
@@ -113,8 +117,9 @@ class Loader(Shapes):
             offsets[turn] = Int32(-1)
             part = Int32(0)
             if const_expr(self.config.slots > 1):
-                # MMA columns 2 i and 2 i + 1 are the two parts of one column. So one thread has both. The pairs are ordered so that
-                # a thread's columns of sixteen are neighbours.
+                # MMA columns 2 i and 2 i + 1 are the two fp8 parts of one column. So one thread has both accumulators. The columns
+                # are
+                # ordered so that those of one thread, of every sixteen MMA columns, are neighbours.
                 part = column % 2
                 column = column // 16 * 8 + column % 8 // 2 * 2 + column // 8 % 2
             if column < item.count:

@@ -42,30 +42,30 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
-WORDS = 4  # a lane's 32-bit words of e2m1 values in a block
-STORE = 1  # named barriers, one per warpgroup, which signal that its result buffer is written
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a strip's k block
+STORE = 1  # first of the named barriers, one per MMA warpgroup, which order writes and reads of its part of shared memory
 
 
 def store_matrices(address: Any, words: Any) -> None:
-    """Stores four transposed 8 x 8 matrices of 16-bit elements to shared memory. A lane passes the address of 8 elements of a
-    column.
-    """
+    """Stores four 8 x 8 matrices of 16-bit elements to shared memory, transposed. A lane passes the address of one matrix
+    column."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def at_most(x: Float32, bound: Float32) -> Float32:
-    """Returns the smaller value. NaN stays NaN."""
+    """Returns the smaller of two float32 values, or NaN if one of them is NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 class Consumers(WarpMainloop, PanelMainloop):
-    """The MMA warpgroups of the kernel."""
+    """The code of the MMA warpgroups: the loop over work items, the wgmma mainloop for one panel per warpgroup, and the
+    epilogue."""
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """Computes all items of the CTA. Each warpgroup handles 64 rows, or several panels of 64 rows, of each item."""
+        """The role of an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all the CTA's items."""
         index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
@@ -81,7 +81,7 @@ class Consumers(WarpMainloop, PanelMainloop):
             item = self.read_item(call, index)
             working = Boolean(True)
             while working:
-                # Read the next item early, so that nothing waits for the read.
+                # Read the record of the next item before this item is computed, so that nothing waits for the read.
                 index = items.next(index)
                 following = item
                 working = items.has(index)
@@ -100,7 +100,7 @@ class Consumers(WarpMainloop, PanelMainloop):
                 item = following
 
     def mma_of(self, width: int) -> cute.TiledMma:
-        """Returns the MMA of a tile with ``width`` columns."""
+        """Returns the tiled wgmma of all MMA warpgroups, with ``width`` columns."""
         source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
@@ -119,7 +119,9 @@ class Consumers(WarpMainloop, PanelMainloop):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        """Computes and stores this warpgroup's panel of a work item with at most ``width`` columns. Returns the positions of the
+        next item's first stages in the rings of weights and columns.
+        """
         c = self.config
         # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
         # widths.
@@ -138,7 +140,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
-        # Row factors and biases of rows lane / 4 and eight further.
+        # The factors and biases of the lane's two rows of the strip, lane / 4 and lane / 4 + 8.
         head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
@@ -165,7 +167,9 @@ class Consumers(WarpMainloop, PanelMainloop):
         slot: Int32,
         lane: Int32,
     ):
-        """The mainloop over all k steps. Returns the next positions in the ring buffers."""
+        """The mainloop: adds the products of all of an item's k steps to ``totals``. Returns the positions of the next item's first
+        stages in the rings of weights and columns.
+        """
         c = self.config
         acc = totals
         if const_expr(c.promoted):
@@ -176,7 +180,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         weights, words = self.next_k_step(call, storage, weights, words, Boolean(False), slot, lane, k_steps - 1)
         before, ready = columns, Boolean(False)
         given = call, storage, mma, acc, right, slot, lane
-        # Unrolled by two. So each k step of a pair has its own A registers.
+        # Unrolled by two, so that consecutive k steps use different A registers.
         pairs = (k_steps - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = k_steps - 2 * pair
@@ -223,8 +227,9 @@ class Consumers(WarpMainloop, PanelMainloop):
         """Issues the MMAs of a k step as one wgmma group.
 
         Args:
-            ready: whether its columns are known to have arrived.
-            fresh: whether this step zeroes the accumulators first.
+            columns: the stage of this k step in the ring of columns.
+            ready: whether this k step's columns are known to have arrived.
+            fresh: whether the MMAs overwrite the accumulators and do not add to their former values.
         """
         if not ready:
             self.column_pipe(storage).wait(columns)
@@ -257,23 +262,25 @@ class Consumers(WarpMainloop, PanelMainloop):
         fresh: cutlass.Constexpr[bool],
         k_steps: Int32,
     ):
-        """Issues the MMAs of a dequantised k step, and dequantises the next one meanwhile.
+        """Issues the MMAs of a dequantised k step, and dequantises the weights of the next k step meanwhile.
 
         Barriers are polled long before they are waited for, because a wait alone takes a hundred cycles.
 
         Args:
-            following: A registers for the next k step.
-            weights: position of the next k step in the ring buffer.
-            before: the previous stage of columns, which may still be in use.
-            words: packed weights of the next k step.
+            left: A registers with this k step's dequantised weights.
+            following: A registers that receive the next k step's dequantised weights.
+            weights: position of the next k step in the ring of weights.
+            before: the previous k step's stage in the ring of columns, which that k step's MMAs may still read.
+            columns: this k step's stage in the ring of columns.
+            words: the next k step's weights, not yet dequantised; see `load_words`.
             ready: whether this k step's columns are known to have arrived.
             first: whether this is the item's first k step.
-            fresh: whether the accumulators start at zero with this k step.
-            k_steps: number of remaining k steps, including this one; at least 2.
+            fresh: whether this k step's MMAs overwrite the accumulators.
+            k_steps: number of the item's remaining k steps, including this one; at least 2.
 
         Returns:
-            the next position in the ring buffer of weights; the stages of columns of this k step and of the next; the words of the
-            k step after that; and whether the next k step's columns are known to have arrived.
+            the position in the ring of weights after the next k step; the stages in the ring of columns of this k step and of the
+            next; the words of the k step after the next; and whether the next k step's columns are known to have arrived.
         """
         c = self.config
         self.multiply_k_step(storage, mma, acc, right, left, columns, ready, fresh)
@@ -290,7 +297,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
-        """Waits for all wgmmas, releases the last columns, and adds the partial accumulators to the totals (promotion)."""
+        """Waits for all wgmmas, releases the stage ``columns``, and adds the accumulators to ``totals`` (see `Gemm.promoted`)."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
@@ -299,7 +306,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns the position of the next k step's weights. ``last``: whether the next k step belongs to another item."""
+        """Returns the position in the ring of weights that follows a k step at ``weights``. ``last``: whether it is its item's
+        last."""
         at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
@@ -318,15 +326,18 @@ class Consumers(WarpMainloop, PanelMainloop):
         lane: Int32,
         k_steps: Int32,
     ):
-        """Advances to the next k step, and releases the stage of weights if it is used up.
+        """Loads the words of the next k step to registers. Releases the current k step's stage in the ring of weights if all of its
+        blocks have been loaded.
 
         Args:
-            words: the words of this k step, to be dequantised.
+            weights: position of the current k step in the ring of weights.
+            words: the words of the current k step, see `load_words`.
             ready: whether the next k step's weights are known to have arrived.
-            k_steps: number of the item's k steps after this one.
+            k_steps: number of the item's k steps after the current one.
 
         Returns:
-            the position of the next k step, and that k step's words if it exists.
+            the position of the next k step in the ring of weights, and the next k step's words, or ``words`` if the item has no
+            next one.
         """
         following = self.following_k_step(weights, k_steps == 0)
         if following.block == 0:
@@ -340,9 +351,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Returns the lane's words of a k step: for each block, its e2m1 words followed by its word of scales.
-
-        ``last``: whether this is the last k step, which may have one block less.
+        """Returns the lane's 32-bit words of a k step's weights from shared memory: for each k block, the words of e2m1 values,
+        then the word of block scales. ``last``: whether this is the item's last k step, which may have one block less.
         """
         c = self.config
         begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
@@ -357,11 +367,11 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
-        """Dequantises some of a k step's words.
+        """Dequantises the words of e2m1 values from index ``begin`` to ``end`` of a k step's weights to A registers.
 
-        The condition always holds. The condition makes the registers' former contents a possible result. So the loops of all widths
-        use the same registers. ptxas reserves the registers of wgmma's A operands for these alone. Without the condition, each
-        width would get its own registers, and soon all registers would be taken.
+        The condition ``call.strips != 0`` always holds, but the compiler does not know this. So the registers' former contents are
+        a possible result, and the loops of all widths use the same registers. ptxas reserves the registers of wgmma's A operands
+        for these alone. Without the condition, each width would get its own registers, and soon all registers would be taken.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -379,7 +389,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Returns the scales that a thread loads for its warpgroup. They are loaded early, because of global memory's latency."""
+        """Loads this thread's share of the columns' scales from global memory, before the mainloop, which hides the latency."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -394,8 +404,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
-        """Shares scales within the warpgroup through shared memory. Returns the address of the scales of a thread's first two
-        columns.
+        """Copies the columns' scales that each thread loaded to shared memory, for all threads of the warpgroup. Returns the
+        shared-memory address of the scales of this thread's first two accumulator columns.
         """
         begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
         if const_expr(self.config.scaled):
@@ -406,8 +416,12 @@ class Consumers(WarpMainloop, PanelMainloop):
         return begin + thread % 4 * 8
 
     def factors(self, heads: list, scales_at: Int32, at: int) -> list:
-        """Returns the scale factors of a thread's two rows in its two columns of eight. ``at``: index of their first
-        accumulator.
+        """Returns the factors, row factor times column scale, of a thread's four accumulators of eight columns, by row and column.
+
+        Args:
+            heads: the factors of the thread's two rows of weights, then the biases of these rows.
+            scales_at: see `share_scales`.
+            at: index of the first of the four accumulators.
         """
         if not self.config.scaled:
             return [[heads[r]] * 2 for r in range(2)]
@@ -428,7 +442,9 @@ class Consumers(WarpMainloop, PanelMainloop):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
+        """Scales the accumulators of one panel, adds biases, applies the activation in the first GEMM, and stores the results.
+        ``strip``: the panel's first strip in the expert's weights.
+        """
         staged = not self.config.wide
         if const_expr(not staged):
             self.store_wide(call, item, acc, heads, scales_at, thread, strip, width)
@@ -455,7 +471,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Applies the activation to gates and ups. Stores one feature for each pair of gate and up."""
+        """Applies the activation to gates and ups of a panel, and stores one 16-bit feature for each pair of gate and up."""
         lane, warp = thread % 32, thread % 128 // 32
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             words = []
@@ -491,7 +507,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Stores the results of each column without activation."""
+        """Stores the results of a panel in 16 bits, without an activation (second GEMM)."""
         lane, warp = thread % 32, thread % 128 // 32
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             buffer = self.buffer(storage, wg, chunk)
@@ -503,7 +519,8 @@ class Consumers(WarpMainloop, PanelMainloop):
                     factors = self.factors(heads, scales_at, at)
                     sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
                     words += [pack(self.dtype, *of_row) for of_row in sums]
-                # A lane addresses eight features of a column: the first or second eight of a warp, one of eight 16-byte chunks.
+                # A lane addresses eight features of a column (one of its eight 16-byte chunks): the first or second eight of its
+                # warp.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 chunk16 = 2 * warp + lane // 8 % 2
                 store_matrices(buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16), words)
@@ -527,7 +544,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Stores float32 results directly from registers: eight lanes have 32 consecutive bytes of a column."""
+        """Stores the results of a panel as float32 directly from registers. Eight lanes have 32 consecutive bytes of a column."""
         strip += thread % 128 // 32
         rows = 1 if self.config.gated else 2
         feature = strip * (rows * STRIP // 2) + thread % 32 // 4
@@ -545,28 +562,33 @@ class Consumers(WarpMainloop, PanelMainloop):
                         store_floats("global", at + r * (STRIP // 2 * 4), [results[r]])
 
     def activated(self, call: Call, acc: list, heads: list, factors: list, at: int, column: int) -> Float32:
-        """Returns the activation of a gate and an up value."""
+        """Returns the activation function of the gate (a thread's first row) and the up value (second row) of a column.
+        ``at``, ``column``: as for `result`.
+        """
         gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
         gate, up = at_most(gate, call.limit), at_most(up, call.limit)
         up = at_least(up, -call.limit)
         return (up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * call.alpha * gate))
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
-        """Returns a result of the GEMM, scaled and with bias."""
+        """Returns one of a thread's results, scaled and with bias: that of row ``r`` and column ``column`` (0 or 1) of the four
+        accumulators from index ``at`` on.
+        """
         each = cute.size(acc[0])
         return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
-        """Returns the warpgroup's staging buffer for a chunk of columns. Two buffers alternate, so one barrier per
-        chunk suffices.
-        """
+        """Returns the shared-memory address of the warpgroup's staging buffer for the results of a chunk of columns."""
+        # Two buffers alternate, so one barrier per chunk suffices.
         size = CHUNK * self.config.store_bytes
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
     @cute.jit
     def store_chunk_of_column(self, call: Call, item: Item, smem_at: Int32, column: Int32, feature: Int32, inside: Boolean):
-        """Stores eight features of a column, if the item has the column."""
+        """Copies eight features of a column from the staging buffer at ``smem_at`` to the result, if the item has this column and
+        ``inside`` is true (the result has these features).
+        """
         if inside and column < item.count:
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
             store_words(at, load_words("shared", smem_at, 4))

@@ -1,4 +1,4 @@
-"""The mainloops of `mma_device` in which a warpgroup multiplies several panels, one after another, by the same columns.
+"""The mainloops of `mma_device` in which a warpgroup multiplies several panels of weights, one after another, by the same columns.
 
 The fixed work of a stage, such as waiting for barriers, is amortised over several panels. With few columns, this fixed work took a
 third of all instructions. While one block is multiplied, the next block is dequantised.
@@ -40,15 +40,15 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_b
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
-HALVES = 2  # halves of a block; each half has a scale
-WORDS = 4  # a lane's 32-bit words of e2m1 values in a block
+HALVES = 2  # halves of a k block; each half of a row of weights has one scale
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a strip's k block
 
 
 class PanelMainloop(Shapes):
-    """The mainloops of warpgroups that have several panels."""
+    """The mainloops for tiles in which each warpgroup has several panels of weights."""
 
     def a_fragments_of_panels(self) -> list:
-        """Returns the double-buffered A registers, which the loops of all widths share."""
+        """Returns the two A fragments, each for one block or half block of a panel, which the mainloops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
         shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
@@ -68,7 +68,9 @@ class PanelMainloop(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        """Computes and stores this warpgroup's panels of a work item with at most ``width`` columns. Returns the positions of the
+        next item's first stages in the rings of weights and columns.
+        """
         c = self.config
         panels = c.tile.strips
         # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
@@ -81,7 +83,7 @@ class PanelMainloop(Shapes):
         scales = self.load_scales(call, item, thread % 128, width)
         at = weights.at
         self.weight_pipe(storage).wait(at)
-        # Row factors and biases of rows lane / 4 and eight further of each strip.
+        # The factors and biases of the lane's two rows of each strip, lane / 4 and lane / 4 + 8.
         head = slot + at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
         heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
@@ -95,7 +97,9 @@ class PanelMainloop(Shapes):
         return Weights(at, Int32(0)), columns
 
     def operands(self, storage: Any, wg: Int32, width: int) -> Any:
-        """Returns the MMA of a panel with ``width`` columns, the B operand, and the accumulator's shape."""
+        """Returns the tiled wgmma with ``width`` columns, its B operand in the ring of columns, and the shape of the accumulator of
+        one panel per warpgroup.
+        """
         c = self.config
         mma = self.mma_of(width)
         mine = mma.get_slice(wg * 128)
@@ -116,8 +120,9 @@ class PanelMainloop(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """16-bit mainloop: multiplies all blocks of an item's panels, scaled. Returns accumulators and next ring
-        buffer positions.
+        """The mainloop with 16-bit MMAs: multiplies dequantised weights, all blocks of this warpgroup's panels, by an item's
+        columns. Returns the accumulators of each panel, and the positions of the next item's first stages in the rings of weights
+        and columns.
         """
         c = self.config
         panels = c.tile.strips
@@ -184,11 +189,12 @@ class PanelMainloop(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """fp8 mainloop: multiplies all blocks of an item's panels without scales, and scales the partial sums of each half block.
+        """The mainloop with fp8 MMAs: multiplies weights without their scales, all blocks of this warpgroup's panels, by an item's
+        columns, and scales the partial sums of each half block.
 
-        With few columns this loop takes fewer instructions. While a half block is multiplied, the next half block is dequantised,
-        and the partial sums of the previous half block are added. Returns the accumulators and the next positions in the ring
-        buffers.
+        With few columns this mainloop takes fewer instructions. While the MMAs of a half block run, the next half block is
+        converted, and the partial sums of the previous half block are added. Returns the sums of each panel, and the positions of
+        the next item's first stages in the rings of weights and columns.
         """
         c = self.config
         panels = c.tile.strips
@@ -259,7 +265,9 @@ class PanelMainloop(Shapes):
 
         Args:
             sums: the accumulator. 16-bit MMAs add to the accumulator, fp8 MMAs overwrite it.
-            part: index of the block or half block in the stage of columns.
+            left: A registers with the converted weights.
+            right: the B operand, all stages of the ring of columns.
+            part: index of the block or half block, along k, in the stage ``columns``.
         """
         warpgroup.fence()  # orders earlier register writes before the wgmmas that read the registers
         atom = cute.make_mma_atom(mma.op)
@@ -271,10 +279,11 @@ class PanelMainloop(Shapes):
 
     @cute.jit
     def decode_values(self, call: Call, words: list, left: cute.Tensor):
-        """Dequantises the words of a block, with their scales.
+        """Dequantises the words of a block (see `load_part`), with their scales, to 16-bit A registers.
 
-        The condition always holds. The condition makes the registers' former contents a possible result. So all loops use the same
-        registers. Without the condition, ptxas gives each wgmma its own registers and serialises the wgmmas.
+        The condition ``call.strips != 0`` always holds, but the compiler does not know this. So the registers' former contents are
+        a possible result, and all mainloops use the same registers. Without the condition, ptxas gives each wgmma its own registers
+        and serialises the wgmmas.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -285,7 +294,7 @@ class PanelMainloop(Shapes):
 
     @cute.jit
     def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Converts the words of half a block to fp8, without scales. The condition always holds, see `decode_values`."""
+        """Converts the words of half a block to fp8 A registers, without scales. For the condition see `decode_values`."""
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(WORDS // HALVES):
@@ -295,8 +304,8 @@ class PanelMainloop(Shapes):
 
     @cute.jit
     def add_scaled_partials(self, partials: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
-        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair (`PARTS`) are
-        neighbouring columns.
+        """Scales the partial sums of half a block and adds them to the sums of a panel. With `PARTS`, the two fp8 values of an
+        element are in neighbouring MMA columns. ``scales``: the block's word of scales.
         """
         factors = scales_of(scales)
         if const_expr(self.config.slots == 1):
@@ -311,11 +320,13 @@ class PanelMainloop(Shapes):
 
     @cute.jit
     def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
-        """Returns the lane's words of a block, then their word of scales.
+        """Returns the lane's 32-bit words of one panel's k block from shared memory: the words of e2m1 values, then the word of
+        scales.
 
         Args:
-            part: index of the block, over panels first, then k.
-            last: whether the block is in the last k step, which may have one block less.
+            weights: the stage in the ring of weights.
+            part: index of the block in the k step: all panels of its first block along k, then all panels of its second.
+            last: whether the block is in the item's last k step, which may have one block less.
         """
         c = self.config
         panel, block = part % c.tile.strips, part // c.tile.strips

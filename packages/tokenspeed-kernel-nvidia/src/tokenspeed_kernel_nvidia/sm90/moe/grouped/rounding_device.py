@@ -1,5 +1,5 @@
-"""The device code of `grouped` that converts rows, with one scale per row. Rows are converted to float8_e4m3fn as `quantize_fp8`
-does for tokens, to two such values (`PARTS`), or into float16's range.
+"""The device code of `grouped` that converts a GEMM's input rows, with one scale per row. Elements are rounded to float8_e4m3fn as
+`quantize_fp8` does for tokens (`CODES`, `VALUES`), split into two such values (`PARTS`), or scaled into float16's range (`FITTED`).
 """
 
 # mypy: ignore-errors
@@ -38,18 +38,18 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
 
 WARPS = 4
 THREADS = 32 * WARPS
-KEPT = 2  # groups of elements that a thread keeps in registers until the row's scale is known
-LARGEST = 448.0
-SMALLEST_NORMAL = 2.0**-126
+KEPT = 2  # groups of `ROUNDED_TOGETHER` elements that a thread keeps in registers until the row's scale is known
+LARGEST = 448.0  # largest float8_e4m3fn
+SMALLEST_NORMAL = 2.0**-126  # smallest normal float32, the least scale
 
 
 def host(config: Rounding) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of ``config``."""
     return RoundRows(config)
 
 
 def fake_arguments(config: Rounding) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
     result = rows(config.dtype, count, k)
@@ -62,14 +62,15 @@ def fake_arguments(config: Rounding) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The arguments of a launch, as addresses.
+    """The arguments of a launch. Arrays are given by their global addresses.
 
     Attributes:
-        given, given_stride: 16-bit, or float32 if `Rounding.wide`, and the row pitch in elements.
-        result, result_stride: receives fp8 values, or 16-bit values in the dtype given. `PARTS` have two rows for each row: the
-            first parts, then the second parts.
-        scales: float32, receives one scale per row; negative for rows with too many elements that `PARTS` cannot represent.
-        k: elements of a row.
+        given, given_stride: the rows to convert, in 16 bits or in float32 if `Rounding.wide`, and their row pitch in elements.
+        result, result_stride: receives the converted rows, in fp8 or in 16 bits (see `Rounding.result`), and their row pitch in
+            elements. `PARTS` have two rows for each row given: the first fp8 values of its elements, then the second fp8 values.
+        scales: float32, receives one scale for each row given; negative for a row with too many elements that `PARTS` cannot
+            represent.
+        k: number of elements of a row given.
     """
 
     given: Int64
@@ -83,8 +84,8 @@ class Rows:
 class RoundRows:
     """The kernel for one configuration: a CTA of four warps for each row.
 
-    A thread keeps up to two groups of 16 elements in registers between amax and rounding. So rows of up to 4096 elements are read
-    only once. Longer rows are partly read again. It is memory-bound.
+    A thread keeps up to two groups of 16 elements in registers until the row's amax, and with it the scale, is known. So rows of up
+    to 4096 elements are read only once. Longer rows are partly read again. The kernel is memory-bound.
     """
 
     def __init__(self, config: Rounding):
@@ -116,7 +117,7 @@ class RoundRows:
         cute.arch.griddepcontrol_launch_dependents()
         kept = cute.make_rmem_tensor((KEPT, self.words), Uint32)
         kept.fill(0)
-        # Bit patterns of magnitudes order like the magnitudes, with NaN the largest.
+        # Bit patterns of float32 magnitudes, compared as integers, have the order of the magnitudes, with NaN the largest.
         largest = Uint32(0)
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
@@ -171,19 +172,19 @@ class RoundRows:
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
-        """Loads a group of a row's elements."""
+        """Loads a group of 16 elements of the row at the global address ``given`` into ``words``."""
         for first in cutlass.range_constexpr(0, self.words, 4):
             loaded = load_words("global", given + Int64(group) * (4 * self.words) + first * 4, 4)
             for at in cutlass.range_constexpr(4):
                 words[first + at] = loaded[at]
 
     def numbers_of(self, word: Uint32) -> Any:
-        """Returns the elements of a word as float32: two of 16 bits, or one."""
+        """Returns the elements of a 32-bit word as float32: two 16-bit elements, or one float32 if `Rounding.wide`."""
         return [float_of(word)] if self.config.wide else widened(self.dtype, word)
 
     @cute.jit
     def largest_of(self, words: cute.Tensor, largest: Uint32) -> Uint32:
-        """Returns the bit pattern of the running amax, as float32."""
+        """Returns the maximum of ``largest``, the float32 bit pattern of an amax, and the magnitudes of a group's elements."""
         for at in cutlass.range_constexpr(self.words):
             for number in self.numbers_of(words[at]):
                 bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[number])
@@ -192,7 +193,9 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Converts and stores a group of elements. Returns the number of elements that `PARTS` cannot represent."""
+        """Converts a group of elements and stores it. Returns the number of its elements that `PARTS` cannot represent; 0 for other
+        kinds of inputs.
+        """
         small = Int32(0)
         if const_expr(self.config.result == PARTS):
             small = self.write_parts(rows, row, group, words, scale)
@@ -203,12 +206,12 @@ class RoundRows:
         return small
 
     def scaled(self, words: cute.Tensor, scale: Float32) -> list:
-        """Returns the elements of a group, divided by their row's scale."""
+        """Returns the elements of a group as float32, divided by the scale of their row."""
         return [divided(number, scale) for word in range(self.words) for number in self.numbers_of(words[word])]
 
     @cute.jit
     def write_fitted(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Stores a group of elements as float16."""
+        """Converts a group of elements to float16, scaled, and stores it."""
         at = rows.result + (Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER) * 2
         numbers = self.scaled(words, scale)
         pairs = [pack(self.dtype, numbers[first], numbers[first + 1]) for first in range(0, ROUNDED_TOGETHER, 2)]
@@ -217,7 +220,9 @@ class RoundRows:
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits a group of elements; both parts are in the order of `write_rounded`. Returns how many cannot be represented."""
+        """Splits the elements of a group into two fp8 values each, and stores the first and the second values in the order in which
+        `write_rounded` stores `CODES`. Returns the number of elements that two fp8 values cannot represent.
+        """
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
         parts = [split(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
@@ -227,7 +232,9 @@ class RoundRows:
 
     @cute.jit
     def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Quantises a group of elements. The values are stored in the order of the fp8 MMAs' A operand: see `decode_e5m2`."""
+        """Quantises a group of elements and stores it. fp8 values (`CODES`) are permuted along k like the fp8 MMAs' A operand, see
+        `decode_e5m2`. 16-bit values (`VALUES`) keep the order of the elements.
+        """
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
         codes = []
@@ -242,7 +249,8 @@ class RoundRows:
                 store_words(rows.result + 2 * at + 16 * half, [value[half] for value in values])
 
     def values(self, codes: Uint32) -> Any:
-        """Converts four fp8 values to 16 bits. One word has the first and third value, the other word the second and fourth."""
+        """Converts a word of four fp8 values to two words of 16-bit values: the first and third value, then the second and
+        fourth."""
         wide = (
             "cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; prmt.b32 {$w0}, a, b, 0x5410; prmt.b32 {$w1}, a, b, 0x7632;"
         )
@@ -258,19 +266,19 @@ class RoundRows:
 
 
 def divided(x: Float32, y: Float32) -> Float32:
-    """Returns the quotient, correctly rounded."""
+    """Returns ``x / y``, rounded to the nearest float32."""
     return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """Returns the larger value. NaN stays NaN."""
+    """Returns the larger of two float32 values, or NaN if one of them is NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def power_below(x: Float32, octaves: int) -> Float32:
     """Returns 2^-octaves times the largest power of two that is at most ``x``. Returns NaN for NaN and infinity.
 
-    Divided by it, elements of a row with amax ``x`` are less than 2^(octaves + 1).
+    If the elements of a row with amax ``x`` are divided by this power of two, their magnitudes are less than 2^(octaves + 1).
     """
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 a, b; .reg .pred p; mov.b32 a, {{$r0}}; shr.u32 b, a, 23; setp.eq.u32 p, b, 255;"
@@ -282,7 +290,8 @@ def power_below(x: Float32, octaves: int) -> Float32:
 
 
 def is_small(x: Float32) -> Int32:
-    """Returns 1 for an element that `PARTS` cannot represent, and 0 for all other elements, zero included."""
+    """Returns 1 for a scaled element that `PARTS` cannot represent, because it is too small, and 0 for all others, zero
+    included."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 a; .reg .b32 b; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; setp.gt.and.f32 p, a, 0f00000000, p;"
         " selp.b32 {$w0}, 1, 0, p; }",
@@ -292,7 +301,9 @@ def is_small(x: Float32) -> Int32:
 
 
 def split(a: Float32, b: Float32, c: Float32, d: Float32) -> Any:
-    """Returns two words of four fp8 values each, the first in the lowest byte: the nearest values, and the scaled remainders."""
+    """Splits four numbers into two fp8 values each. Returns a word of the four nearest fp8 values, and a word of the four
+    remainders times `REST`; the values of ``a`` are in the lowest bytes.
+    """
     first = pack_fp8(a, b, c, d)
     near = cute.arch.inline_ptx(
         "{ .reg .b16 low, high, h, l; .reg .b32 x, y; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 x, low;"

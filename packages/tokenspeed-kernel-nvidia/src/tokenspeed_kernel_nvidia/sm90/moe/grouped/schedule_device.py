@@ -1,4 +1,5 @@
-"""The device code of the schedule of `grouped`. One CTA or a cluster sorts pairs by expert and divides them into tiles.
+"""The device code of the first kernel of `grouped`. One CTA or a cluster sorts (token, slot) pairs by expert and divides them into
+tiles, each of some pairs of one expert.
 
 The sort is a stable counting sort. Each warp has a range of the pairs. The warp counts the pairs of each expert in its own row of a
 table in shared memory. It also stores each pair's index within its expert's count. Prefix sums over the rows then give the start of
@@ -23,33 +24,33 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import MAX_EXPERTS, RECORD
 
 WARPS = 32
 THREADS = 32 * WARPS
-AT_ONCE = 8  # ids that a lane loads at once
-ID_BITS = (MAX_EXPERTS - 1).bit_length()
+AT_ONCE = 8  # expert ids that a lane loads before it uses the first one
+ID_BITS = (MAX_EXPERTS - 1).bit_length()  # bits of an expert id
 
 
 def host(config: Schedule) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of ``config``."""
     return SchedulePairs(config)
 
 
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments to compile the function that `host` returns."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
     return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The arguments of a launch, as addresses.
+    """The arguments of a launch. Arrays are given by their global addresses.
 
     Attributes:
-        ids, token_stride, slot_stride: int32 ``[tokens, top_k]`` and the strides of its axes, in elements.
-        count: number of pairs.
-        top_k, experts: as the plan's.
-        sources: int32 ``[pairs]``, receives the token of each pair, sorted by expert.
-        positions: int32 ``[tokens, top_k]``, receives each pair's sorted position, -1 for pairs without an expert.
-        tiles: int32 ``[tiles, RECORD]``, receives expert, first sorted pair, and pairs of each tile; the tiles with most pairs
-            first.
+        ids, token_stride, slot_stride: int32 ``[tokens, top_k]``, the expert of each pair, and the strides of the axes in elements.
+        count: number of pairs, ``tokens * top_k``.
+        top_k, experts: number of slots of a token, and number of experts.
+        sources: int32 ``[pairs]``, receives the token of each pair, in the sorted order of the pairs.
+        positions: int32 ``[tokens, top_k]``, receives the index of each pair in the sorted order, -1 for pairs without an expert.
+        tiles: int32 ``[tiles, RECORD]``, receives a record of each tile: its expert, the index of its first pair in the sorted
+            order, and its number of pairs, twice. The tiles with the most pairs come first.
         tile_count: int32, receives the number of tiles.
     """
 
@@ -76,12 +77,12 @@ class SchedulePairs:
         class Storage:
             counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
             begins: cute.struct.MemRange[Int32, MAX_EXPERTS]
-            # For each expert, ``4 * columns + tiles`` of its tiles that are not full. ``columns``: of the last tile, or of the
-            # first of two balanced ones.
+            # For each expert, ``4 * columns + tiles``: ``tiles`` is the number of its tiles that are not full, ``columns`` the
+            # number of pairs of the first of these.
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
             pair_sums: cute.struct.MemRange[Int32, WARPS]
             full_sums: cute.struct.MemRange[Int32, WARPS]
-            # The number of each CTA's pairs of each expert, and the barrier that counts the bytes of these numbers.
+            # The number of pairs of each expert in each CTA's range of pairs, and the barrier on which these numbers arrive.
             of_ctas: cute.struct.MemRange[Int32, self.config.ctas * MAX_EXPERTS]
             arrived: cute.struct.MemRange[Int64, 1]
 
@@ -175,7 +176,7 @@ class SchedulePairs:
 
     @cute.jit
     def read_id(self, pairs: Pairs, pair: Int32, end: Int32, inverse: Int32) -> Int32:
-        """Returns the expert of a pair; -1 for none."""
+        """Returns the expert of a pair, or -1 if the pair has no valid expert or is not below ``end``."""
         result = Int32(-1)
         if pair < end:
             token = self.token_of(pair, inverse)
@@ -187,11 +188,11 @@ class SchedulePairs:
 
     @cute.jit
     def count_pair(self, own: cute.Pointer, expert: Int32, lane: Int32) -> Int32:
-        """Adds a warp's pairs, one per lane, to its counts by expert. Returns each pair's index within its expert's count. Called
-        by whole warps.
+        """Adds the pairs of a warp, one per lane, to ``own``, the warp's counts of pairs by expert. Returns the number of this
+        warp's earlier pairs with the same expert as the lane's pair. All lanes of the warp call this method.
         """
-        # A mask of the lanes with the same expert. A ballot for each bit is faster than `match`, whose time grows with the number
-        # of experts.
+        # A mask of the lanes whose pairs have the same expert as this lane's pair. A ballot for each bit of the expert is faster
+        # than `match`, whose time grows with the number of different experts in a warp.
         same = Int32(-1)
         for bit in cutlass.range_constexpr(ID_BITS + 1):  # and the sign bit
             mine = expert << (31 - bit) >> 31 if bit < ID_BITS else expert >> 31
@@ -208,8 +209,8 @@ class SchedulePairs:
 
     @cute.jit
     def scan_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
-        """Turns counts into exclusive prefix sums over warps, finds the experts' starts, and lists the tiles. A thread has an
-        expert.
+        """Turns the warps' counts of each expert's pairs into exclusive prefix sums over the warps, computes the first index of
+        each expert's pairs in the sorted order, and lists the tiles. Each thread handles one expert.
         """
         c = self.config
         counts = storage.counts.data_ptr()
@@ -266,7 +267,9 @@ class SchedulePairs:
 
     @cute.jit
     def exchange(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, count: Int32):
-        """Sends the CTA's count of a thread's expert to all CTAs. Returns the sum over lower-ranked CTAs, and the total."""
+        """Sends this CTA's number of pairs of the thread's expert to all CTAs of the cluster. Returns the expert's number of pairs
+        in the lower-ranked CTAs, and in all CTAs.
+        """
         cute.arch.cluster_wait()
         here, barrier = storage.of_ctas.data_ptr().toint(), storage.arrived.data_ptr()
         if thread < pairs.experts:
@@ -285,6 +288,6 @@ class SchedulePairs:
 
     @cute.jit
     def write_tile(self, pairs: Pairs, tile: Int32, expert: Int32, first: Int32, count: Int32):
-        """Stores the record of a tile."""
+        """Stores the record of a tile with ``count`` pairs, from the index ``first`` in the sorted order on. See `Pairs.tiles`."""
         at = pairs.tiles + Int64(tile) * (4 * RECORD)
         store_words(at, [expert, first, count, count])

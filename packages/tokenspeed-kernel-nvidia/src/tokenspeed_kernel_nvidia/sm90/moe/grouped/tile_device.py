@@ -1,7 +1,7 @@
-"""Shared by all warps of `kernel_device`: the call's arguments, the work items, and shared memory.
+"""What all warps of `kernel_device` use: the arguments of a launch, the work items, and the layout of shared memory.
 
 An *item* (work item) combines a tile of the schedule, that is, some pairs of one expert, with `Gemm.rows` rows of that expert's
-weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
+weights. With n CTAs, a CTA computes every n-th item. The tiles of the schedule with the most pairs come first.
 """
 
 # mypy: ignore-errors
@@ -26,18 +26,19 @@ class Call:
     """The arguments of a GEMM launch. Arrays in global memory are given by their addresses.
 
     Attributes:
-        weights: the panels of all experts.
-        strips: strips of each expert.
-        k: elements of a row of activations.
+        weights: the panels of all experts' weights, see `mxfp4.layout`.
+        strips: number of strips (16 rows of weights each) of one expert.
+        k: number of elements of a row of activations.
         rows, row_stride: the activations, and the row pitch in elements, a multiple of 8.
-        count: number of rows.
-        row_scales: address of float32 scales, one per row; or 0.
-        exact: address of int32 ``[experts]``, or 0. 1 for experts that the `CODES` GEMM computes, 0 for all others.
-        sources: int32, the row of each column, for the first GEMM.
-        tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
-        tile_count: int32, the number of tiles.
+        count: number of rows of activations.
+        row_scales: float32, one scale for each row of activations.
+        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMM computes, 0 for all others. The address is 0 if this GEMM
+            computes all experts.
+        sources: int32, for the first GEMM, the row of activations of each column.
+        tiles: int32 ``[tiles, RECORD]``, of each tile of the schedule the expert, the first column, and the number of columns.
+        tile_count: int32, the number of tiles of the schedule.
         out, out_stride: the results, one row for each column, and the row pitch in elements.
-        alpha, limit, beta: parameters of the activation; an infinite limit means none.
+        alpha, limit, beta: parameters of the activation function; an infinite ``limit`` does not limit values.
     """
 
     weights: Int64
@@ -59,29 +60,29 @@ class Call:
 
     @property
     def blocks(self) -> Int32:
-        """The number of k blocks."""
+        """The number of k blocks of a row of weights."""
         return (self.k + (BLOCK - 1)) // BLOCK
 
     @property
     def panels(self) -> Int32:
-        """The number of an expert's panels."""
+        """The number of panels of one expert's weights."""
         return (self.strips + (PANEL_STRIPS - 1)) // PANEL_STRIPS
 
     @property
     def panel_bytes(self) -> Int32:
-        """The bytes of a panel."""
+        """Bytes of a panel of weights in global memory: its head and all of its k blocks."""
         return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class Item:
-    """A work item: a tile of the schedule times some rows of weights.
+    """A work item: the columns of a tile of the schedule, multiplied by some rows of the weights of their expert.
 
     Attributes:
-        expert: the expert that has the weights.
+        expert: the index of the expert.
         first: the tile's first column, counted over the columns of all experts.
-        count: columns; 0 if another kernel computes the item, or if it needs no repair.
-        strip: the first strip.
+        count: number of columns to compute; 0 if another GEMM computes the expert, or if no column needs a repair.
+        strip: the item's first strip in the expert's weights.
     """
 
     expert: Int32
@@ -92,11 +93,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Weights:
-    """The position of a warp in the ring buffer of weights.
+    """The position of a warp in the ring of weights.
 
     Attributes:
-        at: the stage.
-        block: the block in the stage.
+        at: the stage of the ring.
+        block: the index of the k block in the stage.
     """
 
     at: Cursor
@@ -104,7 +105,7 @@ class Weights:
 
 
 class Shapes:
-    """Shapes, types and shared memory of a configuration."""
+    """The operand shapes, the types and the layout of shared memory of a configuration."""
 
     def __init__(self, config: Gemm):
         self.config = config
@@ -133,17 +134,16 @@ class Shapes:
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring buffer of weights. A stage has `Tile.blocks` k blocks of each of a tile's panels, and one slot per
-        panel.
-        """
+        """Returns the barriers of the ring of weights. A stage has one slot for each panel of a tile, with `Tile.blocks` k
+        blocks."""
         return pipeline(storage.weights_full, storage.weights_empty)
 
     def column_pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring buffer of columns. A stage is one k step of all columns of a tile."""
+        """Returns the barriers of the ring of columns. A stage has one k step of all columns of a tile."""
         return pipeline(storage.columns_full, storage.columns_empty)
 
     def columns(self, storage: Any, width: int) -> cute.Tensor:
-        """Returns ``(width, k, stage)`` of the ring buffer of columns: the first columns of each stage."""
+        """Returns the first ``width`` columns of each stage in the ring of columns, as a tensor ``(width, k, stage)``."""
         c = self.config
         panel = c.slots * c.columns * c.panel_k
         shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
@@ -151,21 +151,23 @@ class Shapes:
         return storage.columns.get_tensor(layout, swizzle=swizzle())
 
     def row_tiles(self, call: Call) -> Int32:
-        """Returns the number of tiles along an expert's rows."""
+        """Returns the number of tiles along the rows of one expert's weights."""
         return (call.strips + (self.config.strips - 1)) // self.config.strips
 
     def items(self, call: Call):
-        """Returns the index of this CTA's first item, and the tile scheduler. The schedule must have been written."""
+        """Returns the index of this CTA's first work item, and the tile scheduler. The schedule in global memory must be
+        complete."""
         index, step = own_indices()
         return index, RoundRobin(step, load_int(call.tile_count, False) * self.row_tiles(call))
 
     def is_beyond(self, call: Call, row: Int32) -> Int32:
-        """Returns a negative value if `PARTS` cannot represent a row: its scale is negative."""
+        """Returns a negative value if `PARTS` cannot represent a row of activations, whose scale is then negative, and 0
+        otherwise."""
         return Int32(load_int(call.row_scales + Int64(row) * 4, False) & Int32(-(1 << 31)))
 
     @cute.jit
     def any_beyond(self, call: Call, storage: Any):
-        """Whether there is a row that `PARTS` cannot represent. All threads of a CTA call this method."""
+        """Returns whether any row of activations cannot be represented by `PARTS`. All threads of a CTA call this method."""
         thread, _, _ = cute.arch.thread_idx()
         beyond = Int32(0)
         for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):
@@ -178,7 +180,7 @@ class Shapes:
 
     @cute.jit
     def read_item(self, call: Call, index: Int32) -> Item:
-        """Returns an item. Every thread reads the item by itself."""
+        """Returns the work item with this index. Every thread reads the item's record for itself."""
         row_tiles = self.row_tiles(call)
         tile = index // row_tiles
         expert, first, count, _ = load_words("global", call.tiles + Int64(tile) * (4 * RECORD), 4)

@@ -1,8 +1,8 @@
-"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights, with mma.sync.
+"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights by the columns, with mma.sync.
 
-wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. mma.sync takes time in
-proportion to the columns, but more instructions. A warp has at least two strips. So each column is loaded from shared memory once
-for all strips. The accumulator layout is that of wgmma.
+wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. The time of mma.sync is
+proportional to the number of columns, but it takes more instructions. A warp has at least two strips, so that each column is
+loaded from shared memory once for several strips. The accumulator layout is that of wgmma.
 """
 
 # mypy: ignore-errors
@@ -30,11 +30,11 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ldmatrix, load_flo
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
-STEPS = 4  # MMA steps (k = 16) of a block, with one word each
+STEPS = 4  # MMAs along k (k = 16 each) of a k block; each MMA needs one word of e2m1 values of a lane
 
 
 class WarpMainloop(Shapes):
-    """The mainloop of warps that use mma.sync."""
+    """The mainloop of MMA warps for tiles with so few columns that mma.sync is used."""
 
     @cute.jit
     def compute_by_warps(
@@ -46,7 +46,9 @@ class WarpMainloop(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        """Computes and stores this warp's strips of a work item with at most ``width`` columns. Returns the positions of the next
+        item's first stages in the rings of weights and columns.
+        """
         c = self.config
         # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
         # widths.
@@ -58,7 +60,7 @@ class WarpMainloop(Shapes):
         slot = storage.weights.data_ptr().toint() + wg * (c.tile.strips * c.slot_bytes)
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
-        # Row factors and biases of rows lane / 4 and eight further of each strip.
+        # The factors and biases of the lane's two rows of each strip, lane / 4 and lane / 4 + 8.
         head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [
             [load_floats("shared", head + each * c.slot_bytes + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
@@ -68,9 +70,9 @@ class WarpMainloop(Shapes):
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        # ldmatrix addresses: a lane addresses a row of an 8 x 8 matrix. The matrix is one of four: the first or second eight
-        # columns, by the first or second eight elements of k. 16-byte chunks of a column are permuted by its index modulo 8. A last
-        # group of eight columns has four matrices along k.
+        # ldmatrix addresses: a lane addresses a row (eight elements of a column) of one of four 8 x 8 matrices: the first or second
+        # eight columns, by the first or second eight elements of k. The 16-byte chunks of a column are permuted by the column index
+        # modulo 8. If the number of columns is odd in eights, the last eight columns are loaded as four matrices along k.
         column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
         chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
@@ -86,8 +88,8 @@ class WarpMainloop(Shapes):
             second = self.load_strips(weights.at, 1, slot, lane)
             if not ready:
                 self.column_pipe(storage).wait(columns)
-            # Release stages only when the next k step begins, when all loaded values have been used. ptxas may move an arrive ahead
-            # of MMAs that still wait for their loads.
+            # Release the stages of a k step only when the next k step begins, when all loaded values have been used. ptxas may move
+            # the arrive on an empty barrier ahead of MMAs that still wait for their loads.
             if k_step > 0:
                 self.release_stages(storage, columns_before, weights_before)
             stage = columns.stage * c.column_bytes
@@ -124,8 +126,14 @@ class WarpMainloop(Shapes):
         odd_chunk16: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Dequantises a block of each strip and multiplies the block by the columns. ``column + chunk16`` addresses the lane's
-        first chunk.
+        """Dequantises a k block of each of the warp's strips, and adds the products with the columns to the accumulators.
+
+        Args:
+            acc: the accumulators of each strip.
+            words: see `load_strips`.
+            column, chunk16: the sum is the shared-memory address that this lane passes to the block's first ldmatrix.
+            odd_column, odd_chunk16: the same for the last eight columns, if ``width`` is not a multiple of 16.
+            width: number of columns.
         """
         odd = []
         for step in cutlass.range_constexpr(STEPS):
@@ -149,13 +157,15 @@ class WarpMainloop(Shapes):
 
     @cute.jit
     def release_stages(self, storage: Any, columns: Cursor, weights: Cursor):
-        """Releases the columns and weights of a k step."""
+        """Releases the stages of a k step in the rings of columns and weights."""
         cute.arch.sync_warp()
         self.column_pipe(storage).release(columns)
         self.weight_pipe(storage).release(weights)
 
     def load_strips(self, weights: Cursor, block: int, slot: Int32, lane: Int32) -> list:
-        """Returns the lane's words of each strip in a block. The words of a strip are followed by its word of scales."""
+        """Returns the lane's 32-bit words of a k block from shared memory: for each of the warp's strips, the words of e2m1 values,
+        then the word of scales. ``block``: index of the block in the stage ``weights``.
+        """
         c = self.config
         begin = slot + weights.stage * c.stage_bytes + block * PANEL_BLOCK_BYTES
         words = []
