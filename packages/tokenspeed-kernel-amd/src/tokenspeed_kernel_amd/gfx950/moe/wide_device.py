@@ -238,7 +238,7 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
-    """Multiplies the weights of two steps of k by all tokens, and adds the products to the accumulators. A chunk of tokens is read
+    """Issues the MFMAs of two steps of k: all weights by all tokens, added to the accumulators. A chunk of tokens is read
     from LDS during the MMAs of the previous chunk.
 
     Args:

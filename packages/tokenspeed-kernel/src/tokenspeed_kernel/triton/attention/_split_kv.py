@@ -154,7 +154,7 @@ def merge_partials(
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
     # With few sequences, a program merges all partial results of one query row at once. With more sequences a program merges all
-    # rows of a head, and with many sequences several heads. Of many sequences, few are split, and most programs only find that
+    # rows of a head, and with many sequences several heads. Few of many sequences are split, so most programs only find that
     # their sequence is not split. ``parts`` makes that check cheaper.
     programs = (_FEW if parts is None else _MANY) * sm_count
     few = plan.batch * heads * rows < programs

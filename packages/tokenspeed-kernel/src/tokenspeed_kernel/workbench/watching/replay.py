@@ -72,7 +72,7 @@ def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCa
 
 
 def replay(record: Record) -> Case:
-    """Returns a case for one record of a capture. Of the record's samples, it has the lengths and expert loads of the largest.
+    """Returns a case for one record of a capture. It has the lengths and expert loads of the record's largest sample.
 
     Raises:
         ReplayError: see `load_cases`.

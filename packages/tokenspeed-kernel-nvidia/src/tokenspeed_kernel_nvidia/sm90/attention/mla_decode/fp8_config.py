@@ -24,7 +24,7 @@ class Fp8Config(Config):
         dtype: dtype of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.
         summed: the number of blocks for which P @ V is accumulated in registers before the result is added to float32 accumulators
-            in global memory. In a sum of fp8 products, the tensor cores keep 13 fractional bits relative to the largest term, and
+            in global memory. In the sums of an fp8 MMA, the tensor cores keep 13 fractional bits relative to the largest term, and
             truncate the rest. Long sums are thus too small: by 2^-14 or more for every 32 tokens, which is 0.8% for 4096 tokens.
     """
 

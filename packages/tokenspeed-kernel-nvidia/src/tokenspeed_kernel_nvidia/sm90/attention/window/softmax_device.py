@@ -60,7 +60,7 @@ class TileSoftmax:
         """Softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @ V.
 
         Returns:
-            The row max of this thread's two rows, and the thread's partial row sums. Of a quad's four lanes, one includes the sink
+            The row max of this thread's two rows, and the thread's partial row sums. One of a quad's four lanes includes the sink
             in its partial sum.
         """
         c = self.config

@@ -10,7 +10,7 @@ s, e and m are sign, exponent and mantissa:
     bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
     value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
 
-    2176 bytes per k block of a panel in mxfp4 (544 per strip), 2304 (576 per strip) in nvfp4. Of each strip:
+    2176 bytes per k block of a panel in mxfp4 (544 per strip), 2304 (576 per strip) in nvfp4. A strip has:
                                 int32 [32, 4]         e2m1 values: four words for each lane of a warp
                                 uint8 [8, 2, 2]       scales in mxfp4: [row, half of the block's k, first or second eight rows]
                                 uint8 [8, 4, 2]       scales in nvfp4: [row, quarter of the block's k, first or second eight rows]

@@ -70,8 +70,7 @@ class Tile:
 _TILES = {
     # For `PARTS` (elements split into two fp8 values), see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
-    # fp8 activations, with block scales as for `PARTS`. Calls do not use it, because it has not been measured. Expected to take
-    # 600 us for 1024 tokens, where 16-bit MMAs on the quantised values take 690. With 48 columns, registers are spilled.
+    # For fp8 activations, with block scales as for `PARTS`, see `_FEW_ROUNDED_PAIRS`. With 48 columns, registers are spilled.
     40: Tile(3, (8, 16, 24, 32, 40), 2, 2, 6, 160, 3),
     # 1024 tokens: 655, 512: 570, 256: 503. With all widths by warps: 756, 585 and 502. With all widths by panels: 650, 565 and 535.
     # With widths up to 64 columns by warps: 660, 569 and 499. With MMA groups of half a block, and the A fragments of four groups

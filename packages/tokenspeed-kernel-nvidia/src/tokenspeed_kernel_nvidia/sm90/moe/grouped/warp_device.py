@@ -126,7 +126,7 @@ class WarpMainloop(Shapes):
         odd_chunk16: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Dequantises a k block of each of the warp's strips, and adds the products with the columns to the accumulators.
+        """Dequantises a k block of each of the warp's strips, and issues its MMAs with the columns.
 
         Args:
             acc: the accumulators of each strip.
