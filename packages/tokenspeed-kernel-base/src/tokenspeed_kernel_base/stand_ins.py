@@ -23,7 +23,7 @@ def stands_in(tensor: torch.Tensor) -> bool:
 
 
 def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is traced rather than run: one of its tensors is a stand-in, or all are meta tensors."""
+    """Whether the call is traced rather than run: at least one of its tensors is a stand-in, or all of them are meta tensors."""
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]
