@@ -167,9 +167,8 @@ def index_inputs(
 ) -> Callable[[Draw], dict[str, Any]]:
     """New tokens and a paged cache that holds them.
 
-    ``q_lens``: number of new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: page table entries
-        per
-    sequence."""
+    ``q_lens``: number of new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: number of page table
+    entries per sequence."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
