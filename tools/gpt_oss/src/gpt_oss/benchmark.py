@@ -454,7 +454,7 @@ class _Measuring:
         """Returns the floor of a decode step: the time to read the bytes that the step must read."""
         config, size = self.config, self.dtype.itemsize
         weights = config.num_local_experts, config.hidden_size, config.intermediate_size
-        expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 per 32 elements
+        expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 per 32 values
         expert += size * (2 * weights[2] + weights[1])  # biases of both projections
         layer = self.model.layers[0]
         products = (layer.qkv, layer.output, layer.router)
