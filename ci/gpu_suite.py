@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
     """Ends a worker whose CUDA context is lost, because all further tests of this worker would fail. pytest-xdist then starts
     another worker, and counts the test as failed a second time."""
-    yield  # the test's outcome is sent first
+    yield  # first, the other hooks send the test's outcome
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()

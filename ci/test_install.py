@@ -1,9 +1,9 @@
 """Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a made-up package index.
 
-``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder of empty wheels: our wheels' third-party
-requirements, and packages of other projects under each of our names. Other projects have uploaded or may upload such packages, with
-lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment that runs the
-tests. The environment that runs the tests has none of our packages.
+``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder of wheels without code: the third-party
+packages that our wheels require, and packages of other projects under each of our names. Other projects have uploaded or may upload
+such packages, with lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment
+that runs the tests. The environment that runs the tests has none of our packages.
 """
 
 from __future__ import annotations

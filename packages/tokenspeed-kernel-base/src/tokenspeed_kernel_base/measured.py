@@ -1,7 +1,8 @@
 """Measured results, as selection uses them.
 
-`use` installs a source of results; ``tokenspeed_kernel`` installs its tables and its autotuner. This package does not know where
-the results come from. Without a source, kernels are ranked by their declarations alone, and nothing is measured.
+`use` installs a source of measured results; ``tokenspeed_kernel`` installs its tables and its autotuner as the source. This package
+does not know where the results come from. Without a source, kernels are ranked by their declarations alone, and nothing is
+measured.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Options:
         hints: parameters that repeat a tensor's values on the host. Hints may save work, and decisions do not depend on them.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the reference (the body), if it does not support every call that the signature allows.
-        composed_traits: constraints of the composed kernel of an operator with parts. Needed if the parts cannot read objects that
-            are prepared for this operator's kernels, for example.
+        composed_traits: constraints of the composed kernel, which runs the operator's parts one after another. Such constraints are
+            needed, for example, if the parts cannot read objects that are prepared for this operator's own kernels.
         fixed_traits: traits that describe the operands; an override cannot bypass them.
         varying: sizes that change from call to call, by their names in the ``check`` hook: tokens, batch, rows. Keys of measured
             results contain these sizes rounded up to a power of two, and the exact value of every other size. The first varying

@@ -1,6 +1,6 @@
 """The platform of this machine, and its capabilities.
 
-Importing this module creates no GPU context. The first request for a platform may create one.
+Importing this module creates no GPU context. The first request for a platform may create a GPU context.
 
 `CapabilityRequirement.gap` tells selection why a kernel cannot run on a platform. CPU tensors use the CPU's platform even where a
 GPU is present (`platform_of`), unless `use_platform` is in force. An emulator that runs GPU code on CPU tensors installs the

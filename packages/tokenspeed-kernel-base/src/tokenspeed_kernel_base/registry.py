@@ -344,7 +344,7 @@ class KernelRegistry:
         for spec in specs:
             named = self._layouts_of(spec) - {CANONICAL}
             if named and spec.weight_preprocessor is None:
-                # Operators of a family share plans, and therefore layouts.
+                # Operators of a family share plans, and therefore layouts of prepared weights.
                 makers = (o for o in self._specs.values() if o.family == spec.family and o.weight_preprocessor is not None)
                 made = {CANONICAL}.union(*map(self._layouts_of, makers))
                 for layout in sorted(named - made):

@@ -29,7 +29,8 @@ class Operand:
     """One operand of an instruction.
 
     Attributes:
-        file: ``"v"`` (rows of `Group.registers`, accumulation registers included), ``"s"``, ``"literal"`` or ``"off"``.
+        file: the register file: ``"v"`` (rows of `Group.registers`, accumulation registers included) or ``"s"`` (scalar registers).
+            Or ``"literal"``, or ``"off"``.
         index, count: the operand's first register, and its number of registers; a literal's count is 0.
         literal: the value as written: an int for integers and hex, a float for floating point.
         raw: whether the literal was written in hex, which gives bits rather than a value.

@@ -31,7 +31,7 @@ Argument = tuple[str, str, Any]
 
 
 def pack(type_: str, value: Any) -> bytes:
-    """The bytes of a scalar or pointer; bytes are returned as they are."""
+    """The bytes of a scalar or pointer argument. A value that is bytes already is returned unchanged."""
     if isinstance(value, bytes):
         return value
     if type_.startswith("*"):

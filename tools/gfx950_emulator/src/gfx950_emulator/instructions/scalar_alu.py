@@ -170,7 +170,7 @@ def _carry(site: Site) -> Bound:
 # Instructions with one 32-bit source
 
 
-_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # function, and whether SCC is set to (result is not zero)
+_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # the function; whether SCC becomes 1 for a nonzero result, else 0
     "s_mov_b32": (lambda a: a, False),
     "s_not_b32": (lambda a: a ^ MASK32, True),
     "s_abs_i32": (lambda a: abs(signed(a)) & MASK32, True),

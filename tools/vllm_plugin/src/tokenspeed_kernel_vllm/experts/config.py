@@ -52,7 +52,7 @@ def plan_of(layer: Any) -> Any:
     """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel.
 
     Args:
-        layer: vLLM's `RoutedExperts`. The weights of this layer need not exist yet.
+        layer: vLLM's `RoutedExperts`. The layer's weights need not be created yet.
 
     Returns:
         The core's `MoEPlan`.

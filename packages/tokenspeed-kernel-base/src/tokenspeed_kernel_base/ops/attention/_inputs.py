@@ -159,7 +159,7 @@ def paged(
                 total width.
         kv_lora_rank: if given, the cache holds latents of this width with rotary parts, ``head_dim`` wide together.
         scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
-        stale: slots that hold no token hold NaN.
+        stale: fill the cache slots that hold no token with NaN.
         freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
             NaN.
         running_sums: also give ``cu_seqlens_kv`` if there are q_lens.

@@ -209,7 +209,7 @@ def _inputs(
         q_lens: number of queries of each sequence; by default one.
         lengths: also pass ``topk_length``, and put invalid slots past the counted indices.
         holes: every third index is -1.
-        stale: slots that hold no token hold NaN.
+        stale: fill the cache slots that hold no token with NaN.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
     """
 

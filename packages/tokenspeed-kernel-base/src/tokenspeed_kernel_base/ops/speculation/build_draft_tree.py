@@ -1,4 +1,4 @@
-"""Builds the draft tree that the target model verifies from a draft model's candidates."""
+"""Builds the draft tree of a draft model's candidate tokens. The target model verifies this tree."""
 
 from __future__ import annotations
 
