@@ -26,7 +26,7 @@ PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_
 
 
 def output_of(result: Any) -> Tensor:
-    """Returns the output ``[tokens, heads, head_dim]`` from the result of a call."""
+    """Returns the attention output ``[tokens, heads, head_dim]`` from a call's result, which may be a tuple that begins with it."""
     out = result[0] if isinstance(result, tuple | list) else result
     assert isinstance(out, Tensor)
     return out.flatten(0, -3)

@@ -68,7 +68,7 @@ def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
 
 
 def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
-    """Returns the host time of each call in microseconds: the fastest series of each."""
+    """Returns the host time of each call in microseconds: the average in the call's fastest series."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(_STRETCHES):
         for name, call in calls.items():

@@ -215,5 +215,6 @@ def quantization_error(batch: Batch, layer: Layer) -> float:
 
 
 def floor_us(cost: Cost, activation_dtype: str) -> float:
-    """Returns the roofline time of a call in microseconds: the time of its bytes or of its arithmetic, whichever is longer."""
+    """Returns the roofline time of a call in microseconds: the time to read and write its bytes, or the time of its arithmetic,
+    whichever is longer."""
     return max(cost.bytes / BYTES_PER_US, cost.flops / FLOPS_PER_US[activation_dtype])

@@ -92,7 +92,7 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
 
 
 def predicted_us(tokens: int, experts: float, variant: Variant | None = None) -> float:
-    """Returns the predicted microseconds of a layer. ``variant``: None stands for today's launches at one token."""
+    """Returns the predicted microseconds of a layer. If ``variant`` is None: of the launches of today's kernels, for one token."""
     return sum(TODAY.values() if variant is None else steps(tokens, experts, variant).values())
 
 

@@ -92,7 +92,7 @@ def compare(
 
 
 def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Returns statistics of the differences between the engine's logits and the model's, in standard deviations of a row."""
+    """Returns statistics of the differences between the engine's logits and the float32 model's, in standard deviations of a row."""
     flat = rows.flatten(0, 1)
     rms, largest, agreed = [], [], 0
     for part, mine in zip(asked.split(16), flat.split(16), strict=True):
@@ -117,8 +117,8 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _moved(exact: Tensor, chosen: Tensor) -> dict[str, Any]:
-    """Counts the tokens of a layer whose experts differ from those that exact logits select. Also returns the margin of these
-    tokens: the difference between the logits of the last selected expert and the next expert.
+    """Counts the tokens of a layer whose experts differ from those that the float32 model's logits select. Also returns the margin
+    of these tokens: the difference between the logits of the last selected expert and the next expert.
     """
     top_k = chosen.shape[1]
     values = exact.sort(-1, descending=True).values

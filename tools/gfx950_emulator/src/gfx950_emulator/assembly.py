@@ -60,7 +60,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A kernel as compiled; comments describe the fields."""
+    """The assembly of a compiled kernel; comments describe the fields."""
 
     name: str
     instructions: tuple[Instruction, ...]

@@ -116,7 +116,7 @@ BINDERS: dict[str, Binder] = {}
 
 
 def binder(*mnemonics: str) -> Callable[[Binder], Binder]:
-    """Returns a decorator that registers a function as the binder of mnemonics (without encoding suffix)."""
+    """Returns a decorator that registers a function as the binder of these mnemonics (without encoding suffix)."""
 
     def register(function: Binder) -> Binder:
         for mnemonic in mnemonics:

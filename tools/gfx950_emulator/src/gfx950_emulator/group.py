@@ -133,7 +133,7 @@ class Group:
     # Scalar registers
 
     def s32(self, index: int) -> int | np.ndarray:
-        """Reads a 32-bit scalar register: an int, or int64 per wave."""
+        """Reads a 32-bit scalar register: an int for all waves, or an int64 for each wave."""
         value = self.s[index]
         kind = type(value)
         if kind is int or kind is np.ndarray:
@@ -144,7 +144,7 @@ class Group:
         return value.low_bits() if kind is LaneMask else value.high_bits()
 
     def s64(self, index: int) -> int | np.ndarray:
-        """Reads a pair of scalar registers: an int, or uint64 per wave."""
+        """Reads a pair of scalar registers: an int for all waves, or a uint64 for each wave."""
         low, high = self.s32(index), self.s32(index + 1)
         if type(low) is int and type(high) is int:
             return low | high << 32
@@ -206,7 +206,7 @@ class Group:
     # Reads by vector instructions
 
     def broadcast(self, index: int) -> int | np.ndarray:
-        """Reads a scalar register for the lanes: an int, or uint32 [L]."""
+        """Reads a scalar register as an operand of vector instructions: an int for all lanes, or uint32 [L]."""
         value = self.s32(index)
         return value if type(value) is int else np.repeat(value.astype(np.uint32), WAVE)
 

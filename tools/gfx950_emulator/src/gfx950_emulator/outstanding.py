@@ -57,7 +57,7 @@ class Deferred:
     values: np.ndarray
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Deferred:
-        """Returns the data of some lanes, with the lanes' indices in another group."""
+        """Returns the data of the lanes ``kept``; ``columns`` are the indices of these lanes in the new group."""
         return Deferred(self.bound, columns, self.addresses[kept], self.values[:, kept])
 
 
@@ -74,7 +74,7 @@ class Stored:
     size: int
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Stored:
-        """Returns the addresses of some lanes, with the lanes' indices in another group."""
+        """Returns the addresses of the lanes ``kept``; ``columns`` are the indices of these lanes in the new group."""
         return Stored(columns, self.addresses[kept], self.size)
 
 

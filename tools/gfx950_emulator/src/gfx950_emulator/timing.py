@@ -205,7 +205,8 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
 
 
 def _rate(alone: Simulation, full: Simulation, workgroups: int) -> float:
-    """Cycles per workgroup if ``workgroups`` run together. The total time is interpolated linearly between the two simulations."""
+    """Cycles per workgroup if ``workgroups`` run together on a CU. The total time is interpolated linearly between the simulation
+    of one workgroup alone and that of a full CU."""
     if full.workgroups == 1:
         return alone.cycles
     step = (full.cycles - alone.cycles) / (full.workgroups - 1)

@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> dict[str, int]:
-    """Name of an operation of the machine -> its code."""
+    """Maps the name of each operation of the machine to the operation's code."""
     names: dict[str, int] = {}
     while (name := library().operation_name(len(names))) is not None:
         names[name.decode()] = len(names)

@@ -99,7 +99,7 @@ def _(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _held(draw: Draw, rows: int, top_k: int) -> Tensor:
-    """Draws ids like those that `moe_dispatch` returns: most slots belong to experts of other ranks and are negative."""
+    """Draws expert ids like those that `moe_dispatch` returns: most belong to experts of other ranks, and are negative."""
     return torch.where(draw.uniform(rows, top_k) < 0.4, draw.integers(0, 8, rows, top_k, dtype=torch.int32), -1)
 
 
