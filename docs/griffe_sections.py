@@ -10,7 +10,7 @@ import griffe
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
-# Regular expressions, and their replacements.
+# Regular expressions for parts of docstrings, and the replacements of these parts.
 _CHANGES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # Griffe shows the contents of the section Examples as code.
     (r"^( *)Example:$", r"\1Examples:"),

@@ -92,7 +92,7 @@ def compare(
 
 
 def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Returns statistics of the differences between the engine's logits and the float32 model's, in standard deviations of a row."""
+    """Returns statistics of the differences of the engine's logits from the float32 model's, in standard deviations of a row."""
     flat = rows.flatten(0, 1)
     rms, largest, agreed = [], [], 0
     for part, mine in zip(asked.split(16), flat.split(16), strict=True):

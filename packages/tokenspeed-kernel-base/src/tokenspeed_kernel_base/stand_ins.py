@@ -18,7 +18,8 @@ def readable(tensor: torch.Tensor) -> bool:
 
 def stands_in(tensor: torch.Tensor) -> bool:
     """Whether a tensor's class intercepts operations (fake, functional, distributed, quantised tensors). Kernels must not receive
-    such a tensor. If its class intercepts no operation, as that of weights with an attached loader, it counts as a plain tensor."""
+    such a tensor. A tensor whose class intercepts no operation, such as a weight with an attached loader, counts as a plain
+    tensor."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 

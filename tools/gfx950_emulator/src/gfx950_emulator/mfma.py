@@ -14,8 +14,8 @@ Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belo
   there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
 - C and D (32 bits): register r, lane l is row 8 (r // 4) + 4 g + r % 4 for S = 32 and 4 g + r for S = 16, column l % S.
 - C and D of f64: registers 2v and 2v + 1 are row 4 v + g, column l % 16.
-- Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte
-  ``op_sel[0] + 2 * op_sel_hi[0]`` of the register is A's, index 1 is B's.
+- Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte ``op_sel[0] + 2 *
+  op_sel_hi[0]`` of A's scale register, and byte ``op_sel[1] + 2 * op_sel_hi[1]`` of B's, hold the scale.
 
 Sources of the layouts, and how they were checked:
 

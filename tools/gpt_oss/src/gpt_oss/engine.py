@@ -192,7 +192,7 @@ class Engine:
         yielded are lost.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been queued.
+            TypeError, ValueError: a request is rejected, see `add`. If this happens, no request of this call has been queued.
         """
         checked = self._all_checked(requests)
         numbers = range(self._added, self._added + len(checked))
@@ -213,7 +213,7 @@ class Engine:
             on_event: called with each token as it is generated.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been started.
+            TypeError, ValueError: a request is rejected, see `add`. If this happens, no request of this call has been started.
             RuntimeError: the engine is not idle. The tokens of the other requests would be lost.
         """
         if not self.idle:

@@ -20,7 +20,7 @@ OPS: Any = import_module("tokenspeed_kernel")
 
 # Number of values that share a scale, and number of values per byte.
 BLOCK, PACKED = 32, 2
-# A rank's intermediate features are rounded up to a multiple of this, as SGLang's loader of GPT-OSS expects.
+# A rank's intermediate features are rounded up to a multiple of this number, as SGLang's loader of GPT-OSS expects.
 ROUNDING = 64
 # The runner backends with which SGLang's router returns top-k weights and ids. In newer releases the quantisation method determines
 # what the router returns.

@@ -154,7 +154,7 @@ def byte_permute(a: Array, b: Array, selector: Array) -> Array:
 
 vector_op("v_perm_b32", byte_permute, U32, U32, U32, U32)
 
-# Bitwise functions of two inputs b and c, by table: bit 2b + c of the table is the value for (b, c).
+# Bitwise functions of two inputs b and c, in the order of their truth tables: bit 2b + c of a table is the value for (b, c).
 _OF_TWO = (
     "", "~(b | c)", "~b & c", "~b", "b & ~c", "~c", "b ^ c", "~(b & c)",
     "b & c", "~(b ^ c)", "c", "~b | c", "b", "b | ~c", "b | c", "",
