@@ -10,8 +10,8 @@ static activation scales. The portable kernel uses per-token scales, so our kern
 baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
 core's portable `moe_topk` is added to its time.
 
-A second table has further configurations. They are our kernels with bf16 or mxfp4 activations, and other weight formats on the
-portable kernel and, if supported, on our kernels.
+A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats with the portable
+kernel and, if our kernels support the format, with our kernels.
 
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
@@ -287,7 +287,7 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: 
 
     Args:
         report: the emulator's report of the executed launch.
-        scale: factor by which workgroups and bytes grow, except ``fixed_bytes``.
+        scale: factor by which the numbers of workgroups and of bytes grow, except ``fixed_bytes``.
         fixed_bytes: bytes that do not grow with ``scale``.
         parts: a further factor by which all workgroups and bytes grow.
     """

@@ -105,7 +105,7 @@ def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> 
 
 
 def _tflops(names: Sequence[str]) -> Measure:
-    """Returns a measure: the lowest TFLOP/s of these shapes. Of both GEMMs, q·k and P·v, only the unmasked half counts."""
+    """Returns a measure: the lowest TFLOP/s of these shapes. Only the unmasked half of both GEMMs, q·k and P·v, counts."""
     flops = {shape.name: 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim for shape in SHAPES}
     return lambda times: min(flops[name] / times[name]["ours"] / 1e6 for name in names)
 

@@ -113,10 +113,10 @@ class ProcessGroup(Resource):
         Args:
             group: the process group, as for `of`.
             one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. The protocol
-                takes ``2 * world_size`` times as much memory.
+                takes ``2 * world_size`` times this many bytes of memory.
             two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. The protocol takes
-                four times as much memory. By default messages of up to 48 MiB are possible with one of the protocols, on CPUs up to
-                1 MiB.
+                four times this many bytes of memory. By default, one of the protocols can send messages of up to 48 MiB, or up to
+                1 MiB on CPUs.
 
         Raises:
             TypeError: as for `of`.

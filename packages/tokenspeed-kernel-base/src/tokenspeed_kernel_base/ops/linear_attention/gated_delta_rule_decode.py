@@ -80,7 +80,8 @@ def gated_delta_rule_decode(
         state_slots: int32 ``[batch]``, the slot from which each request's state is read. Negative: the state is zero and is not
             written. Checked if it lies in host memory.
         output_slots: int32 ``[batch, tokens]``, distinct slots to which the states after each token are written; a negative slot is
-            not written. None: the state after the last token is written to state_slots. Checked if both lie in host memory.
+            not written. None: the state after the last token is written to state_slots. Checked if state_slots and output_slots lie
+            in host memory.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
         dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.

@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise another operator's result. They combine that operator's hooks with those of `quantize`."""
+"""Hooks of operators that quantise another operator's result. They combine the other operator's hooks with those of `quantize`."""
 
 from __future__ import annotations
 
