@@ -95,7 +95,7 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dic
 
 
 def _rows(states: Tensor) -> Tensor:
-    """Returns ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    """Returns queries, keys or values ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
     return states.transpose(1, 2).flatten(0, 1)
 
 

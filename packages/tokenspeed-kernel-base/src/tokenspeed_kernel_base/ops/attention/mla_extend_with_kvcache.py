@@ -83,7 +83,7 @@ def mla_extend_with_kvcache(
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
+            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
         is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False: every
             query sees all keys, for example those of a prefix that does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.

@@ -45,8 +45,8 @@ def mla_sparse_with_kvcache(
 
     This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer selects
     the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and decode are
-    the same call, because it needs the slots of each token and no sequence lengths. No causal mask is applied: the selection must
-    already be causal. Accumulates in float32 (float64 for a float64 q) and rounds the output once.
+    the same call, because the operator needs the slots of each token, but no sequence lengths. No causal mask is applied: the
+    selection must already be causal. Accumulates in float32 (float64 for a float64 q) and rounds the output once.
 
     The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
     The second is the layout of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse
@@ -64,7 +64,7 @@ def mla_sparse_with_kvcache(
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
+            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
         topk_length: int32 ``[tokens]``, 0 to top_k: the number of leading indices of each token that are used. Further indices may
             hold anything. None means all. With topk_length, tokens with few keys run faster.
         return_lse: also return the log-sum-exp.

@@ -155,7 +155,7 @@ def draw_operands(
         gate: ``"head"`` or ``"channel"``.
         raw_gates: draw A_log, dt_bias and raw gates, as in models; otherwise g holds log decays and beta final values.
         fused: q, k and v are slices of one tensor, as after a fused projection.
-        unit: normalise keys to unit length, without which states grow.
+        unit: normalise keys to unit length; with longer keys, states grow.
     """
     sizes = [heads * k_dim, heads * k_dim, v_heads * v_dim]
     mixed = draw.normal(*leading, sum(sizes), dtype=dtype)
