@@ -65,7 +65,7 @@ def dsa_indexer_scores_with_kvcache(
         weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
             scale of an fp8 q.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
-            anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
+            anything. With a slice ``page_table[:, :n]``, the scores have fewer columns.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens; at most
             ``max_pages * page_size``. The length may be less than the number of new tokens, for example 0 for a sequence that only
             pads the batch. Queries before position 0 then see no key.
