@@ -1,6 +1,7 @@
 """Builds every distribution of this repository: wheels into dist/wheels, for pip's ``--find-links``, and sdists into dist/sdists.
 
-The script needs `build` and `hatchling`. Each wheel is built from its sdist, so that a file that the sdist lacks is noticed.
+The script needs `build` and `hatchling`. Each wheel is built from its sdist. So the build fails if the sdist lacks a file that the
+wheel needs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def build(project: Path, folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as built, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # An error of a build is raised when its result is read.
+        # Reading a build's result raises the build's error, if there is one.
         list(pool.map(lambda project: build(project, Path(built)), projects()))
         for suffix, name in ((".whl", "wheels"), (".tar.gz", "sdists")):
             shutil.rmtree(DIST / name, ignore_errors=True)

@@ -28,7 +28,7 @@ _FENCE = re.compile(r"^\s*(```|~~~)")
 
 
 class Rule(NamedTuple):
-    """A word to avoid.
+    """A word to avoid, and its replacements.
 
     Attributes:
         avoid: pattern of the word.
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     outside: tuple[str, ...]
 
     def uses(self, text: str) -> Iterator[str]:
-        """Yields the uses of the word in a line, without those that a pattern of ``right`` covers."""
+        """Yields the uses of the word in a line, except the uses that a pattern of ``right`` covers."""
         allowed = [match.span() for pattern in self.right for match in pattern.finditer(text)]
         for match in self.avoid.finditer(text):
             if not any(begin <= match.start() and match.end() <= end for begin, end in allowed):
@@ -79,7 +79,7 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
-    """Yields number and text of the lines outside fenced code blocks, without inline code."""
+    """Yields number and text of each line outside fenced code blocks, without inline code."""
     fenced = False
     for number, line in enumerate(source.splitlines(), 1):
         if _FENCE.match(line):

@@ -1,4 +1,4 @@
-"""Compiles every CuteDSL program in every configuration, without a GPU, and reports the SM resources that each uses.
+"""Compiles every CuteDSL program in every configuration, without a GPU, and reports the SM resources of each configuration.
 
     python ci/compile_cutedsl.py --kernel decode --arch sm_90
 
@@ -26,7 +26,7 @@ import machine_code
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia._programs import Program
 
-# Attributes in the ELF section .nv.info. The value of such an attribute is the function's symbol and a number.
+# Attribute types in the ELF section .nv.info. The value of a _SIZED_VALUE attribute is the function's symbol and a number.
 _SIZED_VALUE = 4
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
 
@@ -79,8 +79,9 @@ def _numbers(image: bytes) -> dict[int, int]:
 
 
 def _shared_bytes(host: str) -> int | None:
-    """Returns the dynamic shared memory of a launch in bytes. The host code stores this constant as the third field of the launch
-    options. None if the host code has no such constant."""
+    """Returns the dynamic shared memory of a launch in bytes, from the host code: a constant in the third field of the launch
+    options. None if the host code has no such constant.
+    """
     stored = re.search(
         r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*array<3 x i32>, array<3 x i32>, i64.*\n\s*llvm\.store (%\d+), \1", host
     )
@@ -96,7 +97,7 @@ def _compile(program: Program[Any], config: Any) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}")
-        except Exception as error:  # reported with the other results
+        except Exception as error:  # the error is reported with the other results
             return Compiled(name, error=f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - begun
         image, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)

@@ -1,12 +1,12 @@
-"""Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources that each uses.
+"""Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources of each kernel.
 
 Launchers run as on the device, on the tensors of the operators' cases. The Triton driver compiles and never launches. So every
 kernel is compiled in exactly the configurations that the cases use. Tensors of large cases have shapes, but uninitialised values.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-With ``--seconds`` the script stops early. It begins with the kernels whose sources recent commits changed, and continues with the
-others in an order that differs from commit to commit.
+With ``--seconds`` the script stops early. It begins with the kernels whose sources recent commits changed. The other kernels follow
+in an order that differs from commit to commit.
 
 The exit status is 1 in these cases: a kernel does not compile, or needs too much shared memory; operands of a wgmma may be
 overwritten while the wgmma is in flight; ptxas serialised wgmma instructions; machine code reads uninitialised registers; a kernel
@@ -44,8 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "packages/tokenspeed-kernel/src"
 SOLUTION = "triton"
 _Job = tuple[str, str]  # architecture, kernel
-# Architecture, kernel, whether large cases are left out, the folder for code, the pattern of cases, the time to stop at,
-# and the seed of the order of cases.
+# The fields: architecture, kernel, whether large cases are left out, the folder for generated code (None: none), a pattern of case
+# names, the time to stop at, and the seed of the order of cases.
 _Work = tuple[str, str, bool, "Path | None", str, float, str]
 
 
@@ -82,7 +82,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A case whose launcher or compilation raised."""
+    """A case for which the launcher or the compiler raised an error."""
 
     arch: str
     kernel: str
@@ -152,7 +152,7 @@ def _parse() -> argparse.Namespace:
 
 
 def ordered(jobs: Sequence[_Job], sources: Mapping[str, frozenset[Path]], changed: Set[Path], seed: str) -> list[_Job]:
-    """Returns the pairs of architecture and kernel in the order of a compilation with a time limit.
+    """Returns the (architecture, kernel) pairs in the order in which to compile them under a time limit.
 
     Kernels with changed source files come first: the fewer kernels use a changed file, the earlier they come. All other kernels
     follow in random order.
@@ -171,7 +171,7 @@ def _sources(kernels: Iterable[str]) -> dict[str, frozenset[Path]]:
 
 
 def _until(end: float, idle: threading.Semaphore, work: Iterator[_Work]) -> Iterator[_Work]:
-    """Yields an item for each idle process, until the time is up."""
+    """Yields a work item each time a process is idle, until the time is up."""
     for item in work:
         idle.acquire()
         if time.monotonic() > end:
@@ -202,7 +202,9 @@ def _kernels(pattern: str) -> list[str]:
 
 
 def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
-    """Returns the pair of architecture and kernel, its device functions and failures, and whether all cases were compiled."""
+    """Compiles one kernel for one architecture. Returns this pair, the device functions, the failures, and whether all cases were
+    compiled.
+    """
     arch, kernel, small, dump, pattern, end, seed = work
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the current default; Triton 3.9 warns that 3.10 will change it
@@ -222,7 +224,7 @@ def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
     with use_platform(platform), recorder.in_place_of_the_driver():
         op = get_operator(spec.operator)
         cases = op.all_cases()
-        for case in random.Random(seed).sample(cases, len(cases)):  # a job that ends early covers other cases in another commit
+        for case in random.Random(seed).sample(cases, len(cases)):  # a job that ends early covers other cases at another commit
             if (small and case.large) or not re.search(pattern, case.name):
                 continue
             if time.monotonic() > end:
@@ -332,7 +334,7 @@ class Recorder:
 
 
 class _NoDevice:
-    """A driver with the functions that Triton calls to compile."""
+    """A Triton driver with only the functions that compiling needs; there is no device."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -422,8 +424,9 @@ def _print(compiled: Sequence[Compiled], *, every: bool) -> None:
 
 
 def _beyond_allowance(compiled: Sequence[Compiled]) -> list[str]:
-    """Returns one line per function that spills more bytes than ``ci/spill_allowances.toml`` allows. This file has one
-    ``[function]`` table per function, with entries ``arch = bytes``."""
+    """Returns one line for each function that spills more bytes than ``ci/spill_allowances.toml`` allows. This file has one
+    ``[function]`` table for each function, with items ``arch = bytes``.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -1,4 +1,4 @@
-"""Helps a compilation with a time limit to begin with recent changes: changed files, and a seed for the order of the rest."""
+"""Decides what a compilation with a time limit compiles first: files with recent changes. A seed gives the order of the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def changed_files(root: Path, folder: str) -> frozenset[Path]:
 
 
 def seed(root: Path) -> str:
-    """Returns the commit, so that every commit has another order; without git, the date."""
+    """Returns the commit's hash as the seed, so that every commit has another order; without git, the date."""
     return _git(root, "rev-parse", "HEAD").strip() or datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
 
 
@@ -39,7 +39,7 @@ def _code(source: str) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Returns what git prints; nothing if git is not installed or fails."""
+    """Returns the output of a git command; an empty text if git is not installed or fails."""
     try:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Runs every test that needs an NVIDIA GPU, in parts that fit a time limit, and records the outcomes.
+"""Runs every test that needs an NVIDIA GPU, divided into parts that fit a time limit, and records the outcomes.
 
     python ci/gpu_suite.py --part 1/2
     python ci/gpu_suite.py --part 2/2
@@ -42,7 +42,7 @@ SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
 # Programs that take up to a minute to compile. Several processes compile these programs before the tests, so that no test waits
 # while another test compiles.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
-# Tests that take up to a minute or two. Each worker starts with some of them, so that none of them begins when all others are done.
+# Tests that take up to two minutes. Each worker starts with some of them, so that none of them begins last.
 SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
 GRACE_S = 30  # seconds that running tests get after the time limit
 
@@ -53,8 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps only the tests that belong to the part, in an order in which each worker starts with slow tests: pytest-xdist gives
-    each worker an equal stretch of the tests, and workers without tests take some from others."""
+    """Keeps only the tests that belong to the part. pytest-xdist gives each worker an equal number of consecutive tests, so the
+    order lets each worker start with slow tests. Workers that run out of tests take tests from other workers.
+    """
     part, parts = map(int, config.getoption("--part").split("/"))
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = iter([item for item in mine if not item.name.startswith(SLOW_TESTS)])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.clear()
-    for worker in range(workers):  # neighbours stay together, because they use the same programs
+    for worker in range(workers):  # neighbouring tests stay together, because they use the same programs
         items += slow[worker::workers]
         items += itertools.islice(others, max(0, (worker + 1) * len(mine) // workers - len(items)))
     items += others
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
     """Ends a worker whose CUDA context is lost, because all further tests of this worker would fail. pytest-xdist then starts
     another worker, and counts the test as failed a second time."""
-    yield  # the test's outcome is sent first
+    yield  # first, the other hooks send the test's outcome
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -150,7 +151,7 @@ class Suite:
             os._exit(1)
 
     def result(self, command: str) -> dict[str, Any]:
-        """Returns the record's entry for the part."""
+        """Returns the part's outcomes, as an item of the record."""
         files = collections.Counter[str]()
         for name, seconds in self.durations.items():
             files[name.partition("::")[0]] += seconds
@@ -169,21 +170,22 @@ class Suite:
 
 
 def _kind_of(reason: str) -> str:
-    """Shortens the reason of a skip if a kernel's formats or traits reject the case, because hundreds of such reasons differ only
-    in details. Returns other reasons unchanged."""
+    """Shortens the reason of a skipped test if a kernel's formats or traits reject the case. Hundreds of such reasons differ only
+    in details. Returns other reasons unchanged.
+    """
     gate = reason.partition(":")[0]
     return f"the kernel does not declare the case's {gate}" if gate in ("formats", "traits") else reason
 
 
 def warm_up(workers: int) -> float:
-    """Compiles the slow programs into the cache on disk, and the tests to byte code. Returns the duration in seconds."""
+    """Compiles the slow programs into the cache on disk, and the test files to byte code. Returns the duration in seconds."""
     began = time.monotonic()
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nvidia", *TESTS]
     collection = subprocess.Popen(collect, cwd=ROOT, stdout=subprocess.DEVNULL)
     for words in SLOW_PROGRAMS:
         command = [sys.executable, "-m", "tokenspeed_kernel_nvidia.warmup", words, "--every", "--jobs", str(workers)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    collection.wait()  # the tests' own collection reports errors
+    collection.wait()  # errors of this collection are ignored, because the tests' own collection reports them
     return time.monotonic() - began
 
 

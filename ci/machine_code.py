@@ -1,4 +1,4 @@
-"""Checks Hopper machine code for errors of ptxas that tests of results do not reliably find.
+"""Checks Hopper machine code for errors of ptxas that tests of numerical results do not reliably find.
 
 A cubin is a 64-bit ELF image; an instruction has 16 bytes.
 """
@@ -54,7 +54,7 @@ def _wgmmas_and_waits(code: bytes) -> Iterator[str]:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Returns name and operands of each instruction of a disassembly."""
+    """Returns the name and the operands of each instruction in a disassembly."""
     return _INSTRUCTION.findall(text)
 
 

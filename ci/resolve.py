@@ -3,8 +3,8 @@
     python ci/resolve.py [ENGINE]...
 
 Nothing is installed: pip resolves with `--dry-run`, for the platform and Python that run this script. The exit status is 1 if a
-release cannot be installed beside our wheels. The script skips a release, and prints the reason, in two cases: the package index
-does not answer, or a requirement has no wheel for this platform and pip cannot build its source here.
+release cannot be installed beside our wheels. The script skips a release, and prints the reason, in two cases. Either the package
+index does not answer. Or a requirement has no wheel for this platform, and pip cannot build its source here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / "dist" / "wheels"
 ENGINES = ("vllm", "sglang", "transformers")
-# The wheels that a user installs beside an engine, and the engine's plugin if there is one.
+# The wheels that a user installs beside an engine. The engine's plugin, if there is one, is added.
 BESIDE = ("tokenspeed-kernel", "tokenspeed-kernel-nvidia", "tokenspeed-kernel-amd")
 NEWEST = 2
 TIMEOUT_S = 900  # an engine has some 200 requirements; its resolution takes three minutes on a slow machine
-# Versions that users compare with their own.
+# Packages whose resolved versions are printed, so that users can compare them with their own.
 SHOWN = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 _NO_ANSWER = re.compile(
     r"WARNING: Retrying|Could not fetch URL|Connection(Error| reset| refused)|ReadTimeout|HTTP error|Temporary failure"
@@ -65,7 +65,7 @@ def causes(output: str) -> list[str]:
 
 
 def pins(lines: Sequence[str]) -> list[str]:
-    """Returns the causes that allow one version only (``==``); all causes if there is no such one."""
+    """Returns the causes that allow only one version (``==``); all causes if none of them does."""
     return [line for line in lines if "==" in line] or list(lines)
 
 
@@ -85,7 +85,7 @@ def outcome_of(status: int, output: str) -> Outcome:
 
 
 def resolved(report: str) -> tuple[str, ...]:
-    """Returns one line with the versions in pip's report of the packages in `SHOWN`."""
+    """Returns one line with the resolved versions of the packages in `SHOWN`, from pip's report."""
     chosen = {part["metadata"]["name"].lower(): part["metadata"]["version"] for part in json.loads(report)["install"]}
     return (" ".join(f"{name}=={chosen[name]}" for name in SHOWN if name in chosen),)
 
@@ -97,7 +97,7 @@ def _pip(*words: str) -> tuple[int, str]:
 
 
 def resolve(engine: str, version: str, folder: Path) -> Outcome:
-    """Asks pip about one release of an engine."""
+    """Asks pip whether one release of an engine can be installed beside our wheels."""
     report = folder / f"{engine}-{version}.json"
     ours = wanted(engine, [wheel.name for wheel in WHEELS.glob("*.whl")])
     # fast-deps reads a wheel's metadata by range requests if the index has no separate metadata. Whole wheels would be gigabytes.

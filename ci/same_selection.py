@@ -4,9 +4,9 @@
 
 Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of servers,
 which have imported PyTorch and nothing of this project. Each server has another hash seed, and forks `_FORKS` processes. Half of
-the processes have their own cache directories; the others share one. The shared directory holds tuned results of another device,
-which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device were present.
-The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
+the processes have their own cache directories; the other half shares one. The shared directory holds tuned results of another
+device, which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device were
+present. The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _of_processes(seed: int, processes: int, operators: list[str], caches: Path)
 
 
 def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
-    """Imports PyTorch, and forks the processes one after the other. Each writes its selections to a file."""
+    """Imports PyTorch, and forks the processes one after the other. Each process writes its selections to a file."""
     importlib.import_module("torch").set_num_threads(1)  # threads do not survive a fork
     assert not [name for name in sys.modules if name.startswith("tokenspeed_kernel")]
     for number in range(seed, seed + count):
@@ -90,7 +90,7 @@ def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
                 os.environ["XDG_CACHE_HOME"] = str(caches / ("shared" if number % 2 else str(number)))
                 (caches / f"{number}.selections").write_text("\n".join(selections(number, operators)))
                 status = 0
-            except BaseException:  # the server's own frames must not run in this process
+            except BaseException:  # the frames of the server must not run in the forked process
                 traceback.print_exc()
             finally:
                 os._exit(status)
@@ -99,7 +99,7 @@ def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
 
 
 def _plant_results_of_another_device(cache: Path) -> None:
-    """Writes a table of tuned results as a cache directory that was copied from a machine with another CPU would have."""
+    """Writes a table of tuned results of another CPU, as if the cache directory were copied from another machine."""
     from tokenspeed_kernel.workbench.tuned import Device, Entry, Result
     from tokenspeed_kernel.workbench.tuned.store import format_table
     from tokenspeed_kernel_base.operator import get_operator
@@ -122,7 +122,7 @@ def _plant_results_of_another_device(cache: Path) -> None:
 
 
 def selections(seed: int, only: list[str]) -> list[str]:
-    """Returns one line per operator, case and platform: the eligible kernels by rank, and the configuration of the first one."""
+    """Returns one line per operator, case and platform: the eligible kernels by rank, and the configuration of the best kernel."""
     shuffled = random.Random(seed).sample
     packages = sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=_GROUP)})
     for package in shuffled(packages, len(packages)):

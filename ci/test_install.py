@@ -1,9 +1,9 @@
 """Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a made-up package index.
 
-``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder that holds empty wheels. The index has our
-wheels' third-party requirements. Under each of our names, the index has packages as another project has uploaded or may upload:
-with lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment that runs the
-tests. That environment has none of our packages.
+``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder of wheels without code: the third-party
+packages that our wheels require, and packages of other projects under each of our names. Other projects have uploaded or may upload
+such packages, with lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment
+that runs the tests. The environment that runs the tests has none of our packages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def metadata_of(wheel: Path) -> email.message.Message:
 
 METADATA = {wheel: metadata_of(wheel) for wheel in WHEELS}
 OURS = {canonicalize_name(found["Name"]): found["Version"] for found in METADATA.values()}
-# Versions of other projects' packages: PyPI's current ones, those of our own releases without the label, and one of a later upload.
+# Versions of other projects' packages: PyPI's current versions, our own releases' versions without the label, and a later version.
 FOREIGN = sorted({"0.0.0", "0.1.4", "99.0", *(Version(version).public for version in OURS.values())})
 
 
@@ -97,7 +97,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Environment:
-    """A fresh virtual environment. Its `pip` is that of the environment that runs the tests."""
+    """A fresh virtual environment. It uses the `pip` of the environment that runs the tests."""
 
     def __init__(self, folder: Path, index: str) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -118,7 +118,7 @@ class Environment:
         }
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a page's command in the folder of the clone."""
+        """Runs an install command of a page in the folder of the clone."""
         command = command.replace("python -m pip ", "pip ", 1)
         return subprocess.run(command, shell=True, cwd=ROOT, env=self.variables, capture_output=True, text=True, check=False)
 
@@ -151,8 +151,9 @@ def test_every_distribution_is_there_once() -> None:
 
 
 def test_they_require_one_another_in_this_version() -> None:
-    """The requirement is exact, label included. A version without the label, or with another number, does not satisfy this
-    requirement."""
+    """The requirement is exact, label included. So neither a version without the label nor a version with another number satisfies
+    it.
+    """
     for found in METADATA.values():
         for requirement in map(Requirement, found.get_all("Requires-Dist") or []):
             if (name := canonicalize_name(requirement.name)) in OURS:
@@ -187,7 +188,7 @@ def test_the_lines_are_found() -> None:
 
 
 def test_versions_on_pages_are_those_of_the_wheels() -> None:
-    """Versions in requirement files that a page shows are checked, too."""
+    """Also checks the versions in requirement files that a page shows."""
     written = [
         (page.relative_to(ROOT).as_posix(), canonicalize_name(name), version)
         for page in PAGES
@@ -225,7 +226,7 @@ def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
 
 
 def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> None:
-    """The command line's advice for missing libraries works literally, without the folder of our wheels."""
+    """The command line's advice for missing libraries works word for word, without the folder of our wheels."""
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel=={OURS['tokenspeed-kernel']}'")
     before = fresh.of_our_names()
     done = fresh.run("tokenspeed-kernel doctor")

@@ -10,7 +10,7 @@ from tokenspeed_kernel_base.platform import PlatformInfo, named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
 
-# A device stands for each column. No kernel is specialised for an A100, so it stands for all other GPUs.
+# Each column is computed for one device. No kernel is specialised for an A100, so the A100 represents all other GPUs.
 HARDWARE = {
     "NVIDIA Hopper<br>H100, H200": "h100",
     "NVIDIA Blackwell<br>B200, B300": "b200",
@@ -31,7 +31,9 @@ BACKENDS = {
 
 
 def backends_table() -> str:
-    """One row an operator, one column a kind of hardware: the backends in the order in which selection prefers them."""
+    """The Markdown table: one row per operator, one column per kind of hardware, with backends in the order in which selection
+    prefers them.
+    """
     platforms = [_platform(name) for name in HARDWARE.values()]
     rows = [f"| operator | {' | '.join(HARDWARE)} |", "|---|" + "---|" * len(HARDWARE)]
     for op in operators():
@@ -41,16 +43,16 @@ def backends_table() -> str:
 
 
 def _platform(name: str) -> PlatformInfo:
-    """A device with Triton, which the machine that builds the site may lack; a CPU without."""
+    """The platform of a named device. A GPU has Triton, even if the machine that builds the site lacks it; a CPU has no Triton."""
     platform = named_platform(name)
     return platform if platform.is_cpu else dataclasses.replace(platform, features=platform.features | {"triton"})
 
 
 def _backends(op: Operator[Any, Any], platform: PlatformInfo) -> list[str]:
-    """The backends with a kernel for this platform that ranks at least as high as the portable kernels. If no backend has one, the
-    backend of the best kernel.
+    """The backends of an operator that have a kernel for this platform with at least the priority of the portable kernels. If no
+    backend has such a kernel, the result is the backend of the best kernel.
 
-    Probes are ignored: they look for software on this machine.
+    Kernels' probes are ignored, because they look for software on this machine.
     """
     best: dict[str, int] = {}
     for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):

@@ -31,8 +31,10 @@ def callers_table() -> str:
 
 
 def _called(file: Path) -> Iterator[str]:
-    """Names that a file imports from the core or reads from a namespace of operators. Plugins look operators up by name, so strings
-    count, too. A string of one word may mean something else, so it counts only as an argument."""
+    """Names of operators that a file of an engine's plugin uses: names imported from the core or read from a namespace of
+    operators. Plugins look operators up by name, so strings count too. A string without an underscore may mean something else, so
+    it counts only as an argument of a call.
+    """
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tokenspeed_kernel"):
             yield from (alias.name for alias in node.names)

@@ -1,5 +1,6 @@
-"""The calls of an operator that a backend does not support, from its kernels' declarations. `hooks.py` inserts this list into a
-page."""
+"""The features of an operator that a backend does not support, from the declarations of its kernels. `hooks.py` inserts this list
+into a page.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def coverage_table(family: str) -> str:
 
 
 def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
-    """Formats and trait values that none of these kernels supports; then cases that are rejected only for their combination."""
+    """Formats and trait values that none of these kernels supports; then cases that are rejected only for their combination of
+    traits.
+    """
     formats: dict[str, None] = {}
     values: dict[str, set[Any]] = {}
     combined: list[str] = []
@@ -54,12 +57,14 @@ def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
 
 
 def _refuses(spec: KernelSpec, traits: Mapping[str, Any]) -> bool:
-    """Whether these traits alone make a kernel ineligible. Features for which the kernel exists exclusively are not considered."""
+    """Whether these traits alone make a kernel ineligible. Ignores traits that a kernel requires because it exists only for
+    them.
+    """
     return any(not gap.startswith("needs ") for gap in spec.trait_gaps(traits))
 
 
 def _dtypes(request: Request) -> str:
-    """The operands' formats; operands with the same format are grouped."""
+    """The formats of a request's operands, as text; operands with the same format are grouped."""
     by_format: dict[str, list[str]] = {}
     for role, fmt in request.signature.roles:
         by_format.setdefault(str(fmt), []).append(role)

@@ -46,18 +46,18 @@ from backends_table import BACKENDS
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 CORE, AMD = PACKAGES / "tokenspeed-kernel/benchmarks", PACKAGES / "tokenspeed-kernel-amd/benchmarks"
-# The reports ``<GPU>_families.json``.
+# The GPUs that have a report, ``<GPU>_families.json``.
 GPUS = ("h200", "h100")
-# The roofs that are drawn; others are close to one of them.
+# The rooflines that are drawn; the other rooflines are close to one of them.
 _ROOFS = ("bfloat16", "float8_e4m3fn")
-# Calls below this rate, which move indices and the like, would flatten the rest of the roofline plot.
+# Calls with lower rates, such as calls that move indices, are left out: they would flatten the rest of the roofline plot.
 _LOWEST_TFLOPS = 0.01
-# The calls of an operator that a card shows: those that take longest.
+# Number of calls of an operator that a card shows: the calls that take longest.
 _CALLS = 4
 
 
 def stylesheet() -> str:
-    """The plots' colours in the site's themes."""
+    """CSS with the plots' colours in the site's bright and dark themes."""
     bright, dark = style()
     return f'[data-md-color-scheme="default"] {{ {bright} }}\n[data-md-color-scheme="slate"] {{ {dark} }}\n'
 
@@ -66,7 +66,7 @@ def stylesheet() -> str:
 
 
 class Families:
-    """A report of `measure_families.py`, with today's names of operators and the fraction of the roofline of each row.
+    """A report of `measure_families.py`, with the operators' current names and each row's fraction of the roofline.
 
     Attributes:
         device: the rows that were timed.
@@ -92,11 +92,11 @@ class Families:
         return [case for cases in self.device.bars().values() for case in cases]
 
     def _of(self, case: CaseBars, baselines: bool) -> list[Bar]:
-        """The bars of this project's kernels or of the baselines, the fastest first."""
+        """The bars of a case for this project's kernels, or for the baselines; the fastest first."""
         return sorted((bar for bar in case.bars if (bar.row.key in self.baselines) == baselines), key=lambda bar: _us(bar.row))
 
     def compared(self) -> dict[str, list[tuple[CaseBars, float]]]:
-        """The cases with a baseline by operator, each with our fastest kernel's speed relative to the fastest baseline's."""
+        """By operator: the cases with a baseline, each with the speed of our fastest kernel relative to the fastest baseline."""
         found: dict[str, list[tuple[CaseBars, float]]] = {}
         for case in self.cases():
             ours, baselines = self._of(case, False), self._of(case, True)
@@ -117,7 +117,7 @@ def _us(row: Row) -> float:
 
 
 def _with_share(row: Row, report: Report) -> Row:
-    """The row with its fraction of the roofline. The peak is that of the operands' dtype, which only the case's name has."""
+    """Adds to a row its fraction of the roofline. The peak is that of the operands' dtype, which only the case's name has."""
     if report.roofline is None or row.tflops is None or row.gb_per_s is None:
         return row
     cost = Cost(row.tflops * 1e6 * _us(row), row.gb_per_s * 1e3 * _us(row))
@@ -126,7 +126,7 @@ def _with_share(row: Row, report: Report) -> Row:
 
 
 def devices_table() -> str:
-    """Markdown: the GPUs, what plain PyTorch reaches on them, and the software."""
+    """A Markdown table of the GPUs, of the rates that plain PyTorch reaches on them, and of the software."""
     rows = ["| GPU | copy | GEMM, bf16 | GEMM, fp8 | software |", "|---|--:|--:|--:|---|"]
     for gpu in GPUS:
         report = _families(gpu).device.newest
@@ -145,7 +145,7 @@ def devices_table() -> str:
 
 
 def roofline(gpu: str) -> str:
-    """All operators on the roofline of a GPU: a wide drawing, and one for phones."""
+    """Plot of all operators on the roofline of a GPU: a wide drawing, and one for phones."""
     device = _families(gpu).ours()
     roofs = device.roofline and replace(device.roofline, tflops={name: device.roofline.tflops[name] for name in _ROOFS})
     points = [point for point in device.points() if point.tflops >= _LOWEST_TFLOPS]
@@ -193,7 +193,7 @@ def _speeds_plot(found: Families) -> Drawing:
 
 
 def operators(gpu: str) -> str:
-    """A card an operator: its longest calls, the kernel that serves each and the baselines, as fractions of the roofline."""
+    """One card per operator: its longest calls, each with the selected kernel and the baselines, as fractions of the roofline."""
     found, cards = _families(gpu), []
     colours = dict.fromkeys(BACKENDS.values(), series(0)) | {name: series(1) for name in found.baselines.values()}
     for name, compared in sorted(found.compared().items()):
@@ -204,13 +204,13 @@ def operators(gpu: str) -> str:
 
 
 def predicted() -> str:
-    """Two cards of times that the timing model predicts for an MI355X, as fractions of the faster kernel's speed."""
+    """Two cards with times that the timing model predicts for an MI355X, as fractions of the speed of the faster implementation."""
     cards = []
     for report, title in (("timing_model", "attention"), ("timing_model_moe", "moe_apply")):
         cases = []
         for row in json.loads((AMD / f"{report}.json").read_text())["rows"]:
             if not row.get("bar", True):
-                continue  # no acceptance bar: a shape whose baseline was measured by others
+                continue  # a shape whose baseline was measured by others; it has no acceptance bar
             name = row["case"] if "case" in row else f"{row['tokens']} token{'s' * (row['tokens'] > 1)}"
             times = {"this package": row["ours"]["us"], "baseline": row["peer"]["us"]}
             bars = (Bar(who, _timed(who, title, name, us), min(times.values()) / us) for who, us in times.items())
@@ -222,7 +222,7 @@ def predicted() -> str:
 
 
 def between_gpus() -> str:
-    """A card an operator: times over the number of rows, by implementation."""
+    """One card per operator that communicates between GPUs: times over the number of rows, by implementation."""
     report = json.loads((CORE / "h200_all_reduce.json").read_text())
     names = dict.fromkeys(row["operator"] for row in report["rows"])
     rows = {name: [row for row in report["rows"] if row["operator"] == name and row["us"]] for name in names}
@@ -231,7 +231,7 @@ def between_gpus() -> str:
 
 @matplotlib.rc_context(STYLE)
 def _lines_plot(name: str, rows: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Microseconds over the number of rows. This project's kernel that the operator selects has the thick line."""
+    """Plot of microseconds over the number of rows. The kernel of this project that the operator selects has the thick line."""
     times: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         times.setdefault(row["contestant"], []).append((row["rows"], row["us"]))
@@ -282,7 +282,7 @@ def _inline(drawing: Drawing, prefix: str) -> str:
     return as_variables(drawing.svg(re.sub(r"\W+", "-", prefix) + "-"))
 
 
-# By the name in a page's comment ``<!-- plot: NAME -->``.
+# A plot's name in a page's comment ``<!-- plot: NAME -->``, and the function that draws the plot.
 PLOTS: Mapping[str, Callable[[], str]] = {
     "speeds": speeds,
     **{f"{kind.__name__} {gpu}": functools.partial(kind, gpu) for kind in (roofline, operators) for gpu in GPUS},

@@ -1,4 +1,4 @@
-"""Preprocesses docstrings for Griffe, which reads them for the reference."""
+"""Preprocesses docstrings for Griffe, which generates the reference from them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import griffe
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
-# Patterns and their replacements.
+# Regular expressions for parts of docstrings, and the replacements of these parts.
 _CHANGES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # Griffe shows the contents of the section Examples as code.
     (r"^( *)Example:$", r"\1Examples:"),
     # The section Warns may follow Raises without an empty line.
     (r"(?<=\S)\n( *)Warns:$", r"\n\n\1Warns:"),
-    # Two colons before indented code are not Markdown.
+    # A paragraph that ends in two colons before indented code is reStructuredText, not Markdown.
     (r"^( *)::$", r"\1For example, in code:"),
     (r"(?<=\S)::$", ":"),
     # An example outside of a section Examples would be a quotation in Markdown.

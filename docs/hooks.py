@@ -36,7 +36,7 @@ from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 from tokenspeed_kernel_base.spec import TAGS
 
 ROOT = Path(__file__).parents[1]
-# Pages that are files at the root of the repository.
+# Page -> the file at the root of the repository with the page's content.
 ROOT_PAGES = {"architecture.md": "ARCHITECTURE.md", "contributing.md": "CONTRIBUTING.md"}
 FAMILY_PAGES = "reference/operators"
 PLOT_STYLE = "plots.css"
@@ -49,7 +49,7 @@ _described: set[str] = set()
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds a page per family of operators to the navigation, after the page that introduces them."""
+    """Adds one page for each family of operators to the navigation, after the page that introduces these pages."""
     _described.clear()
     config.extra_css.insert(0, PLOT_STYLE)
     for section in config.nav:
@@ -60,7 +60,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are not files in ``docs``."""
+    """Adds the pages that are not files in ``docs``: the operators' pages, and files at the root of the repository."""
     for family in _families():
         files.append(File.generated(config, f"{FAMILY_PAGES}/{family}.md", content=_family_page(family)))
     for page, source in ROOT_PAGES.items():
@@ -70,7 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Replaces comments with their generated content."""
+    """Replaces a page's comments with their generated content."""
 
     def generate(match: re.Match[str]) -> str:
         return _GENERATORS[match[1]](match[2].strip(), page.file.src_uri)
@@ -79,7 +79,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Replaces comments with plots. The text of plots is thus no part of the page's content, and search does not find it."""
+    """Replaces comments with plots. Plots are inserted this late so that search does not find their text."""
     return re.sub(r"<!-- plot: (.*?) -->", lambda match: PLOTS[match[1]](), output)
 
 
@@ -125,10 +125,10 @@ def _root_page(source: Path) -> str:
 
 
 def _reference(argument: str, page: str) -> str:
-    """A section with the public names of tokenspeed_kernel that the given modules define.
+    """A section with the public names of tokenspeed_kernel that some modules define.
 
-    ``"Selection: selection, explanation"`` has the heading and the last parts of the modules' names; ``*`` means all names that no
-    earlier section has.
+    The argument ``"Selection: selection, explanation"`` gives the heading and the last parts of the modules' names. ``*`` instead
+    of module names means all names that no earlier section has.
     """
     heading, _, modules = argument.partition(": ")
     operator_names = {op.mode for op in operators()}
@@ -146,7 +146,7 @@ def _reference(argument: str, page: str) -> str:
 
 
 def _variables(argument: str, page: str) -> str:
-    """Environment variables, as a table."""
+    """The environment variables, as a table."""
     rows = [f"| `{name}` | {meaning} |" for name, meaning in settings.VARIABLES.items()]
     return "\n".join(["| variable | meaning |", "|---|---|", *rows])
 
@@ -191,7 +191,7 @@ def _devices(argument: str, page: str) -> str:
     return devices_table()
 
 
-# ``generate(argument, page)``: the text after the colon, and the page's path.
+# Comment name -> ``generate(argument, page)``. The argument is the comment's text after the colon; ``page`` is the page's path.
 _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "reference": _reference,
     "environment variables": _variables,

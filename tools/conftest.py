@@ -1,4 +1,6 @@
-"""Properties are tried without limits of time, which a slow machine would exceed: as packages/conftest.py says it for packages."""
+"""Hypothesis tests the properties of the tools without time limits, which a slow machine would exceed. packages/conftest.py sets
+the same for the packages.
+"""
 
 from __future__ import annotations
 

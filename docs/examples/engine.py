@@ -24,7 +24,9 @@ from tokenspeed_kernel import (
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes that do not follow from the weights. ``inv_freq`` replaces ``rope_theta`` if RoPE is scaled, as in Llama 3.1."""
+    """The sizes that the shapes of the weights do not give. ``inv_freq`` replaces ``rope_theta`` if RoPE is scaled, as in Llama
+    3.1.
+    """
 
     layers: int
     kv_heads: int
@@ -48,7 +50,7 @@ class Request:
     stop_tokens: Sequence[int] = ()
     output: list[int] = field(default_factory=list)
     cached: int = 0  # number of the prompt's tokens in the cache
-    seat: int = -1  # the request's row in decode passes
+    seat: int = -1  # the request's row in the tensors of decode passes; -1 before the request starts
     pages: list[int] = field(default_factory=list)
 
 
@@ -81,8 +83,9 @@ class Model:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, caches: Tensor, attend: Callable[..., Tensor], rows: Tensor | slice
     ) -> Tensor:
-        """Returns the logits of the given rows. Keys and values are written to ``slots``; ``attend`` computes attention of q to a
-        layer's caches."""
+        """Returns the logits of the tokens in ``rows``. Keys and values are written to the cache slots ``slots``; ``attend``
+        computes the attention of q to a layer's caches.
+        """
         hidden = self.embedding[tokens]
         residual = torch.zeros_like(hidden)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
@@ -122,14 +125,14 @@ class Engine:
         self.graphs = {size: self.captured(size) for size in reversed(self.sizes)} if device.type == "cuda" else {}
 
     def generate(self, requests: Iterable[Request]) -> list[list[int]]:
-        """Returns the new tokens of each request."""
+        """Runs requests to their end, and returns the new tokens of each."""
         added = [self.add(request) for request in requests]
         while self.waiting or self.running:
             self.step()
         return [request.output for request in added]
 
     def add(self, request: Request) -> Request:
-        """Queues a request. The request starts when a seat and pages for all of its tokens are free."""
+        """Queues a request. The request starts when a seat is free, and pages for all of its tokens are free."""
         length, room = len(request.prompt) + request.max_tokens, self.caches.shape[2] * self.page_size
         if not request.prompt or request.max_tokens < 1 or length > min(self.config.max_positions, room):
             raise ValueError(f"a request needs a prompt, and {length} tokens must fit {self.config.max_positions} and {room} slots")
@@ -198,7 +201,9 @@ class Engine:
         self.emit(started)
 
     def decode_pass(self, size: int) -> None:
-        """One decode pass, which a CUDA graph captures: the model, sampling, and the update of the rows for the next pass."""
+        """One decode pass, which a CUDA graph captures: the model, sampling, and the update of the seats' tensors for the next
+        pass.
+        """
         tokens, positions, live, page_table = (x[:size] for x in (self.tokens, self.positions, self.live, self.page_table))
         cache_seqlens = (positions + live).int()
         slots = positions_to_slots(positions, page_table, self.page_size)
@@ -220,7 +225,7 @@ class Engine:
         return graph
 
     def emit(self, requests: Sequence[Request]) -> None:
-        """Reads the requests' new tokens, and releases the seats and pages of finished requests."""
+        """Reads the new tokens of some requests, and frees the seats and pages of finished requests."""
         tokens = self.tokens.tolist()
         for request in requests:
             request.output.append(tokens[request.seat])

@@ -84,7 +84,7 @@ def measure(engine: Engine, batch: int, prompt: int, vocab: int, steps: int, rep
 
 
 def kernels(engine: Engine, vocab: int, prompt: int) -> list[dict[str, str]]:
-    """Returns the kernel of each operator in a prefill pass and in a decode pass without a graph."""
+    """Returns the kernel of each operator in a prefill pass, and in a decode pass that runs without a graph."""
     seen: dict[tuple[str, str, str], None] = {}
 
     def watch(phase: str) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:

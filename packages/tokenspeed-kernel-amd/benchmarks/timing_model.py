@@ -1,22 +1,22 @@
-"""Predicts the times of attention kernels at GPT-OSS shapes: ours and the published wheel's, by one model. **For ratios only.**
+"""Predicts the times of attention kernels at GPT-OSS shapes, ours and the published wheel's, with one model. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py --peer peer --output timing_model.json --readme
 
 The published wheel is the baseline; code and tables call this wheel *peer*. ``--peer`` is the folder into which the wheel was
 installed: ``pip install --no-deps --target peer tokenspeed-kernel-amd==0.1.4``. Without ``--peer`` only our kernels are measured.
-The baseline's package has the same name as ours, so another process calls the baseline, through its public functions. The baseline
-imports Triton as ``tokenspeed_triton``; here this is an alias of the installed Triton.
+The baseline's package has the same name as ours, so a separate process calls the baseline, through its public functions. The
+baseline imports Triton as ``tokenspeed_triton``; here this name is an alias of the installed Triton.
 
 The public functions of both sides are called on the gfx950 emulator, with the same inputs. The output of the last sequence is
 compared with the fp32 reference. For decode and extend, the emulator executes whole grids and counts instructions.
 `gfx950_emulator.timing.predict` computes a time from these counts. The docstring of `predict` describes the model, and the
 emulator's README lists what the model omits. The time of a call is the sum of the times of its launches.
 
-Prefill of 64 heads is too much work for the emulator. So it executes one KV head, with at most four sequences of at most SAMPLED
-tokens. Every workgroup then computes at most one tile of 128 queries, and some workgroups compute none. This gives the cycles of a
-tile at every index in its sequence, for one workgroup alone and for several on one CU, and the cycles of a workgroup without a
-tile. Tiles at larger indices have more iterations; the cycles of an additional iteration come from the second half of the indices.
-The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
+Prefill of 64 heads is too much work for the emulator. So the emulator executes one KV head, with at most four sequences of at most
+SAMPLED tokens. Every workgroup then computes at most one tile of 128 queries, and some workgroups compute none. The executed
+workgroups give the cycles of a tile at every index in its sequence, for one workgroup alone and for several on one CU. They also
+give the cycles of a workgroup without a tile. Tiles at larger indices have more iterations; the cycles of an additional iteration
+come from the second half of the indices. The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
 
 ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
@@ -50,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 MARKS = ("<!-- predicted times -->", "<!-- end -->")
 
-ERROR = 5e-3  # limit of the relative error of the checked output
+ERROR = 5e-3  # limit of the relative error of the output that is checked
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW = 64, 8, 64, 64, 127
 SAMPLED = 15 * 128
 
@@ -176,7 +176,7 @@ def ours(operator: str) -> Function:
 
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes ``tokenspeed_triton`` and its submodules aliases of Triton's modules."""
+    """An import hook that makes ``tokenspeed_triton`` and its submodules aliases of Triton's modules."""
 
     name = "tokenspeed_triton"
 
@@ -189,11 +189,11 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._real
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has replaced the module's own spec by the alias's
+        module.__spec__ = self._spec  # the import system has replaced the module's own spec by the alias's spec
 
 
 class _Device:
-    """The device properties that the baseline queries from PyTorch."""
+    """A device with the properties that the baseline queries from PyTorch."""
 
     multi_processor_count = 256
     gcnArchName = "gfx950"
@@ -311,7 +311,7 @@ def _facts(launch: Any, fits: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles of a prefill's workgroups.
+    """Cycles of the workgroups of a prefill.
 
     Attributes:
         idle: cycles of a workgroup without a tile.
@@ -331,7 +331,7 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cost of a prefill's tiles.
+    """The cost of the query tiles of a prefill.
 
     Attributes:
         rows: number of queries per tile.
@@ -416,7 +416,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
             alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
             load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
     else:
-        # Every CU starts as many workgroups as fit on it, or fewer if there are not enough tiles.
+        # Every CU starts as many workgroups as fit on it. It starts fewer if there are not enough tiles.
         each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
         loads = [(each * tiles.together.idle, unit) for unit in range(units)]
         alone = [0.0] * units
@@ -430,7 +430,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
 
 
 def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
-    """Returns the report's row of a prefill, computed from a launch of `case.sample`."""
+    """Returns the report row of a prefill, computed from a launch of the smaller prefill `case.sample`."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator.occupancy import occupancy
 
@@ -455,7 +455,9 @@ def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
 
 
 def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str, Any]:
-    """Measures the cases of one side. Returns the results of `measure` by the case's name."""
+    """Measures all cases with the functions of one side, ours or the baseline. Returns the results of `measure` by the case's
+    name.
+    """
     from gfx950_emulator import emulated_gfx950
 
     torch.set_num_threads(1)
@@ -483,7 +485,7 @@ def measure_peer(folder: Path, only: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the worst ratio and the geometric mean, over the rows to which the pass criteria apply."""
+    """Returns the worst and the geometric mean of the ratios, over the rows to which the pass criteria apply."""
     ratios = [row["ratio"] for row in rows if row["bar"] and "ratio" in row]
     if not ratios:
         return {}

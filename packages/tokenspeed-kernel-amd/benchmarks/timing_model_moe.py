@@ -1,4 +1,4 @@
-"""Predicts times of GPT-OSS-120B's MoE layer (mxfp4 weights, fp8 activations) with one model. **For ratios only.**
+"""Predicts the times of GPT-OSS-120B's MoE layer (mxfp4 weights, fp8 activations) with one model. **For ratios only.**
 
 The model predicts the times of our kernels, of the published wheel's kernels, and of the portable kernel.
 
@@ -10,8 +10,8 @@ static activation scales. The portable kernel uses per-token scales, so our kern
 baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
 core's portable `moe_topk` is added to its time.
 
-A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats on the portable
-kernel and, if supported, on our kernels.
+A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats with the portable
+kernel and, if our kernels support the format, with our kernels.
 
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
@@ -60,7 +60,7 @@ ACTIVATIONS = {
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
 }
-# Largest relative error of the output. A one-step code error from bf16 rounding matters more in formats with fewer codes.
+# Largest relative error of the output. A one-step code error from bf16 rounding matters more in smaller formats.
 ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
 LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from which the static scales are computed
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
@@ -147,7 +147,7 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 
 # -- the sides -----------------------------------------------------------------------------------------------------------------
 
-# A side is a function that gets a layer, and returns a function without parameters that runs the layer.
+# A side is an implementation: a function of a layer that returns a function without parameters, which runs the layer.
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
@@ -287,9 +287,9 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: 
 
     Args:
         report: the emulator's report of the executed launch.
-        scale: factor of the workgroups and of the bytes, without ``fixed_bytes``.
+        scale: factor by which the numbers of workgroups and of bytes grow, except ``fixed_bytes``.
         fixed_bytes: bytes that do not grow with ``scale``.
-        parts: further factor of all workgroups and bytes.
+        parts: a further factor by which all workgroups and bytes grow.
     """
     from gfx950_emulator import hardware as hw
     from gfx950_emulator import timing
@@ -331,7 +331,7 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 
 
 def layer_of(name: str, tokens: int) -> Layer:
-    """Returns the whole layer that a side computes."""
+    """Returns the whole layer that a side computes: its sizes and its weight format."""
     if name == "dense":
         return Layer(tokens, 2048, 768, 128, 8, "dense")
     if name.startswith("fp8_block"):
@@ -340,7 +340,7 @@ def layer_of(name: str, tokens: int) -> Layer:
 
 
 def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
-    """Runs a side's call, and returns its launches with their predicted times."""
+    """Runs the layer on one side, and returns its launches with their predicted times."""
     if tokens <= WHOLE:
         reports, error = _run(name, side, layer_of(name, tokens))
         launches = [predicted(report) for report in reports]
@@ -406,7 +406,7 @@ def measure_sides(counts: dict[str, list[int]], folder: Path | None, kept: Path 
 
 @dataclass(frozen=True)
 class Other:
-    """A side of the second table.
+    """A row group of the second table: one implementation of another configuration.
 
     Attributes:
         described: the layer, the kernel and the activation format, as the table shows them.

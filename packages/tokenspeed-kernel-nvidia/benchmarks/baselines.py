@@ -1,9 +1,9 @@
-"""The implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
+"""The attention implementations that are measured: this package's kernels, the core's portable kernels, and third-party baselines.
 
 The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. The ``setup``
-makes plans and views, which an engine also makes once. It returns the timed call, a function without parameters that returns the
+makes the plans and views that an engine makes once. It returns the timed call, a function without parameters that returns the
 output. A third-party package is imported only when its implementation is measured. A package that is not installed is reported as
-absent with the reason.
+absent, with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_
 
 
 def output_of(result: Any) -> Tensor:
-    """Returns the output ``[tokens, heads, head_dim]`` from the result of a call."""
+    """Returns the attention output ``[tokens, heads, head_dim]`` from a call's result, which may be a tuple that begins with it."""
     out = result[0] if isinstance(result, tuple | list) else result
     assert isinstance(out, Tensor)
     return out.flatten(0, -3)
@@ -36,7 +36,7 @@ def output_of(result: Any) -> Tensor:
 
 
 def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
-    """Returns the setup of this package's public functions.
+    """Returns the setup of the implementation that calls this package's public functions.
 
     Args:
         functions: functions to call instead, ``"module:function"`` by operator. They get all of the operator's arguments by name.
@@ -69,8 +69,8 @@ def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
         )  # fmt: skip
     plan = None
     if shape.window_left < 0:
-        # A serving engine computes the scheduler metadata once per step, for all layers. The metadata saves a launch: 1.3 of
-        # 12.8 us at 1K x 1. With a window, the metadata saves nothing.
+        # A serving engine computes the scheduler metadata once per step, for all layers. The metadata saves a launch: 1.3 of 12.8
+        # us for one sequence of 1K tokens. With a window, the metadata saves nothing.
         plan = fa3.get_scheduler_metadata(
             shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
             qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True,
@@ -136,7 +136,7 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
     q, k_cache, v_cache, page_table, lengths = (
         arguments[name] for name in ("q", "k_cache", "v_cache", "page_table", "cache_seqlens")
     )
-    # All calls share the workspace, because calls run one after another.
+    # All calls share one workspace, because calls run one after another.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_flashinfer_workspace(q.device), "NHD", use_tensor_cores=True)
     pages = -(-shape.length // PAGE_SIZE)
     starts = torch.arange(0, shape.batch * pages + 1, pages, dtype=torch.int32, device=q.device)

@@ -46,21 +46,21 @@ from tokenspeed_kernel.workbench.benchmark.runner import (
 )
 from tokenspeed_kernel_base.operator import get_operator
 
-# Bytes that are read between two calls on the same inputs, so that these are not in the L2 cache of 50 MB.
+# Bytes that are read between two calls on the same inputs, so that the inputs are not in the 50 MB L2 cache.
 _TOUCHED = 224 << 20
-# Largest number of copies of the inputs. Prefill needs fewer, because it takes the same time on inputs in the L2 cache.
+# Largest number of copies of the inputs. Prefill needs fewer copies, because inputs in the L2 cache do not make it faster.
 _COPIES, _PREFILL_COPIES = 128, 8
 # Rates that no kernel reaches. A faster result is a fault of the measurement.
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
-# Largest errors, of all rows and of the worst row. Rounding to bfloat16 averages out less over the 64 elements of a row than over
-# the whole output.
+# Largest relative errors, of all checked rows together and of the worst row. Rounding to bfloat16 averages out less over the 64
+# elements of a row than over the whole output.
 LIMITS = Limits(5e-3, 2e-2)
 # A baseline with larger errors computes something else, and is not compared.
 _BASELINE_LIMITS = Limits(2e-2, 8e-2)
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """Yields a task per shape; long shapes come last."""
+    """Yields one measurement task for each shape; long shapes come last."""
     return (_task(shape, device) for shape in sorted(shapes, key=_work))
 
 
@@ -84,7 +84,7 @@ def _task(shape: Shape, device: torch.device) -> Task:
 
 
 def _work(shape: Shape) -> float:
-    """Returns the sort key of a shape: an estimate of its duration. Shapes with a cache are all short."""
+    """Returns the sort key of a shape: an estimate of its duration. Shapes with a paged cache are all short."""
     seen = shape.window_left + 1 if shape.window_left >= 0 else shape.length
     return 0.0 if shape.paged else float(shape.batch * shape.length * seen)
 
@@ -96,7 +96,7 @@ def rate(row: JsonRow) -> str:
 
 # -- bars --------------------------------------------------------------------------------------------------------------------------
 
-# The baselines that bars compare with, for prefill and for decode.
+# The baselines with which bars are compared, for prefill and for decode.
 PREFILL_BASELINES, DECODE_BASELINES = ("fa3", "fa4", "cudnn"), ("fa3", "flashinfer")
 
 
@@ -105,7 +105,7 @@ def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> 
 
 
 def _tflops(names: Sequence[str]) -> Measure:
-    """Returns a measure: the lowest TFLOP/s of these shapes. Only the unmasked half of the two GEMMs, q k and p v, counts."""
+    """Returns a measure: the lowest TFLOP/s of these shapes. Only the unmasked half of both GEMMs, q·k and P·v, counts."""
     flops = {shape.name: 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim for shape in SHAPES}
     return lambda times: min(flops[name] / times[name]["ours"] / 1e6 for name in names)
 
@@ -139,7 +139,7 @@ def _bars() -> list[Bar]:
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """Returns the outcome of the bar on our largest error."""
+    """Returns the outcome of the bar on the largest error of our kernels."""
     errors: Times = values_of(rows, "relative_error")
     worst = max((of_one["ours"] for of_one in errors.values() if "ours" in of_one), default=None)
     return [outcome("relative error, worst shape", LIMITS.error, worst)]
@@ -163,7 +163,7 @@ _PANELS = (
 
 
 def _short(name: str, groups: Sequence[str]) -> str:
-    """Returns a shape's name without the words of the panel's title."""
+    """Returns a shape's name without the words that the panel's title has."""
     group = max((group for group in groups if name.startswith(group)), key=len)
     rest = name.removeprefix(group).strip()
     if group == groups[0] and "window" not in group:

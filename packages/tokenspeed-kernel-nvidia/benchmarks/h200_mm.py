@@ -5,10 +5,10 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "G
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --plot --readme  # plots h200_mm.json
 
 All implementations run in one process on the same random values. Each result is first compared with a float32 GEMM.
-`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. One thing differs here: the kernel between calls is
-an rmsnorm of one row, as before most GEMMs of a model. The rmsnorm uses PDL: it lets the next kernel launch while it runs itself.
-So a GEMM that supports PDL overlaps its prologue with the rmsnorm. The time of the rmsnorm alone, in a graph without GEMMs, is
-subtracted. Each implementation is also measured with the runner's small PyTorch kernel between calls, which does not use PDL
+`tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured, with one difference: the kernel between two calls
+is an rmsnorm of one row, as before most GEMMs of a model. The rmsnorm uses PDL: it lets the next kernel launch while it runs
+itself. So a GEMM that supports PDL overlaps its prologue with the rmsnorm. The time of the rmsnorm alone, in a graph without GEMMs,
+is subtracted. Each implementation is also measured with the runner's small PyTorch kernel between calls, which does not use PDL
 (``ordinary_us``). The calls of a graph rotate over copies of the weights, together more than twice the L2 cache's size. Activations
 and results are the same memory in all calls, because in a model the preceding kernel has just written the activations.
 
@@ -59,10 +59,10 @@ from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import launch as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of, sharing_of
 
-_TOUCHED = 130e6  # bytes of all copies of the weights; the L2 cache has 50 MB
-_WIDTH = 2880  # elements in a row of the rmsnorm
+_TOUCHED = 130e6  # bytes of all copies of the weights together; the L2 cache has 50 MB
+_WIDTH = 2880  # elements of the row that the rmsnorm normalises
 
-# Changes to the configuration of the ring buffer kernel, by the name of the variant.
+# Variant name -> the fields of the ring buffer kernel's configuration that the variant changes.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ring": {},
     "not dependent": {"dependent": False},
@@ -75,7 +75,7 @@ Inputs = Mapping[str, Any]  # all arguments of the operator
 
 
 class Norm(Between):
-    """The rmsnorm between calls."""
+    """The rmsnorm kernel that is launched between calls."""
 
     def kernel(self, device: torch.device) -> Call:
         from mm_between_device import rmsnorm
@@ -115,7 +115,7 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Returns a call of the ring buffer kernel in another configuration, launched as in our launcher."""
+    """Returns a call of the ring buffer kernel with a changed configuration, launched as our launcher does."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.sm_count_of(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
@@ -143,12 +143,12 @@ def implementations(given: argparse.Namespace) -> list[Implementation]:
 
 
 def inputs_of(gemm: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
-    """Returns random operands with the largest number of rows."""
+    """Returns random operands for the largest number of rows."""
     return get_operator("gemm.mm").complete(gemm.case(max(TOKENS)).build(device, seed))
 
 
 def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
-    """Returns the inputs with the first ``m`` rows of the activations, and with memory for the result."""
+    """Returns inputs for a GEMM with only the first ``m`` rows of the activations, and with memory for the result."""
     a, a_scale = inputs["a"][:m].clone(), inputs["a_scale"]
     if a_scale is not None and a_scale.ndim == 2:
         a_scale = a_scale[:m].clone()
@@ -157,7 +157,7 @@ def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """Yields the tasks GEMM by GEMM, with copies of each GEMM's weights."""
+    """Yields the measurement tasks GEMM by GEMM, with copies of each GEMM's weights."""
     for gemm, of_gemm in itertools.groupby(shapes, lambda shape: shape.gemm):
         count = max(1, math.ceil(_TOUCHED / gemm.bytes)) if effort.rounds else 1
         every = [inputs_of(gemm, device, seed) for seed in range(count)]
@@ -228,7 +228,7 @@ FIGURE = Figure(
     alt=f"GEMMs of a decode step, {_WHAT}",
     baselines={"torch": ("PyTorch (cuBLAS)", "#c2410c")},
     shapes=[shape.name for shape in SHAPES],
-    # One panel for the smallest and one for the largest number of rows, with the GEMMs that have bars.
+    # One panel for the smallest and one for the largest number of rows. The panels show the GEMMs that have bars.
     panels=lambda report: [_panel(report, m) for m in (min(TOKENS), max(TOKENS))],
     marks=Marks("<!-- measured mm -->", "<!-- end of measured mm -->"),
     readme=Path(__file__).parents[1] / "README.md",

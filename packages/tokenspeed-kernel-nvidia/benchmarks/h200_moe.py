@@ -64,25 +64,25 @@ from tokenspeed_kernel_nvidia.warmup import warm_up
 _LAYERS = 4
 # Calls rotate over at most this many batches, which averages over routings, and over at most this many bytes of tokens.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# If the implementations keep more bytes than this together, the last one's weights are freed, and its rows report the reason.
+# If the implementations together keep more bytes than this, the weights of the last one are freed, and its rows report the reason.
 _MOST_BYTES = 100 << 30
 # Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation function's result
 # and each slot's output to bfloat16 causes an error of 3e-3. With fp8 activations, a slightly different value may round to the
 # neighbouring fp8 value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
-# A baseline with a larger error computes something else. Baselines choose the scales of fp8 activations themselves.
+# A baseline with a larger error computes something else. Baselines choose their own scales for fp8 activations.
 _BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
 
 
 @dataclass
 class Loaded:
-    """The layers' weights as an implementation has arranged them, for shapes that differ only in their tokens.
+    """The weights of the layers as an implementation has arranged them, for all shapes that differ only in their tokens.
 
     Attributes:
         implementation: the implementation.
         experts: one function per layer, see `moe_baselines`.
         failure: why the layers could not be arranged; None if they were.
-        prepare_ms: milliseconds to arrange a layer. With several layers, the first is not counted.
+        prepare_ms: milliseconds to arrange a layer. If there are several layers, the first is not counted.
         extra_bytes: peak bytes of temporary device memory while a layer is arranged, without the kept bytes.
         kept_bytes: bytes of device memory that the implementation keeps for a layer.
     """
@@ -96,8 +96,9 @@ class Loaded:
 
     @classmethod
     def of(cls, implementation: Implementation, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for an implementation. Raises RuntimeError if the implementation modifies the weights, which all
-        implementations share."""
+        """Arranges the layers for an implementation. All implementations share the layers, so RuntimeError is raised if this one
+        modifies their weights.
+        """
         sums = [layer.checksum() for layer in layers]
         loaded = cls._of(implementation, shape, layers, device)
         if sums != [layer.checksum() for layer in layers]:
@@ -154,7 +155,7 @@ def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Laye
 
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
-    """Yields a task per shape, model by model."""
+    """Yields one measurement task for each shape, model by model."""
     if device.type == "cuda" and "ours" in {each.name for each in who}:
         compile_ahead(shapes)
     for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
@@ -166,11 +167,12 @@ def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.
 
 
 def compile_ahead(shapes: Sequence[Shape]) -> None:
-    """Compiles our programs for these shapes in other processes, widest tiles first, because these take longest to compile. A call
-    waits until its programs are compiled."""
+    """Compiles our programs for these shapes in other processes. Programs with the widest tiles come first, because these take
+    longest to compile. A call waits until its programs are compiled.
+    """
     programs = dict.fromkeys(itertools.chain.from_iterable(map(programs_of, shapes)))
     ordered = sorted(programs, key=lambda each: -each[1].columns)
-    jobs = max(1, len(os.sched_getaffinity(0)) // 2)  # the other cores launch kernels and compile Triton's
+    jobs = max(1, len(os.sched_getaffinity(0)) // 2)  # the other cores launch kernels and compile Triton's kernels
     if cache_directory() is not None and jobs > 1:
         threading.Thread(target=lambda: [*warm_up(ordered, jobs)], name="compile_ahead").start()
 
@@ -203,10 +205,10 @@ def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], d
 
 
 def errors_against(right: torch.Tensor) -> Errors:
-    """Returns a function that computes the relative error of all tokens together, and of the worst token.
+    """Returns a function that computes two relative errors of an output: of all tokens together, and of the worst token.
 
     If all experts of a token are on other ranks, the token's output is zero and its relative error is undefined. Such a token
-    counts only in the error of all tokens. If all tokens are such, 1 is added to both outputs before the comparison.
+    counts only in the error of all tokens. If all tokens are of this kind, 1 is added to both outputs before the comparison.
     """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
@@ -228,7 +230,7 @@ def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
 # -- bars --------------------------------------------------------------------------------------------------------------------------
 
 BASELINES = ("triton_kernels", "marlin", "humming")
-# Bars in microseconds. A key is the end of the shape's name: the number of tokens, and the activations' dtype.
+# Bars in microseconds. A key is the end of a shape's name: the number of tokens and, if quantised, the activations' dtype.
 _US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750}
 _US |= {"1024 fp8": 560, "8192 fp8": 1750}
 # Numbers of tokens at which fp8 activations must take no longer than bfloat16 activations.
@@ -250,7 +252,7 @@ BARS = [
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """Returns the outcomes of the bars on our errors, and on the time to arrange a layer's weights."""
+    """Returns the outcomes of the bars on the errors of our kernels, and on their time to arrange a layer's weights."""
     took = [row["prepare_ms"] for row in rows if (row["group"], row["kernel"]) == (_NAME, "ours") and row["prepare_ms"] is not None]
     prepare = bars.outcome(f"{_NAME}: ms to arrange a layer's weights", 50.0, took[-1] if took else None)
     return [*bars.no_less_accurate(values_of(rows, "relative_error")), prepare]

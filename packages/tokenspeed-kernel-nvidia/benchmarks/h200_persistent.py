@@ -3,11 +3,11 @@
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --output persistent.json
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --compile   # only fills the cache; needs no GPU
 
-All variants run in one process on the same random values. Each is first compared with the public operators, layer by layer. A layer
-of the comparison starts from the residual stream that the variant has computed. Then several calls run in a CUDA graph, and the
-graph runs several times, with caches evicted in between. A call runs all layers. Their weights exceed the L2 cache, so weights are
-cold in every layer. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL as in the runtime. A layer's experts
-are the next layer's residual, because the runtime adds them in the next kernel.
+All variants run in one process on the same random values. Each variant is first compared with the public operators, layer by layer.
+The operators' layer starts from the residual stream that the variant has computed. Then several calls run in a CUDA graph. The
+graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so every
+layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL as in the runtime. The output of a
+layer's experts is the next layer's residual, because the runtime adds it in the next kernel.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason and the others follow. The kernel's waits end
 by themselves after about two seconds, and the process ends after ``--seconds``, whatever happens.
@@ -57,13 +57,13 @@ TODAY = "today's launches"
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant of the kernel.
+    """A variant of the persistent kernel.
 
     Attributes:
         config: options of `config_of`.
-        ahead: bytes of the next projection that each CTA prefetches into L2.
+        ahead: bytes of the next layer's projection that each CTA prefetches into L2.
         together: whether one launch runs all layers.
-        every: whether it is measured for every number of tokens, not only for one token.
+        every: whether the variant is measured for every number of tokens, not only for one token.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ TRACE = {TRACED: Choice({"trace": True})}
 
 
 class Model:
-    """Some layers' weights, for all variants."""
+    """The weights of some layers, shared by all variants."""
 
     def __init__(self, layers: int, device: torch.device, shape: Shape = SHAPE, width: int = WIDTH) -> None:
         self.device, self.random = device, torch.Generator(device).manual_seed(0)
@@ -126,7 +126,7 @@ class Model:
 
 
 class Batch:
-    """The inputs for a number of tokens, and the calls on them."""
+    """The inputs for one number of tokens, and the calls on these inputs."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         self.model, self.tokens, self.layers = model, tokens, len(model.weights)
@@ -142,7 +142,7 @@ class Batch:
         return PROJECTION_BYTES + ROUTER_BYTES + self.experts * EXPERT_BYTES
 
     def layer(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs a layer in the public operators. Returns the experts' sum, the residual stream before it, and the expert ids."""
+        """Runs one layer with the public operators. Returns the experts' sum, the residual stream before it, and the expert ids."""
         of_layer = self.model.weights[index]
         projected = ops.mm(self.attended[index], of_layer.projection.t(), bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(
@@ -152,7 +152,7 @@ class Batch:
         return ops.moe_apply(normed, of_layer.experts, weights, ids, self.model.plan), total, ids
 
     def composed(self, residuals: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns each layer's output and expert ids, for these residuals."""
+        """Runs each layer with the public operators, from the given residuals. Returns each layer's output and expert ids."""
         found = [self.layer(index, residual) for index, residual in enumerate(residuals)]
         return [expert + total for expert, total, _ in found], [ids for *_, ids in found]
 
@@ -174,7 +174,7 @@ class Batch:
         return [PersistentLayers(weights[some], self.attended[some], plan, EPS, config, ahead=choice.ahead) for some in ranges]
 
     def call(self, launched: Sequence[PersistentLayers]) -> Callable[[], None]:
-        """Returns a function that runs all layers."""
+        """Returns a function that runs all layers with these launch objects."""
         outs = self.out.chunk(len(launched))
         residuals = [self.residual, *(out[-1] for out in outs[:-1])]
 
@@ -186,7 +186,7 @@ class Batch:
 
 
 def check(batch: Batch, launched: Sequence[PersistentLayers]) -> str:
-    """Runs a variant several times. Returns what was found; raises RuntimeError if results are wrong."""
+    """Runs a variant several times, and compares its results. Returns a description; raises RuntimeError if results are wrong."""
     run = batch.call(launched)
     first = None
     for _ in range(5):
@@ -224,7 +224,7 @@ def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str,
             row["spread"] = [min(times) / batch.layers, max(times) / batch.layers]
             if any(each.failed for each in launched):
                 row["note"] = "a wait has given up"
-        except Exception as error:  # the other variants follow
+        except Exception as error:  # the other variants are still measured
             row["us"], row["note"] = None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         yield row
 
@@ -238,7 +238,7 @@ def trace(batch: Batch, name: str, rounds: int) -> Iterator[str]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Formats a row."""
+    """Formats a row of results as text."""
     predicted = "" if row["predicted_us"] is None else f"{row['predicted_us']:.1f}"
     found = "-" if row["us"] is None else f"{row['us']:.2f}"
     rate = "" if row["us"] is None else f"{row['bytes'] / row['us'] / 1e3:.0f}"

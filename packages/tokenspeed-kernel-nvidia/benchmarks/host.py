@@ -5,8 +5,8 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the p
 
 First calls are made in new processes that have already used PyTorch and the GPU. Functions are called in the order of the table, so
 the first call also imports the modules that all functions need. Later calls run many times in short series on the same arguments,
-with ``out=`` and without, and never wait for the device; the fastest series counts. The series of all functions alternate, because
-CPU clocks vary.
+with ``out=`` and without. They never wait for the device, and the fastest series counts. The series of all functions alternate,
+because CPU clocks vary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Calls per series: so few that the launch queue does not become full, which would block the host.
+# Number of calls per series: so few that the launch queue does not become full, which would block the host.
 _CALLS = 30
 _STRETCHES = 100
 
@@ -58,8 +58,9 @@ def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
-    """Returns a function that makes the call with keywords, as code written by hand. A call with ``**given`` would spend time on
-    dictionaries."""
+    """Returns a function without parameters that makes the call with keyword arguments spelled out, as in a user's source. A call
+    with ``**given`` would spend time on dictionaries.
+    """
     call: Callable[[], Any] = eval(
         f"lambda: function({', '.join(f'{name}={name}' for name in given)})", {"function": function, **given}
     )
@@ -67,7 +68,7 @@ def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
 
 
 def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
-    """Returns the host time of each call in microseconds."""
+    """Returns the host time of each call in microseconds: the average in the call's fastest series."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(_STRETCHES):
         for name, call in calls.items():

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rmsnorm(x, weight, out, n, BLOCK: tl.constexpr):
-    """Waits for the preceding kernel, then lets the next one launch while this one runs (PDL)."""
+    """An rmsnorm that waits for the preceding kernel, then lets the next kernel launch while this one runs (PDL)."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     at = tl.arange(0, BLOCK)

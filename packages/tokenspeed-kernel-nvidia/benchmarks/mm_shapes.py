@@ -14,10 +14,10 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
 TOKENS = (1, 2, 4, 8, 16)
-# Largest errors against float32, of all rows and of the worst row. Rounding to bfloat16 alone causes an error of 1.7e-3, and
-# slightly more in the worst row.
+# Largest relative errors against float32, of all rows together and of the worst row. Rounding to bfloat16 alone causes an error of
+# 1.7e-3, and slightly more in the worst row.
 LIMITS = Limits(4e-3, 8e-3)
-_BYTES_PER_US = 4.35e6  # measured read bandwidth of this device
+_BYTES_PER_US = 4.35e6  # measured read bandwidth of an H200, in bytes per microsecond
 
 _BF16 = torch.bfloat16
 # For each weight format, the function that makes random operands. `_BYTES` has the bytes per weight, scales included.
@@ -38,8 +38,8 @@ class Gemm:
     """A layer's GEMM ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
 
     Attributes:
-        model, layer: the model, and the layer of it, that has this GEMM.
-        bar: the bar in microseconds for one row; the bar for 16 rows is 15% higher.
+        model, layer: the model, and the name of the model's layer that has this GEMM.
+        bar: the bar for one row, in microseconds; the bar for 16 rows is 15% higher.
         weights: the weight format, see `_MADE`; empty for bfloat16.
     """
 
@@ -56,7 +56,7 @@ class Gemm:
 
     @property
     def bytes(self) -> float:
-        """Bytes of the weights."""
+        """Bytes of the weights, scales included."""
         return self.k * self.n * _BYTES[self.weights]
 
     @property
@@ -70,7 +70,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Shape:
-    """A GEMM with a number of rows."""
+    """A GEMM with a given number of rows."""
 
     gemm: Gemm
     m: int

@@ -1,4 +1,4 @@
-"""The MoE implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
+"""The MoE implementations that are measured: this package's kernels, the core's portable kernels, and third-party baselines.
 
 An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. This
 function returns the timed call, which has no parameters and computes the combined output ``[tokens, hidden]`` from router logits.
@@ -55,8 +55,9 @@ def local(ids: Tensor, model: Model) -> Tensor:
 
 
 def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, Layer], Experts]:
-    """Returns the setup of ``moe_apply`` with kernels of the backend ``solution``, after ``moe_topk`` with a kernel of the backend
-    ``routing``, or with its best kernel."""
+    """Returns the setup of ``moe_apply`` with kernels of the backend ``solution``. ``moe_topk`` runs before it, with a kernel of
+    the backend ``routing``, by default with its best kernel.
+    """
 
     def setup(shape: Shape, layer: Layer) -> Experts:
         # Importing the core registers the kernels of its plugins.
@@ -92,8 +93,9 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
 
 
 def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
-    """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4 weights
-    that float8_e5m2 represents exactly."""
+    """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4
+    weights. The weights are mxfp4 weights that float8_e5m2 represents exactly.
+    """
     model, dtype, rounded = shape.model, "bfloat16", shape.activation_dtype == "fp8"
     pairs = shape.tokens * model.top_k
     if model.weight_format != "mxfp4":
@@ -115,7 +117,7 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
     Args:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
             ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. The names
-            ``few`` and ``fewc`` are the streaming kernel.
+            ``few`` and ``fewc`` stand for the streaming kernel.
         shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
@@ -158,7 +160,9 @@ def _only_16_bit_activations(shape: Shape) -> None:
 
 
 def _expert_map(model: Model, device: torch.device) -> Tensor | None:
-    """Returns the local index of each expert, int32 ``[all experts]``; -1 for experts of other ranks. None if there is one rank."""
+    """Returns the index of each expert on this rank, int32 ``[all experts]``; -1 for experts of other ranks. None if there is one
+    rank.
+    """
     if not model.of:
         return None
     numbers = torch.arange(model.routed, dtype=torch.int32, device=device)
@@ -201,13 +205,15 @@ def _triton_kernels(shape: Shape, layer: Layer) -> Experts:
 
 
 def _padded(tensor: Tensor, *sizes: int) -> Tensor:
-    """Zero-pads the last axes to these sizes."""
+    """Zero-pads the last axes of a tensor to these sizes."""
     pads = [pad for size, length in zip(reversed(sizes), reversed(tensor.shape), strict=False) for pad in (0, size - length)]
     return torch.nn.functional.pad(tensor, pads)
 
 
 def _marlin(shape: Shape, layer: Layer) -> Experts:
-    """Sets up vLLM's Marlin kernel, with sizes rounded up as in vLLM. In its favour, the time to pad the tokens does not count."""
+    """Sets up vLLM's Marlin kernel, with sizes rounded up as in vLLM. The time to pad the tokens does not count, which favours
+    Marlin.
+    """
     _only_gpt_oss(shape)
     _only_16_bit_activations(shape)
     backend = _from_vllm("fused_moe.oracle.mxfp4", "Mxfp4MoeBackend")
@@ -296,7 +302,7 @@ _HUMMING_FORMATS: dict[str, dict[str, Any]] = {
 
 
 def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
-    """Returns both projections in Humming's layout, with the padding that vLLM uses."""
+    """Returns both projections of a layer in Humming's layout, with the padding that vLLM uses."""
     schemas, method = importlib.import_module("humming.schema"), importlib.import_module("humming.layer").HummingMethod
     dtypes = importlib.import_module("humming.dtypes")
     model, weights = shape.model, layer.weights
@@ -376,7 +382,7 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
 
 
 def implementations(ours: str = "cutedsl") -> list[Implementation]:
-    """Returns all implementations, this package's first. ``ours``: the backend of this package's entry."""
+    """Returns all implementations, this package's first. ``ours``: the backend of the implementation ``ours``."""
     return [
         Implementation("ours", of_solution(ours), "tokenspeed-kernel-nvidia", ours=True),
         Implementation("triton", of_solution("triton", "triton"), "tokenspeed-kernel", ours=True, portable=True),

@@ -19,14 +19,14 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 # best tensor-core rates by the dtype of activations, in floating-point operations per microsecond.
 BYTES_PER_US = 4.35e6
 FLOPS_PER_US = {"none": 800e6, "fp8": 1500e6}
-# The operator's cases are recipes. All layers are made from the recipe of this case, with other values.
+# The recipe of this case makes all layers, with other values.
 _CASE = "gpt-oss-120b decode 1"
 _GPT_OSS_OPTIONS = ("w13_interleaved", "bias", "alpha", "limit", "beta")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A layer in the sizes of a model.
+    """An MoE layer in the sizes of a model.
 
     Attributes:
         experts: the number of experts on this rank.
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Shape:
-    """One call, which computes the combined output from router logits and tokens.
+    """One call: router logits and tokens in, combined output out.
 
     Attributes:
         activation_dtype: as in `MoEPlan`.
@@ -72,7 +72,9 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """The unique name, from the model, the tokens, and the activations' quantised dtype: ``"gpt-oss-120b 8192 fp8"``."""
+        """The unique name, from the model, the number of tokens, and the quantised dtype of activations: ``"gpt-oss-120b 8192
+        fp8"``.
+        """
         return " ".join([self.model.name, str(self.tokens), *([self.activation_dtype] if self.activation_dtype != "none" else [])])
 
     def recipe(self) -> Recipe:
@@ -137,7 +139,7 @@ class Layer:
 
 @dataclass
 class Batch:
-    """Tokens and router logits, and the layer that gets them.
+    """Tokens and router logits, and the index of the layer that runs on them.
 
     Attributes:
         x: the tokens.
@@ -153,7 +155,7 @@ class Batch:
     topk_ids: Tensor = field(init=False)
 
     def routed(self, model: Model) -> Batch:
-        """Computes the routing of the batch, stores it, and returns the batch."""
+        """Computes and stores the routing of the batch. Returns the batch."""
         topk = get_operator("moe.moe_topk")
         self.topk_weights, ids = topk.reference(*topk.complete({"logits": self.logits, "top_k": model.top_k}).values())
         self.topk_ids = torch.where(ids < model.experts, ids, -1)
@@ -181,8 +183,8 @@ def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: i
 
 
 def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
-    """Draws router logits, bfloat16 ``[tokens, experts]``. The logit of the last selected expert never equals that of the next one,
-    because implementations resolve ties differently, and ties are common in bfloat16.
+    """Draws router logits, bfloat16 ``[tokens, experts]``. The last selected expert and the next expert never have equal logits:
+    ties are common in bfloat16, and implementations resolve them differently.
     """
     logits = draw.normal(tokens, model.routed, dtype=torch.bfloat16)
     if model.routed == model.top_k:
@@ -205,7 +207,7 @@ def expected(batch: Batch, layer: Layer) -> Tensor:
 
 
 def quantization_error(batch: Batch, layer: Layer) -> float:
-    """Returns the relative error of the definition because it quantises activations; 0 if it does not."""
+    """Returns the relative error that quantising the activations causes in the definition; 0 if activations are not quantised."""
     if layer.plan.activation_dtype == "none":
         return 0.0
     exact = expected(batch, Layer(layer.weights, dataclasses.replace(layer.plan, activation_dtype="none")))
@@ -213,5 +215,6 @@ def quantization_error(batch: Batch, layer: Layer) -> float:
 
 
 def floor_us(cost: Cost, activation_dtype: str) -> float:
-    """Returns the roofline time of a call in microseconds: of its bytes or of its arithmetic, whichever is longer."""
+    """Returns the roofline time of a call in microseconds: the time to read and write its bytes, or the time of its arithmetic,
+    whichever is longer."""
     return max(cost.bytes / BYTES_PER_US, cost.flops / FLOPS_PER_US[activation_dtype])

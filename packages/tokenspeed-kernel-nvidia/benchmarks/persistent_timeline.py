@@ -1,10 +1,11 @@
-"""A model of the time that a layer takes in the persistent kernel of `sm90/moe/persistent`, for GPT-OSS-120B on one H200.
+"""A model of the time of one layer in the persistent kernel of `sm90/moe/persistent`, for GPT-OSS-120B on one H200.
 
     python packages/tokenspeed-kernel-nvidia/benchmarks/persistent_timeline.py
 
-The steps of a layer follow one another, because each needs all results of the preceding one. Memory is busy while the producer
-warps may load: the experts once they are known, and the next projection as far as the ring buffer has room. So a layer takes the
-time of the experts' bytes, the latencies of the steps, and the part of the projection's time that no latency hides.
+The steps of a layer run one after another, because each step needs all results of the preceding step. Memory is busy while the
+producer warps may load. They load the experts as soon as the experts are known, and the next projection as far as the ring buffer
+has room. So a layer takes the time of the experts' bytes, the latencies of the steps, and the part of the projection's time that no
+latency hides.
 
 Latencies are in microseconds. "measured" stands for a measurement on an H200 in this repository; "assumed" for an estimate that the
 benchmark beside this file is there to correct.
@@ -36,20 +37,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 READ_TB_PER_S = 4.35  # measured: read bandwidth of the device, `mm_shapes`
-# A measured read from L2 in the same runs is faster than memory by about this factor; assumed.
+# Ratio of L2 bandwidth to memory bandwidth: about the ratio measured in the same runs; assumed.
 L2_FACTOR = 1.8
 SMS = 132
 PROJECTION_BYTES = 2880 * 4096 * 2
 ROUTER_BYTES = 128 * 2880 * 2
-EXPERT_BYTES = (90 + 45) * (512 + 45 * 2176)  # of an expert, in the layout of `mxfp4.layout`
+EXPERT_BYTES = (90 + 45) * (512 + 45 * 2176)  # bytes of one expert, in the layout of `mxfp4.layout`
 # Latencies of the steps.
 DRAIN = 1.5  # assumed: last slab, partial sums, epilogue, and the counter of w2 (two L2 round trips)
 GATE = 1.3  # assumed: fence, counter of the outputs, poll, barrier
 ATTENDED = 0.8  # assumed: bulk copy of the attention's output from L2
-PROJECT = 0.7  # assumed: 24 stages, eight a warpgroup, of about 150 cycles
-EXCHANGE = {"words": 0.8, "counter": 1.3}  # assumed: store to L2 and poll; with a counter also a fence, an atomic and a barrier
-NORM = 0.4  # assumed: two barriers and two reductions of a warp
-TOP_K = 0.5  # assumed: four maxima of a warp, lists of pairs, two barriers
+PROJECT = 0.7  # assumed: 24 stages, eight for each warpgroup, of about 150 cycles
+EXCHANGE = {"words": 0.8, "counter": 1.3}  # assumed: a store to L2 and polling; "counter": also a fence, an atomic and a barrier
+NORM = 0.4  # assumed: two barriers and two warp reductions
+TOP_K = 0.5  # assumed: four warp maxima, lists of pairs, two barriers
 FIRST_BYTES = 1.0  # assumed: latency of memory under load, and the first slab's MMAs
 PER_TOKEN = 0.25  # assumed: for each further token, exchange and norm
 # measured: README of the runtime, microseconds of today's launches at one token: projection, norm to top-k, experts.
@@ -58,13 +59,13 @@ TODAY = {"projection": 7.7, "norm, router and top-k": 4.1, "experts": 22.8}
 
 @dataclass(frozen=True)
 class Variant:
-    """What the model knows of a launch.
+    """The parameters of a launch that the model depends on.
 
     Attributes:
-        ring_bytes: bytes of the projection that a CTA's ring buffer holds.
+        ring_bytes: bytes of the projection that fit into the ring buffer of a CTA.
         exchange: see `config.Exchange`.
         ahead: bytes of the next projection that each CTA prefetches into L2.
-        layers: layers of a launch.
+        layers: number of layers of a launch.
     """
 
     ring_bytes: int = 18 * 8192
@@ -74,7 +75,7 @@ class Variant:
 
 
 def time_of(size: float) -> float:
-    """Returns the microseconds to read some bytes."""
+    """Returns the microseconds to read ``size`` bytes from memory."""
     return size / READ_TB_PER_S / 1e6
 
 
@@ -82,7 +83,7 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
     """Returns the microseconds of each step of a layer.
 
     Args:
-        experts: the number of distinct experts that the tokens choose.
+        experts: the number of distinct experts that the tokens select.
     """
     exchange = EXCHANGE[variant.exchange]
     further = PER_TOKEN * (tokens - 1)
@@ -95,11 +96,11 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
     }
     hidden = DRAIN + GATE + ATTENDED
     ahead = min(SMS * variant.ahead, PROJECTION_BYTES) if variant.layers > 1 else 0
-    # Time to load the whole projection: what was prefetched comes from L2.
+    # Time to load the whole projection: the prefetched bytes come from L2.
     projection = time_of(PROJECTION_BYTES - ahead) + time_of(ahead) / L2_FACTOR
     in_ring = min(1.0, SMS * variant.ring_bytes / PROJECTION_BYTES)
     left = projection - min(hidden, in_ring * projection)
-    # Prefetches delay the experts' bytes if they take longer than the steps until these are known.
+    # Prefetches delay the experts' bytes if they take longer than the steps until the experts are known.
     delay = max(0.0, time_of(ahead) - PROJECT - sum(chosen.values()))
     return {
         "gate": GATE,
@@ -112,7 +113,7 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
 
 
 def predicted_us(tokens: int, experts: float, variant: Variant | None = None) -> float:
-    """Returns the predicted microseconds of a layer. ``variant``: None stands for today's launches at one token."""
+    """Returns the predicted microseconds of a layer. If ``variant`` is None: of the launches of today's kernels, for one token."""
     return sum(TODAY.values() if variant is None else steps(tokens, experts, variant).values())
 
 

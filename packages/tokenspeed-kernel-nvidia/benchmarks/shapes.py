@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 PAGE_SIZE = 64
 # window_left of a model with a window of 128 tokens: the token itself and the 127 tokens before it.
 WINDOW_LEFT = 127
-# The number of sequences per call, and of queries per sequence, that are checked: the first, the last and some between.
+# The number of sequences per call, and of queries per sequence, that are checked: the first, the last, and some in between.
 _SEQUENCES, _QUERIES = 4, 16
 
 
@@ -94,7 +94,7 @@ SHAPES = tuple(_shapes())
 
 
 def sampled_rows(shape: Shape) -> list[int]:
-    """Returns the tokens of the output that are checked: some queries of some sequences, always with the first and the last."""
+    """Returns the row indices of the output that are checked: some queries of some sequences, including the first and the last."""
     new = shape.new if shape.paged else shape.length
     rows = []
     for sequence in _spread(shape.batch, _SEQUENCES):

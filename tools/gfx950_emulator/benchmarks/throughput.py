@@ -3,8 +3,8 @@
     python tools/gfx950_emulator/benchmarks/throughput.py --output tools/gfx950_emulator/benchmarks/throughput.json
 
 Times are wall times of the public call, medians of several calls after a first call that compiles and decodes. A *lockstep
-instruction* is an instruction of a workgroup, counted once for all its waves. The emulator executes several workgroups at once, so
-it dispatches fewer. Results are checked against the float32 reference first.
+instruction* is an instruction of a workgroup, counted once for all its waves. The emulator executes several workgroups together, so
+it dispatches fewer instructions than that. Before timing, results are checked against the float32 reference.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from typing import Any
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest depends on it there
+    import tomli as tomllib  # pytest depends on tomli on these Python versions
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
@@ -56,11 +56,11 @@ class Mutant:
     """One change of the sources.
 
     Attributes:
-        name: in lower case with hyphens.
-        fact: the hardware's behaviour in one sentence, which the mutant violates.
-        file: relative to the package.
+        name: the mutant's name, in lower case with hyphens.
+        fact: one sentence about the hardware's behaviour, which the mutant violates.
+        file: the changed file, relative to the package.
         old, new: a text that must occur exactly once, and its replacement.
-        tests: pytest targets that should fail, relative to the folder of the tests, the cheapest first.
+        tests: pytest targets of which at least one should fail, relative to the folder of the tests, the cheapest first.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Mutant:
         return ".".join((SOURCE.name, *Path(self.file).with_suffix("").parts))
 
     def apply(self, package: Path) -> str:
-        """The file's text with the replacement.
+        """Returns the text of the file with the replacement.
 
         Raises:
             MutationError: the old text does not occur exactly once.
@@ -136,7 +136,7 @@ class Outcome:
 
 
 def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
-    """Runs tests against a copy of the package, with or without a mutant."""
+    """Runs tests against a copy of the package, with a mutant or (None) without."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         package = folder / SOURCE.name
@@ -150,14 +150,14 @@ def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
 
 
 def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Outcome:
-    """Runs tests against the package in a folder; with `stop`, until the first failure."""
+    """Runs tests against the copy of the package in a folder; with `stop`, until the first failure."""
     report = folder / "report.json"
     paths = [str(folder), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # takes a quarter of the time
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins would take a quarter of the time
         "MUTATION_ROOT": str(folder),
         "MUTATION_MODULE": module,
         "MUTATION_REPORT": str(report),
@@ -193,7 +193,7 @@ def _first_line(text: str) -> str:
 
 
 def judge(mutant: Mutant) -> Result:
-    """Runs the tests of one mutant."""
+    """Runs the tests of one mutant, and returns the verdict."""
     outcome = _run(mutant, mutant.tests)
     if outcome.broken:
         return Result(mutant, "error", reason=_first_line(outcome.broken[0]), seconds=outcome.seconds)
@@ -211,7 +211,7 @@ def run_all(mutants: list[Mutant], jobs: int = 1) -> list[Result]:
     """Judges all mutants, `jobs` of them at a time, and prints each verdict.
 
     Raises:
-        MutationError: a replacement does not fit the sources; found before anything runs.
+        MutationError: a replacement does not fit the sources. Raised before any test runs.
     """
     for mutant in mutants:
         mutant.apply(SOURCE)
@@ -225,7 +225,7 @@ def run_all(mutants: list[Mutant], jobs: int = 1) -> list[Result]:
 
 
 def without_false_alarms(results: list[Result]) -> list[Result]:
-    """The results, with mutants counted as killed only by tests that pass against an unchanged copy of the package.
+    """Returns the results, with mutants counted as killed only by tests that pass against an unchanged copy of the package.
 
     Raises:
         MutationError: the tests cannot run in this environment.
@@ -269,7 +269,7 @@ def _score(results: list[Result], command: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if all mutants were killed, 1 if not, 2 if they could not be judged."""
+    """Runs the command. Returns 0 if all mutants were killed, 1 if not, 2 if they could not be judged."""
     parser = argparse.ArgumentParser(description="Mutation tests of the emulator.")
     parser.add_argument("--only", metavar="REGEX", default="", help="mutants whose name matches")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")

@@ -3,9 +3,9 @@
     python tools/gpt_oss/benchmarks/beside_vllm.py --output beside_vllm.json
     python tools/gpt_oss/benchmarks/beside_vllm.py --vllm-path /tmp/vllm_site    # vLLM is in a separate folder
 
-Each runs in its own process. vLLM receives the tensors of `gpt_oss.RandomTensors` through its own loader of GPT-OSS checkpoints,
-under the names of the released files, so it handles them like real weights. vLLM's settings are its defaults with two exceptions:
-prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
+Each engine runs in its own process. vLLM receives the tensors of `gpt_oss.RandomTensors` through its own loader of GPT-OSS
+checkpoints, under the names of the released files, so it handles these tensors like real weights. vLLM's settings are its defaults
+with two exceptions: prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
 
 The time of a vLLM decode step is the difference between two runs of the same prompts, with few and with many generated tokens,
 divided by the number of additional tokens. The time of our decode step is the time that a caller of the engine waits (see
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FEW, MANY = 8, 136  # tokens generated
+FEW, MANY = 8, 136  # numbers of generated tokens; a step's time comes from the difference
 LOAD_FORMAT = "gpt_oss_random"
 # Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded.
 _ENVIRONMENT = {
@@ -56,7 +56,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, put in front of its process's PYTHONPATH")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that runs vLLM")
     parser.add_argument("--memory", type=float, default=0.9, help="part of the GPU's memory that vLLM may take")
-    parser.add_argument("--only-vllm", help=argparse.SUPPRESS)  # for a child process of this script: vLLM's experts backend
+    parser.add_argument("--only-vllm", help=argparse.SUPPRESS)  # for a child process of this script: the backend of vLLM's experts
     return parser.parse_args(given)
 
 
@@ -69,7 +69,7 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
-    """The prompts that `gpt_oss.benchmark` uses."""
+    """Random prompts, the same as those of `gpt_oss.benchmark`."""
     import torch
 
     prompts: list[list[int]] = torch.randint(vocab, (count, tokens), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -80,8 +80,9 @@ def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]
 
 
 def register_loader() -> None:
-    """Registers a load format with vLLM that reads `RandomTensors` instead of files. Each of vLLM's processes calls this; see
-    `entry_point`."""
+    """Registers a load format with vLLM that reads `RandomTensors` instead of files. Each of vLLM's processes calls this function,
+    through the plugin that `entry_point` makes.
+    """
     import torch
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -109,7 +110,7 @@ def register_loader() -> None:
 
 
 def configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The ``config.json`` of the model that both run, in the format of the released files."""
+    """The ``config.json`` of the model that both engines run, in the format of the released files."""
     from gpt_oss.benchmark import Workload
 
     config = Workload(options.preset, options.layers, batches=(), contexts=(), prefills=()).config
@@ -127,7 +128,7 @@ def longest_of(options: argparse.Namespace) -> int:
 
 
 def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measures vLLM with one experts backend."""
+    """Measures vLLM with one backend for the experts."""
     import vllm
 
     config = configuration(options)
@@ -216,12 +217,12 @@ def entry_point(folder: Path) -> Path:
 
 
 def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Sequence[str]) -> dict[str, Any]:
-    """Measures vLLM in its own process. If the process fails, the result has the error."""
+    """Measures vLLM in a child process. If the process fails, the result holds the error."""
     result = folder / f"{experts}.json"
     own = [] if options.vllm_path is None else [str(options.vllm_path)]
     paths = [*own, str(entry_point(folder)), str(Path(__file__).resolve().parent), *sys.path[1:]]
     command = [options.vllm_python, __file__, *given, "--only-vllm", experts, "--output", str(result)]
-    # No other plugin, to measure unmodified vLLM.
+    # vLLM loads no other plugin, so that unmodified vLLM is measured.
     environment = {**_ENVIRONMENT, **os.environ, "VLLM_PLUGINS": LOAD_FORMAT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode or not result.exists():
@@ -263,7 +264,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for experts in ("", *options.experts.split(",")):
             if experts:
                 result["vllm"][experts] = run_child(options, experts, folder, given)
-            # Written now and not at the end, so that results are kept if a later measurement fails.
+            # Written after each measurement, so that results are kept if a later measurement fails.
             options.output.write_text(as_text(result))
     print("\n".join(table_of(result)))
 

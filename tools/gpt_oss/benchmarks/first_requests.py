@@ -4,9 +4,10 @@
     TOKENSPEED_KERNEL_PACKS=packs/h200 python tools/gpt_oss/benchmarks/first_requests.py --output first_requests.json
 
 The process makes a model with random weights and a warm engine, under the compile policy ``forbid``. It measures the time from the
-start of the process to the first token, without the time to make the random weights, and the first batch of long prompts. Then it
-runs random requests: groups of random size, prompts of random lengths, greedy and sampled, some of them cancelled. The exit status
-is 1 if a bar is missed. ``--capture FILE`` writes the calls from which the pack is built; use it with ``--policy allow``.
+start of the process to the first token, without the time to make the random weights. It also measures the first batch of long
+prompts. Then it runs random requests: groups of random size, prompts of random lengths, greedy and sampled, some of them cancelled.
+The exit status is 1 if a measured value exceeds its limit. ``--capture FILE`` writes the calls from which the pack is built; use it
+with ``--policy allow``.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from gpt_oss.benchmark import Workload
 from tokenspeed_kernel import compilations, compile_policy, shape_capture
 from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
-# The largest acceptable values, for GPT-OSS-120B on an H200.
+# The largest acceptable value of each measurement, for GPT-OSS-120B on an H200.
 BARS = {"first_token_s": 12.0, "first_batch_s": 0.5, "compilations": 0, "slow_steps": 0}
-TIMEOUT_S = 1.0  # no step takes longer
+TIMEOUT_S = 1.0  # a step that takes longer is a slow step
 
 
 class TimedWeights(RandomTensors):
-    """Random tensors, and the seconds that making them took."""
+    """Random tensors, and the seconds that it took to make them."""
 
     seconds = 0.0
 
@@ -111,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def missed(found: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each bar that was missed."""
+    """Returns a line for each value that exceeds its limit in `BARS`."""
     return [f"{name} is {found[name]:.3g}, must be at most {bar:g}" for name, bar in BARS.items() if found[name] > bar]
 
 

@@ -2,9 +2,9 @@
 
     python tools/gpt_oss/benchmarks/loading.py --layers 2 --output loading.json
 
-A checkpoint of random weights, in the layout of the released ones, is written to a folder. Then its files are read sequentially,
-and a model is loaded from them, alternately, each time after their pages were dropped from the system's page cache (``--warm``
-keeps them). The system may ignore the request to drop pages; the measured gigabytes per second show this.
+A checkpoint of random weights, in the layout of the released checkpoints, is written to a folder. Then two measurements alternate:
+the files are read sequentially, and a model is loaded from the files. Before each, the files' pages are dropped from the system's
+page cache (``--warm`` keeps them). The system may ignore the request to drop pages; the measured gigabytes per second show this.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/parallel.py --output h200_parallel.json
 
-``--experts`` selects a rank's experts: a slice of each, or some whole ones. A step is timed as a caller of each rank's engine sees
-it, and the same pass is also replayed on the device without an engine. The slowest rank counts. All ranks must have selected the
-same tokens. With ``--check`` the first layers are also run unsharded on each GPU, and next-token distributions are compared. On a
-CPU the ranks are gloo processes, and passes are launched from Python.
+``--experts`` selects a rank's part of the experts: a slice of each expert, or some whole experts. A step is timed as a caller of
+each rank's engine sees it. The same pass is also replayed on the device without an engine. The time of the slowest rank counts. All
+ranks must have selected the same tokens. With ``--check`` the first layers are also run unsharded on each GPU, and next-token
+distributions are compared. On a CPU the ranks are gloo processes, and passes are launched from Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
 _WARM_STEPS = 4
-_REPLAYS = 30  # replays of the bare pass; each advances the position by one
+_REPLAYS = 30  # replays of the pass without the engine; each advances the position by one
 _PAGE = 64
 
 
@@ -105,7 +105,7 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The report, which is written after each measurement."""
+    """Makes all measurements. The report is written after each measurement."""
     group = ProcessGroup.with_peer_memory()
     config = preset(options.preset) if options.layers is None else preset(options.preset).with_layers(options.layers)
     said = {name: getattr(options, name) for name in ("preset", "experts", "context", "steps", "seed", "bias")}
@@ -150,7 +150,9 @@ def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGr
 
 
 def _length(options: argparse.Namespace) -> int:
-    """The final length of a sequence; sequences with a finished prompt decode while the prompts of others are prefilled."""
+    """The largest number of positions of a sequence. Sequences whose prompt is finished decode while other prompts are
+    prefilled.
+    """
     passes = -(-max(options.batches) * options.context // options.prefill_tokens)
     return int(options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8)
 
@@ -175,8 +177,8 @@ def _prompts(config: Config, batch: int, tokens: int, seed: int) -> list[list[in
 def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Compares logits of the sharded layers with those of the same layers on one GPU, for prompts and for one further token each.
 
-    For scale, the single-GPU logits are also compared with those of the core's own kernels: rounding alone changes the selected
-    experts.
+    For scale, the single-GPU logits are also compared with logits of the core's own kernels. These differ by rounding alone, which
+    already changes the selected experts.
     """
     prompts = _prompts(config, 3, 41, options.seed)
 
@@ -199,7 +201,7 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
 
 
 def _prefill(model: ShardedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures a pass over whole prompts, from the requests to the first token of each."""
+    """Measures a pass over whole prompts, from queueing the requests to the first token of each."""
     cache = PagedKVCache(model.config, batch * -(-tokens // _PAGE), _PAGE, torch.bfloat16, model.device)
     engine = Engine(model, cache, batch * tokens, batch, "eager")
     requests = [Request(prompt, 1) for prompt in _prompts(model.config, batch, tokens, options.seed)]
@@ -249,7 +251,7 @@ def _decode(model: ShardedGptOss, batch: int, options: argparse.Namespace) -> di
 
 
 def _bare(engine: Engine, batch: int) -> float:
-    """Milliseconds of a bare pass, launched repeatedly: replayed on a GPU, and timed with device events."""
+    """Milliseconds of a pass without the engine, launched repeatedly: replayed on a GPU, and timed with device events."""
     decoder, device = engine.decoder, engine.model.device
     assert decoder is not None
     decoder.replay(batch, sampled=True)
@@ -270,8 +272,9 @@ def _bare(engine: Engine, batch: int) -> float:
 
 
 def _left_out(engine: Engine, batch: int) -> dict[str, Any]:
-    """The time of the model's pass without sampling, and how much shorter it is without each of its kernels; for the slowest
-    rank."""
+    """The time of the model's pass without sampling, and how much shorter the pass is without each of its kernels. The times are
+    those of the slowest rank.
+    """
     decoder = engine.decoder
     assert decoder is not None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Generates the tables of the README from the results beside this file.
+"""Generates the tables of the README from the JSON results in this folder.
 
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
@@ -34,7 +34,7 @@ def _results(*names: str) -> Iterator[dict[str, Any]]:
 
 
 def made_on(result: dict[str, Any]) -> list[str]:
-    """The device and the command of a result."""
+    """Lines that name the device, the software versions and the command of a result."""
     metadata = result["metadata"]
     versions = [f"torch {metadata['torch']}", f"Triton {metadata['triton']}", f"commit {metadata['git_commit'][:12]}"]
     driver = [f"driver {metadata['driver']}"] if metadata.get("driver") else []
@@ -42,7 +42,7 @@ def made_on(result: dict[str, Any]) -> list[str]:
 
 
 def decode(results: list[dict[str, Any]]) -> list[str]:
-    """One line per batch and context of the first variant."""
+    """Table of decode steps: one line per batch and context, for the first variant."""
     lines = [
         "| batch | context | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -59,12 +59,12 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# Families of operators, and their roles in this model.
+# Families of operators, and what each family does in this model.
 FAMILIES = {"moe": "experts, routing", "gemm": "GEMMs", "attention": "attention", "norm": "norms", "embedding": "rotary embedding"}
 
 
 def operators(results: list[dict[str, Any]]) -> list[str]:
-    """One line per pass of the first variant: the isolated time of each family's calls, and their roofline time."""
+    """Table of operators: one line per pass of the first variant, with each family's isolated time and roofline time."""
     lines = [
         "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
         "|---|" + "--:|" * (len(FAMILIES) + 2),
@@ -90,7 +90,7 @@ def _time_and_floor(family: dict[str, Any]) -> str:
 
 
 def prefill(results: list[dict[str, Any]]) -> list[str]:
-    """One line per prefill and variant."""
+    """Table of prefills: one line per prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
     for result in results:
         for variant, measured in result["variants"].items():
@@ -104,7 +104,7 @@ def prefill(results: list[dict[str, Any]]) -> list[str]:
 
 
 def variants(result: dict[str, Any]) -> list[str]:
-    """One line per variant: its steps, and the divergence of its distributions from the first variant's."""
+    """Table of variants: the steps of each, and the divergence of its distributions from those of the first variant."""
     first = next(iter(result["variants"]))
     steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
     heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
@@ -114,7 +114,7 @@ def variants(result: dict[str, Any]) -> list[str]:
     ]
     for name, measured in result["variants"].items():
         milliseconds = {(row["batch"], row["context"]): f"{row['milliseconds_a_step']:.3f}" for row in measured["decode"]}
-        times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # empty if a run was cut off
+        times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # empty if the run ended before this step
         found = measured["divergence"]
         whose = "itself, in shorter chunks" if name == first else first
         forced = found.get("mean_kl_with_the_same_experts")  # missing in older results
@@ -153,13 +153,13 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:
-    """Whether another run took about as long as the median one. If not, the median includes compilation by vLLM."""
+    """Whether at least one other run took about as long as the median run. If not, the median includes compilation by vLLM."""
     middle = statistics.median(seconds) if seconds else 0.0
     return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 
 
 def section() -> str:
-    """The README's text between the markers."""
+    """The text between the README's two markers."""
     lines: list[str] = []
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:

@@ -1,7 +1,7 @@
 """SGLang's engine on GPT-OSS-120B with random weights on one GPU, with and without this plugin: decode steps and prefills.
 
-Each variant runs in a process of its own, which starts an engine. Decode: the same prompts generate a few tokens and many tokens;
-the difference of the medians, divided by the tokens between, is the time per token. Prefill: prompts with one generated token.
+Each variant runs in its own process, which starts an engine. Decode: the same prompts generate few tokens and many tokens. The time
+per token is the difference of the median times, divided by the number of additional tokens. Prefill: prompts generate one token.
 ``--plan`` prints what would run, without a GPU and without SGLang.
 
     python tools/sglang_plugin/benchmarks/beside_sglang.py --output beside_sglang.json
@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve()
 # The configuration and the random weights are those of the vLLM plugin's benchmark.
 WEIGHTS = HERE.parents[2] / "vllm_plugin" / "benchmarks" / "random_gpt_oss.py"
 PLUGIN, DRAW = "tokenspeed_kernel", "random_gpt_oss"
-# By variant: variables of the environment, and options of the engine.
+# Variant name -> environment variables, and options of the engine.
 OWN: dict[str, Any] = {"attention_backend": "fa3", "moe_runner_backend": "triton_kernel"}
 OURS: dict[str, Any] = {"attention_backend": "fa3", "page_size": 64, "moe_runner_backend": "triton"}
 REPLACES = {"TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3"}
@@ -45,8 +45,8 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**OWN, "moe_runner_backend": "triton"},
     ),
 }
-# The bars on one H200, for all 36 layers: milliseconds per token by batch, and tokens per second of a prefill. None: no slower than
-# the variant "sglang".
+# The bars on one H200, for all 36 layers: milliseconds per token by batch, and tokens per second of a prefill. None means: at most
+# the time of the variant "sglang".
 DECODE_BARS: dict[int, float | None] = {1: 2.9, 4: None, 16: 8.0, 64: None}
 PREFILL_BARS = {"4x8192": 47_000.0}
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def engine_options(options: argparse.Namespace, variant: str, model: Path) -> dict[str, Any]:
-    """Returns the arguments of SGLang's engine."""
+    """Returns the arguments with which SGLang's engine is created for a variant."""
     lengths = [options.prompt + options.tokens[1], *(int(text.split("x")[1]) + 1 for text in options.prefills)]
     return {
         "model_path": str(model),
@@ -94,7 +94,9 @@ def engine_options(options: argparse.Namespace, variant: str, model: Path) -> di
 
 
 def plan(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns what would run: for each variant the environment, the engine's arguments and the figures."""
+    """Returns a description of what would run: for each variant the environment, the engine's arguments and the measured
+    figures.
+    """
     figures = [f"decode {batch}" for batch in options.batches] + [f"prefill {text}" for text in options.prefills]
     return [
         {
@@ -108,7 +110,9 @@ def plan(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write_entry_point(folder: Path) -> None:
-    """Writes a module and an entry point, by which SGLang's processes draw the weights in place of SGLang's dummy weights."""
+    """Writes a module and an entry point. Through these, SGLang's processes draw our random weights instead of SGLang's dummy
+    weights.
+    """
     (folder / f"{DRAW}_sglang.py").write_text(
         f"import importlib.util\n"
         f"def register():\n"
@@ -124,7 +128,7 @@ def write_entry_point(folder: Path) -> None:
 
 
 def weights_module() -> Any:
-    """Returns the module that draws the weights."""
+    """Returns the module that draws the random weights."""
     spec = importlib.util.spec_from_file_location(DRAW, WEIGHTS)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(WEIGHTS)
@@ -134,7 +138,7 @@ def weights_module() -> Any:
 
 
 def register_weights() -> None:
-    """Makes SGLang draw our weights. Runs in SGLang's processes."""
+    """Makes SGLang draw our random weights. Runs in SGLang's processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def fill(model: Any, *_: Any, **__: Any) -> None:
@@ -160,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     generator = random.Random(0)
 
     def seconds(count: int, length: int, tokens: int) -> float:
-        # Fresh prompts each time, so that no run finds its prefix in a cache.
+        # Every run has new prompts, so that no run finds its prefix in a cache.
         prompts = [[generator.randrange(100, 120_000) for _ in range(length)] for _ in range(count)]
         begun = time.perf_counter()
         outputs = engine.generate(
@@ -174,7 +178,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     short, long = options.tokens
     for batch in options.batches:
-        seconds(batch, options.prompt, short)  # compiles what this batch needs
+        seconds(batch, options.prompt, short)  # compiles the kernels that this batch needs
         medians = [
             statistics.median(seconds(batch, options.prompt, tokens) for _ in range(options.repeats)) for tokens in (short, long)
         ]

@@ -5,9 +5,9 @@ attention.
     python tools/transformers_plugin/benchmarks/h200_transformers.py --device cpu --tiny --tokens 4 --prompts 24 --batches 1 2
 
 Each variant generates greedily with each batch size and each prompt length. The first call, which compiles kernels, is not
-measured. ``prefill`` is in prompt tokens per second: the time of a call that generates one token. ``decode`` is in new tokens per
-second: the difference between a call that generates ``--tokens`` tokens and a call that generates one. Times are the medians of
-``--repeats`` calls. Before a variant is measured, its first logits are compared with the logits of sdpa. If the logits differ, the
+measured. ``prefill`` is in prompt tokens per second, from a call that generates one token. ``decode`` is in new tokens per second,
+from the difference between a call that generates ``--tokens`` tokens and a call that generates one token. Times are the medians of
+``--repeats`` calls. Before a variant is measured, its first logits are compared with those of sdpa. If the logits differ, the
 variant's row says so. A variant that runs out of memory has no figures.
 """
 
@@ -51,7 +51,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# For each variant: the model's attention implementation, and the parts that `enable` puts on our kernels.
+# Variant name -> the model's attention implementation, and the parts that `enable` puts on our kernels.
 VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
@@ -59,8 +59,8 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
     "tokenspeed": ("sdpa", {}),
 }
-# The largest allowed difference between the first logits and those of sdpa. It is a root mean square, in standard deviations of the
-# logits.
+# The largest allowed difference between a variant's first logits and those of sdpa. The difference is a root mean square, in
+# standard deviations of the logits.
 _TOLERANCE = 0.05
 
 
@@ -82,7 +82,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def build(given: argparse.Namespace, attention: str) -> Any:
-    """Returns the model with random weights, which are the same for each variant."""
+    """Returns the model with random weights. The weights are the same for every variant."""
     sizes = dict(TINY if given.tiny else SIZES)
     if given.layers:
         sizes["num_hidden_layers"] = given.layers
@@ -115,7 +115,7 @@ def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Returns the median time of a call."""
+    """Returns the median time of a call in seconds."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Compares an engine's logits with those of ``float32.py``, row by row: once with the experts that the engine selected, once
-without.
+"""Compares an engine's logits with those of ``float32.py``, row by row: once with the experts that the engine selected, once with
+the experts that ``float32.py`` selects.
 
 All prompts are prefilled in one step, so that row r of each step's logits belongs to request r.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 # Prompt lengths in tokens; together they fit into one step of 8,192 tokens.
 LENGTHS = (5, 9, 17, 33, 48, 64, 100, 127, 128, 129, 200, 256, 257, 300, 450, 512, 700, 1000, 3000)
 GENERATED = 8
-# A row counts as far if the root mean square of its differences exceeds this many standard deviations of the row.
+# A row counts as far off if the root mean square of its differences exceeds this many standard deviations of the row's logits.
 FAR = 0.05
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
@@ -41,12 +41,12 @@ def rows_of(logits: Sequence[Tensor], ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def chosen_experts(steps: Sequence[Tensor], lengths: Sequence[int], top_k: int) -> Tensor:
-    """Returns the experts that an engine selected in a layer, ``[tokens, top_k]``, sequence by sequence.
+    """Returns the experts that an engine selected in one layer, ``[tokens, top_k]``, sequence by sequence.
 
     Args:
         steps: the router's logits of each step. The first step has all prompts' tokens, each later step one token per sequence.
         lengths: prompt lengths in tokens.
-        top_k: experts per token.
+        top_k: number of experts per token.
     """
     prompts, later = steps[0].split(list(lengths)), torch.stack(list(steps[1:]), dim=1)
     return best(torch.cat([torch.cat((prompt, more)) for prompt, more in zip(prompts, later, strict=True)]), top_k)
@@ -92,7 +92,7 @@ def compare(
 
 
 def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Returns statistics of the differences of logits, in standard deviations of a row."""
+    """Returns statistics of the differences of the engine's logits from the float32 model's, in standard deviations of a row."""
     flat = rows.flatten(0, 1)
     rms, largest, agreed = [], [], 0
     for part, mine in zip(asked.split(16), flat.split(16), strict=True):
@@ -112,13 +112,14 @@ def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a mask of the tokens that have different experts, regardless of order."""
+    """Returns which tokens have different experts in a and b, regardless of the experts' order."""
     return (a.sort(-1).values != b.sort(-1).values).any(-1)
 
 
 def _moved(exact: Tensor, chosen: Tensor) -> dict[str, Any]:
-    """Counts the tokens of a layer that have other experts than exact logits select. Also returns the margin between the logits of
-    the last selected expert and the next one."""
+    """Counts the tokens of a layer whose experts differ from those that the float32 model's logits select. Also returns the margin
+    of these tokens: the difference between the logits of the last selected expert and the next expert.
+    """
     top_k = chosen.shape[1]
     values = exact.sort(-1, descending=True).values
     gap = (values[:, top_k - 1] - values[:, top_k]) / exact.std(-1)

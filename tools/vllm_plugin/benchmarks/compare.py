@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-# Quantiles of the differences.
+# Quantiles of the differences that are reported.
 _SHARES = (0.5, 0.99, 1.0)
-# A row counts as far if the root mean square of its differences exceeds this many standard deviations of the row.
+# A row counts as far off if the root mean square of its differences exceeds this many standard deviations of the row's logits.
 _FAR = 0.05
 
 
 def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Returns statistics of the differences of logits, in standard deviations of a row. Only steps count before which all tokens
-    are equal.
+    """Returns statistics of the differences of logits, in standard deviations of a row. A step counts only if the engines have
+    generated the same tokens before it.
 
     ``lead`` is the difference between the logits of the two most likely tokens, in the same unit. ``of_rows`` has the root mean
-    square of each row's differences, largest first. ``far`` is the number of rows above the limit.
+    square of each row's differences, largest first. ``far`` is the number of rows above the limit ``_FAR``.
     """
     differences, leads, of_rows, agreed, rows, steps = [], [], [], 0, 0, 0
     for x, y in zip(a["logits"], b["logits"], strict=False):
@@ -57,8 +57,8 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_rows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Returns statistics of the differences of logits in the task ``float32``, in standard deviations of a row. Only rows count
-    before which all tokens are equal.
+    """Returns statistics of the differences of logits in the task ``float32``, in standard deviations of a row. A row counts only
+    if the engines have generated the same tokens before it.
 
     If the experts that both engines selected are known, rows with equal experts and with different experts are reported separately.
     """
@@ -85,7 +85,9 @@ def _of_rows(rms: torch.Tensor, largest: torch.Tensor) -> dict[str, Any]:
 
 
 def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
-    """Counts the tokens that are equal position by position, and the tokens that are equal after an equal prefix."""
+    """Counts the tokens that are equal at the same position, and the tokens that are equal up to the first difference of a
+    prompt.
+    """
     total = same = until_first = whole = 0
     for x, y in zip(a, b, strict=True):
         total += len(x)
@@ -103,7 +105,7 @@ def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
 
 
 def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Compares all results that both engines have."""
+    """Compares all kinds of results that both engines have."""
     found = {}
     if "logits" in a and "logits" in b:
         found["logits"] = compare_logits(a, b)

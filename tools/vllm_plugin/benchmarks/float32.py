@@ -1,8 +1,8 @@
 """GPT-OSS in float32 and plain PyTorch, with the weights of ``random_gpt_oss.py``: the reference for an engine's logits.
 
-A router selects the experts with the highest logits. If the last selected expert and the next one differ by no more than bf16
-rounding, two implementations of the same layer may select different experts. The token's logits then differ by far more than
-rounding. So the reference can use the experts that an engine has selected. The remaining difference is then rounding.
+A router selects the experts with the highest logits. If the logits of the last selected expert and the next one differ by no more
+than bf16 rounding, two implementations of the same layer may select different experts. The token's logits then differ by far more
+than rounding. So the reference can use the experts that an engine has selected. Then only rounding differences remain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Model:
     rotary: Tensor
 
     def float32(self, name: str) -> Tensor:
-        """Returns a parameter in float32."""
+        """Returns the parameter with this name in float32."""
         return self.weight(name).float()
 
 
@@ -57,20 +57,21 @@ class Run:
 
 
 def best(logits: Tensor, top_k: int) -> Tensor:
-    """Returns the experts with the highest logits, ``[tokens, top_k]``, highest first. Ties go to the lower index, as in
-    kernels."""
+    """Returns the experts with the highest logits, ``[tokens, top_k]``, highest first. Among equal logits the lower index comes
+    first, as in kernels.
+    """
     return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 @torch.inference_mode()
 def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | None = None) -> Run:
-    """Runs all layers.
+    """Runs all layers of the model on some sequences.
 
     Args:
         model: the model.
         sequences: tokens of each sequence, int64.
-        experts: for each layer, the top-k ids to use, ``[tokens, top_k]``; by default the experts with the highest logits. The
-            weights of the experts are computed from the logits of this run in any case.
+        experts: for each layer, the top-k ids to use, ``[tokens, top_k]``; by default the experts with the highest logits. In
+            either case the routing weights are computed from the logits of this run.
     """
     config = model.config
     lengths = [len(sequence) for sequence in sequences]
@@ -92,8 +93,8 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
 
 
 def head(model: Model, hidden: Tensor) -> Tensor:
-    """Returns the logits of rows, ``[rows, vocabulary]``."""
-    # The head is converted in chunks, because a whole head in float32 is large, and engines run on the same device.
+    """Computes the output matrix: the logits ``[rows, vocabulary]`` of rows of the last norm's result."""
+    # The output matrix is converted in chunks: a float32 copy of all of it would be large, and engines run on the same device.
     return torch.cat([linear(hidden, part.float()) for part in model.weight("lm_head.weight").split(1 << 15)], dim=-1)
 
 
@@ -152,7 +153,7 @@ def unpacked(weight: Tensor, scale: Tensor) -> Tensor:
 
     Args:
         weight: uint8 ``[rows, columns / 2]``, two values per byte, the first in the lower bits.
-        scale: uint8 ``[rows, columns / 32]``, exponents.
+        scale: uint8 ``[rows, columns / 32]``, biased exponents (e8m0).
 
     Returns:
         ``[rows, columns]``.

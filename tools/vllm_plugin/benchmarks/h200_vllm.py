@@ -42,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_models import DEFAULT, MODELS
 
 HERE = Path(__file__).parent
-# Bars: upper limits of the milliseconds per token, by batch size; and the lower limit of prefill tokens per second.
+# Bars: the largest milliseconds per token, by batch size; and the smallest number of prefill tokens per second.
 DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
 PREFILL_BAR = 50_000
-# Bars of other models: the lower limits of the plugin's speed, relative to vLLM's own, in each row and as the geometric mean.
+# Bars of other models: the smallest speed of the plugin relative to vLLM's own kernels, in each row and as the geometric mean.
 ROW_BAR, MEAN_BAR = 0.98, 1.12
 _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss,random_models"}
 
@@ -77,12 +77,12 @@ VARIANTS = {
     "plugin-portable": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "triton_moe_apply_mxfp4"}),
 }
 OF_GPT_OSS = ("vllm", "marlin", "plugin", "plugin-linear", "plugin-norms", "plugin-portable")
-# Chunked prefill, prefix caching and a cache that is too small for all requests at once.
+# Options of correctness runs: chunked prefill, prefix caching, and a cache that is too small for all requests at once.
 _CORRECTNESS = [
     *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
 ]
-# All prompts run in one step. Eager mode is needed so that hooks on routers are called.
+# Options of float32 runs. All prompts run in one step. Eager mode is needed because compiled routers call no hooks.
 _FLOAT32 = [
     *("--tasks", "describe,float32", "--inproc", "--eager", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "8192", "--max-num-seqs", "32"),
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Returns a table of the figures of the last start, with one column per variant."""
+    """Returns a table of the figures of each engine's last start, with one column per variant."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["figure"] == "decode":
@@ -173,7 +173,9 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 
 def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line per variant of the plugin: its speed relative to vLLM's own, in each row and as the geometric mean."""
+    """Returns one line for each variant of the plugin: its speed relative to vLLM's own kernels, in each row and as the geometric
+    mean.
+    """
     speeds: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["figure"] == "decode":
@@ -192,7 +194,7 @@ def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
-    """The pass criteria of GPT-OSS-120B with 36 layers, applied to the better of the plugin's variants."""
+    """Returns the outcomes of the pass criteria of GPT-OSS-120B with 36 layers, applied to the better of the plugin's variants."""
     ours = [row for row in rows if row["engine"].startswith("plugin")]
     found = []
     for batch, bar in DECODE_BARS.items():
@@ -206,7 +208,7 @@ def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
 
 
 def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
-    """Metadata of the results: the device, versions, the commit and the command."""
+    """Returns the metadata of the results: the device, versions, the commit and the command."""
     from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 
     found = collect_metadata(shlex.join(["python", "tools/vllm_plugin/benchmarks/h200_vllm.py", *words]))

@@ -1,9 +1,9 @@
-"""GPT-OSS with random weights for vLLM: a model directory without weights, and a loader that draws them on the device.
+"""GPT-OSS with random weights for vLLM: a model directory without weights, and a loader that draws the weights on the device.
 
-vLLM's own dummy weights route all tokens to the same experts, and leave MXFP4 values at zero. The weights drawn here resemble a
-trained model's: every expert is selected about equally often, and the most likely token has a lead over the second (rows of the
-head have different norms), so rounding rarely changes the most likely token. The values depend only on a parameter's name and its
-unpadded size: backends that pad their weights get the same values, followed by zeros.
+vLLM's own dummy weights route all tokens to the same experts, and leave MXFP4 values at zero. The weights drawn here resemble those
+of a trained model. Every expert is selected about equally often. Rows of the output matrix have different norms, so the most likely
+token has a lead over the second, and rounding rarely changes the most likely token. The values depend only on a parameter's name
+and its unpadded size: backends that pad their weights get the same values, followed by zeros.
 
 vLLM finds `register` by an entry point in ``vllm.general_plugins``; the loader is ``load_format="random_gpt_oss"``.
 """
@@ -21,7 +21,7 @@ LOAD_FORMAT = "random_gpt_oss"
 HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 2880, 2880, 128, 201088
 # Names of all parameters that were drawn in this process. Backends replace the experts' parameters after loading.
 drawn: list[str] = []
-# The norms of the head's rows: uniform random numbers to this power, clamped at the maximum.
+# The norms of the output matrix's rows: uniform random numbers to the power _POWER, at most _LONGEST.
 _POWER, _LONGEST = -1 / 3, 8.0
 
 
@@ -81,7 +81,7 @@ def write_model(directory: Path, layers: int) -> Path:
 
 
 def draw(name: str, parameter: Any) -> str:
-    """Fills a parameter in place, on its device. Returns the kind of values."""
+    """Fills a parameter in place, on its device. Returns the kind of the drawn values."""
     import torch
 
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
@@ -89,7 +89,7 @@ def draw(name: str, parameter: Any) -> str:
     if last in EXPERT_SIZES:
         rows, columns = EXPERT_SIZES[last]
         parameter.zero_()
-        # One expert at a time; its values precede the padding.
+        # Experts are filled one at a time. An expert's values precede its padding.
         for expert in parameter:
             if columns is None:
                 part = torch.empty(rows, dtype=parameter.dtype, device=parameter.device)
@@ -123,7 +123,7 @@ def draw(name: str, parameter: Any) -> str:
 
 
 def draw_experts(name: str, experts: int, device: Any) -> Any:
-    """Draws a tensor of experts with the values of `draw`, but without padding: uint8 or, for a bias, bf16, ``[experts, ...]``."""
+    """Draws the experts' tensor that `draw` would draw, but without padding: uint8 or, for a bias, bf16, ``[experts, ...]``."""
     import torch
 
     rows, columns = EXPERT_SIZES[name.rpartition(".")[2]]
@@ -133,7 +133,7 @@ def draw_experts(name: str, experts: int, device: Any) -> Any:
     return made
 
 
-# The sizes of an expert's tensors: rows and bytes per row, or the length of a bias.
+# The sizes of one expert's tensors: rows and bytes per row, or the length of a bias and None.
 EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
     "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
     "w13_weight_scale": (2 * INTERMEDIATE, HIDDEN // 32),
@@ -145,7 +145,7 @@ EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
 
 
 def register() -> None:
-    """Registers the loader with vLLM. May be called again."""
+    """Registers the loader with vLLM. May be called more than once."""
     from vllm.model_executor import model_loader
 
     if find_spec("quack") is None:
@@ -158,7 +158,7 @@ def register() -> None:
         return
 
     class RandomGptOss(model_loader.BaseModelLoader):  # type: ignore[misc]
-        """Draws all parameters."""
+        """A loader that draws all parameters."""
 
         def download_model(self, model_config: Any) -> None:
             """Does nothing, because there is nothing to download."""

@@ -1,4 +1,5 @@
-"""Models other than GPT-OSS-120B with random weights for vLLM: model directories without weights, and a loader that draws them.
+"""Models other than GPT-OSS-120B with random weights for vLLM: model directories without weights, and a loader that draws the
+weights.
 
 vLLM finds `register` by an entry point in ``vllm.general_plugins``; the loader is ``load_format="random_models"``. fp8 weights have
 a standard deviation of 16, which their scales undo. See ``random_gpt_oss.py`` for other weights.
@@ -101,7 +102,7 @@ _DEEPSEEK = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-# ``config.json`` by the name of a case, with the number of layers that is measured: DeepSeek-V3's 61 do not fit one GPU.
+# Case name -> ``config.json`` with the number of layers that is measured. Not all 61 layers of DeepSeek-V3 fit on one GPU.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "llama-3.1-8b-fp8": {**_LLAMA, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
@@ -111,12 +112,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {**_DEEPSEEK, "quantization_config": _BLOCKS},
     "gpt-oss-20b": {**random_gpt_oss.config_of(24), "num_local_experts": 32},
 }
-# The prefill of a case, if it is not 4 prompts of 8,192 tokens.
+# Case name -> the measured prefill, if it is not 4 prompts of 8,192 tokens.
 PREFILLS = {"deepseek-v3": "1x8192"}
 
 
 def config_of(model: str, layers: int | None) -> dict[str, Any]:
-    """Returns ``config.json`` of a model, with ``layers`` layers, or its own number."""
+    """Returns the ``config.json`` of a model with ``layers`` layers; None for the model's own number."""
     if model == DEFAULT:
         return random_gpt_oss.config_of(layers or 36)
     fields = dict(MODELS[model])
@@ -127,7 +128,7 @@ def config_of(model: str, layers: int | None) -> dict[str, Any]:
 
 
 def load_format(model: str) -> str:
-    """Returns the name of the loader for a model: GPT-OSS's MXFP4 experts have their own."""
+    """Returns the name of the loader for a model: models with GPT-OSS's MXFP4 experts have their own loader."""
     return random_gpt_oss.LOAD_FORMAT if model.startswith("gpt-oss") else LOAD_FORMAT
 
 
@@ -139,7 +140,7 @@ def write_model(directory: Path, model: str, layers: int | None) -> Path:
 
 
 def draw(name: str, parameter: Any, hidden: int) -> str:
-    """Fills a parameter in place, on its device. Returns the kind of values.
+    """Fills a parameter in place, on its device. Returns the kind of the drawn values.
 
     Args:
         name: the parameter's name, which seeds the random numbers.
@@ -163,14 +164,14 @@ def draw(name: str, parameter: Any, hidden: int) -> str:
 
 
 def register() -> None:
-    """Registers the loader with vLLM. May be called again."""
+    """Registers the loader with vLLM. May be called more than once."""
     from vllm.model_executor import model_loader
 
     if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
         return
 
     class RandomModels(model_loader.BaseModelLoader):  # type: ignore[misc]
-        """Draws all parameters."""
+        """A loader that draws all parameters."""
 
         def download_model(self, model_config: Any) -> None:
             """Does nothing, because there is nothing to download."""

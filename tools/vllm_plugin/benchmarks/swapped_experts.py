@@ -4,9 +4,9 @@ The script takes ten minutes.
 
     python tools/vllm_plugin/benchmarks/swapped_experts.py
 
-In each of two layers, the tokens with the smallest margin between the fourth and the fifth expert are routed to the fifth expert
-instead of the fourth. The script prints the margins, the fraction of tokens for which bf16 makes both experts' logits equal, and
-the changes of the tokens' logits in standard deviations.
+In each of two layers, some tokens are routed to the fifth expert instead of the fourth: the tokens with the smallest margin between
+the logits of these two experts. The script prints the margins, and the fraction of tokens for which bf16 makes both experts' logits
+equal. It also prints the changes of the tokens' logits in standard deviations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS, LENGTHS, ROWS = 2, (5, 17, 40, 90), 24
 
 
 def shape_of(name: str) -> tuple[int, ...]:
-    """The shape in vLLM of a parameter that is not an expert's."""
+    """The shape of a parameter in vLLM, except parameters of experts."""
     sizes = {
         "embedding.weight": (VOCABULARY, HIDDEN),
         "lm_head.weight": (VOCABULARY, HIDDEN),
@@ -50,13 +50,13 @@ def weight(name: str) -> Tensor:
 
 
 def moved(model: float32.Model, before: Tensor, after: Tensor) -> Tensor:
-    """Returns the changes of the logits of rows, in standard deviations of each row."""
+    """Returns the changes of logits from the hidden rows ``before`` to ``after``, in standard deviations of each row of logits."""
     logits = float32.head(model, before)
     return (logits - float32.head(model, after)).abs() / logits.std(-1, keepdim=True)
 
 
 def main() -> None:
-    """Runs the model three times, and prints the results."""
+    """Runs the model three times: unchanged, and with swapped experts in each of the two layers. Prints the results."""
     draws = random.Random(0)
     sequences = [torch.tensor([draws.randrange(100, 199000) for _ in range(length)]) for length in LENGTHS]
     angles = torch.outer(torch.arange(256.0), 150000 ** -(torch.arange(0, 64, 2) / 64))

@@ -1,4 +1,4 @@
-"""Runs one vLLM engine on a model with random weights, with or without this plugin, and its tasks. See ``h200_vllm.py``.
+"""Runs one vLLM engine, with or without this plugin, on a model with random weights, and the engine's tasks. See ``h200_vllm.py``.
 
     python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --out results
     VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --out results
@@ -45,7 +45,7 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
-# Words in the names of kernels, lower case; the first matching family applies.
+# Family of kernels -> words in the kernels' names, lower case; the first family with a matching word applies.
 _FAMILIES = {
     "attention": ("flash", "attention"),
     "cache": ("cache",),
@@ -59,7 +59,7 @@ _FAMILIES = {
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--name", required=True, help="of the engine in the results")
     p.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -97,7 +97,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """The arguments of `LLM`."""
+    """Returns the arguments of vLLM's `LLM`."""
     made: dict[str, Any] = {
         "model": str(model),
         "load_format": load_format(a.model),
@@ -126,7 +126,7 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Returns the methods and backends of the first two layers. Runs in the model's process."""
+    """Returns the quantisation methods and attention backends of the first two layers. Runs in the model's process."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         backend, impl = getattr(module, "attn_backend", None), getattr(module, "impl", None)
@@ -151,14 +151,14 @@ def weights_and_rotary(model: Any) -> tuple[dict[str, Any], Any]:
 
 
 class Watched:
-    """Observes the model's logits in the model's process, without synchronising with the device."""
+    """Records the model's logits, in the model's process, without synchronising with the device."""
 
     def __init__(self, model: Any) -> None:
         self.keep = False
         self.logits: list[Any] = []
         self.leads: list[Any] = []
         self.bad: Any = None
-        # By layer, the router's logits of each step. Compiled modules do not call hooks: see ``--eager``.
+        # Layer name -> the router's logits of each step. Compiled modules do not call hooks, so ``--eager`` is needed.
         self.routing: dict[str, list[Any]] = {}
         compute = model.compute_logits
 
@@ -170,7 +170,7 @@ class Watched:
         model.compute_logits = compute_logits
 
     def watch_routers(self, model: Any) -> None:
-        """Stores the routers' logits while logits are stored."""
+        """Stores the routers' logits in the steps in which the model's logits are stored."""
         for name, module in model.named_modules():
             if name.endswith(".mlp.router"):
                 module.register_forward_hook(functools.partial(self.see_routing, self.routing.setdefault(name, [])))
@@ -180,7 +180,7 @@ class Watched:
             kept.append(logits.detach().clone())
 
     def look(self, logits: Any) -> None:
-        """Counts non-finite logits; stores logits if requested."""
+        """Counts non-finite logits, and stores the logits if requested."""
         bad = (~logits.isfinite()).sum()
         self.bad = bad if self.bad is None else self.bad + bad
         if self.keep:
@@ -194,7 +194,7 @@ class Engine:
         self.a = a
         self.saved: dict[str, Any] = {}
         self.random = random.Random(0)
-        self.highest_token = 199000  # tokens above it are special, or not in the vocabulary
+        self.highest_token = 199000  # tokens above this one are special, or not in the vocabulary
         self.llm: Any = None
         self.watched: Any = None
 
@@ -206,7 +206,7 @@ class Engine:
         print("RESULT", json.dumps(line), flush=True)
 
     def start(self) -> None:
-        """Starts the engine."""
+        """Starts vLLM's engine."""
         import torch
         import vllm
 
@@ -247,7 +247,7 @@ class Engine:
         return [{"prompt_token_ids": [self.random.randrange(100, self.highest_token) for _ in range(length)]} for _ in range(count)]
 
     def generate(self, prompts: Any, tokens: int) -> tuple[float, list[list[int]]]:
-        """Generates tokens. Returns the seconds, and the tokens of each prompt."""
+        """Generates tokens. Returns the duration in seconds, and the tokens of each prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -262,7 +262,7 @@ class Engine:
     # -- tasks ---------------------------------------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Reports the layers' methods and backends."""
+        """Reports the layers' quantisation methods and attention backends."""
         (found,) = self.llm.apply_model(describe)
         self.report("serving", **found)
 
@@ -277,7 +277,9 @@ class Engine:
         self.report("logits", steps=len(self.saved["logits"]), bad=int(self.watched.bad))
 
     def float32(self) -> None:
-        """Compares logits of prompts and their next tokens with the float32 model; with ``--eager``, by selected experts."""
+        """Compares logits of prompts and their next tokens with the float32 model; with ``--eager``, also with the engine's
+        experts.
+        """
         import against_float32 as exact
         import float32
         import torch
@@ -387,7 +389,7 @@ class Engine:
             self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
 
     def prefill(self) -> None:
-        """Measures prefill tokens per second, with one generated token per prompt."""
+        """Measures prefill tokens per second; each prompt generates one token."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
         prompts = self.prompts(count, length)
         first = self.generate(prompts, 1)[0]
@@ -450,8 +452,9 @@ class Engine:
         )
 
     def profiled(self, prompts: Any, tokens: int) -> list[tuple[str, float, float]]:
-        """Returns name, start and time in us of the kernels and copies that run while tokens are generated, in order of their
-        start."""
+        """Returns the kernels and copies that run while tokens are generated: name, start and duration in us, in order of their
+        start.
+        """
         import torch
         from torch.profiler import ProfilerActivity
 
@@ -472,13 +475,13 @@ class Engine:
 
 
 def family_of(kernel: str) -> str:
-    """Returns the family of a kernel, which words in its name determine."""
+    """Returns the family of a kernel, from the words in the kernel's name."""
     lower = kernel.lower()
     return next((family for family, words in _FAMILIES.items() if any(word in lower for word in words)), "other")
 
 
 def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Splits kernels into steps. ``found`` is in order of start. The last kernel of a step is the argmax of the logits."""
+    """Splits a list of kernels, in order of their start, into steps. The last kernel of a step is the argmax of the logits."""
     steps: list[list[tuple[str, float]]] = [[]]
     for name, micros in found:
         steps[-1].append((name, micros))
@@ -488,8 +491,8 @@ def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str,
 
 
 def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, str], tuple[int, float]]]:
-    """Returns the idle gaps of the device: the kernels before and after a gap, the number of such gaps, and their total
-    microseconds. The pair of kernels with the longest total comes first.
+    """Returns the idle gaps of the device. A gap is named by the kernels before and after it. The result has the number of gaps
+    with this name, and their total microseconds; the name with the longest total comes first.
 
     Args:
         found: kernels in order of their start: name, start and time in microseconds.
@@ -506,7 +509,7 @@ def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, 
 
 
 def wait(file: Path | None, seconds: float = 300) -> None:
-    """Waits until a file exists."""
+    """Waits until a file exists, at most ``seconds``."""
     end = time.time() + seconds
     while file is not None and not file.exists() and time.time() < end:
         time.sleep(0.05)

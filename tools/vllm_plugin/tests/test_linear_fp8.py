@@ -58,7 +58,7 @@ def make_layer(kind: str, monkeypatch: pytest.MonkeyPatch, prefix: str = "model.
 
 
 def checkpoint(kind: str) -> list[tuple[Tensor, Tensor]]:
-    """Returns each part's weight and scale."""
+    """Returns the weight and the scale of each part of a fused layer."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for rows in PARTS:
@@ -79,7 +79,7 @@ def load(layer: Any, parts: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def expected(kind: str, parts: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
-    """In float32, with activations rounded as vLLM's own kernels round them."""
+    """Returns the layer's output in float32, with activations rounded as vLLM's own kernels round them."""
     x = x.float()
     if kind.endswith("static"):
         x = (x / INPUT_SCALE).clamp(-448, 448).to(E4M3).float() * INPUT_SCALE

@@ -93,7 +93,8 @@ def gather(
 
 
 def nothing_to_mask(lse: Tensor, output: Tensor, query_start_loc: Tensor, cu_seq_lens: Tensor) -> None:
-    """vLLM 0.26 masks requests without tokens in a chunk, because other kernels leave them undefined. Ours have masked them."""
+    """vLLM 0.26 masks requests without tokens in a chunk, because other kernels leave their
+    outputs undefined. Our kernels have already set these outputs."""
     spans = zip(itertools.pairwise(query_start_loc.tolist()), itertools.pairwise(cu_seq_lens.tolist()), strict=True)
     for (begin, end), (first, last) in spans:
         if first == last:
@@ -285,7 +286,7 @@ def test_what_pads_a_captured_batch(latent: Any) -> None:
 
 
 def test_metadata_of_decoding_reads_no_device(latent: Any) -> None:
-    """Meta tensors: reading a value would fail."""
+    """The metadata's tensors are on the meta device, so reading a value would fail."""
     layer = make_layer()
     common = make_batch(layer, *EXTEND).common
     on_a_device = {name: getattr(common, name).to("meta") for name in ("query_start_loc", "seq_lens", "block_table_tensor")}

@@ -1,7 +1,7 @@
 """The base of every wheel of the project: the operators' declarations, and the framework that turns a declaration into a function.
 
-A vendor wheel needs this package and PyTorch, nothing else. It declares its kernels with `tokenspeed_kernel_base.registry`. Its
-plain functions are the operators of `tokenspeed_kernel_base.ops`, dispatched to the wheel's kernels alone. The wheel
+A vendor wheel needs this package and PyTorch, nothing else. The wheel declares its kernels with `tokenspeed_kernel_base.registry`.
+The wheel's plain functions are the operators of `tokenspeed_kernel_base.ops`, dispatched to the wheel's kernels alone. The wheel
 ``tokenspeed-kernel`` adds the portable kernels, plugins and the workbench.
 
 Importing this package imports only the standard library. The import warns of installed distributions that carry this project's

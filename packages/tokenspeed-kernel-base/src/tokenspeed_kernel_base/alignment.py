@@ -28,12 +28,12 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if it `is_aligned`, else an aligned copy."""
+    """Returns the tensor itself if it `is_aligned`, else an aligned copy."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_cache(cache: Tensor, name: str) -> Tensor:
-    """The cache itself if it `is_aligned`, else an aligned copy. Warns of the first copy made for each ``name``."""
+    """Returns the cache itself if it `is_aligned`, else an aligned copy. Warns once for each ``name``, at its first copy."""
     copy = aligned(cache)
     if copy is not cache:
         _warn_of_copies(name)

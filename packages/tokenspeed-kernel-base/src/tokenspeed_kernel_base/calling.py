@@ -34,11 +34,11 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-# The key under which an operator keeps the functions that make the last comparisons, newest first. `fast_path.FIRST` is the key of
-# their chain.
+# Key, in `Caller._comparisons`, of the functions that build comparisons with the last decided calls, newest first. The chain of the
+# built comparisons is under the key `fast_path.FIRST`.
 _MAKERS = "makers"
 
-# An overlap guard remembers at most this many sets of addresses. Checking a new set takes a microsecond.
+# An overlap guard remembers at most this many sets of tensor addresses that passed. Checking a new set takes a microsecond.
 _MOST_ADDRESSES = 512
 
 
@@ -55,7 +55,7 @@ class Caller:
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
         self.op, self.package = op, package
-        self._memo = memo.new_memo()  # for each description: the limits of the decision, and the function that runs the call
+        self._memo = memo.new_memo()  # call description -> (limits of the decision, function that runs the call)
         self._comparisons = memo.new_memo() if fast_path.tensor_guards() is not None else None
         self._written = (*op.outs, *op.mutates)
         self._value_guard = functools.cache(functools.partial(fast_path.build_value_guard, op.mode, op.parameters))
@@ -82,7 +82,7 @@ class Caller:
         )
         function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
         function.__qualname__ = op.body.__qualname__
-        # The annotations are resolved here, because the generated function has other globals than the body's module.
+        # The annotations are resolved here, because the generated function's globals are not those of the body's module.
         function.__annotations__ = {**resolved_annotations(op.body), "override": str | None, "solution": str | None}
         function.bind, function.explain, function.operator, function.caller = self.bind, self.explain, op, self
         for step in STEPS:
@@ -199,8 +199,8 @@ class Caller:
         wanted = override_of_call(self.op.family, self.op.mode, override)
         if wanted is None or self.package is None or override:
             return wanted
-        # An override from the environment or a block may name another wheel's kernel. A wheel's own function ignores such an
-        # override instead of failing.
+        # An override from the environment or a ``with`` block may name another wheel's kernel. A wheel's own function ignores such
+        # an override instead of failing.
         own = {spec.name for spec in KernelRegistry.get().get_for_operator(self.op.family, self.op.mode, self.package)}
         if wanted.kernel in own:
             return wanted
@@ -246,8 +246,8 @@ class Caller:
         """Returns ``call`` with an overlap check before it: memory that the call writes to must not overlap another argument.
         Returns ``call`` itself if the call writes to no argument.
 
-        Each call compares its tensors' distances in memory with distances that passed the check before. A distance between two
-        addresses that passed the check once always passes, because shapes and strides are part of the description.
+        Shapes and strides are part of the description. So two tensors that passed the check once pass again at any addresses with
+        the same distance. Each call compares its tensors' distances in memory with the distances that have passed.
         """
         op = self.op
         if not op.written(arguments):
@@ -287,7 +287,7 @@ class Caller:
         return Decision(call, (), watched, self._checked_by(op.check_values), seen)
 
     def _with_value_guard(self, decision: Decision) -> Callable[..., Any]:
-        """Returns a function that first checks values in host memory, then runs the decision's kernel."""
+        """Returns a function that checks the call's values in host memory, then runs the decision's kernel."""
         if decision.check is None:
             return decision.call
         return self._value_guard(decision.watched)(decision.check, decision.call, decision.seen)  # type: ignore[no-any-return]
@@ -363,9 +363,9 @@ class Caller:
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
         """Checks the arguments of a call, selects a kernel, and returns a function for direct calls of this kernel.
 
-        The function has all parameters in order, and is for calls of the same description. It adds no cost to the kernel, and
-        checks only values in host memory. These are checked when they change, because a wrong length can end the process instead of
-        raising an error.
+        The function has all parameters of the operator, in order, and is for calls of the same description. The function adds no
+        cost to the kernel's launch, and checks only values in host memory. It checks these values whenever they change, because a
+        wrong length can end the process instead of raising an error.
         """
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
@@ -386,14 +386,15 @@ class Caller:
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    """Returns the function that a composed kernel calls for one of its parts, and whether further calls may reuse the function."""
+    """Returns the function that a composed kernel calls for one operator of its body, and whether further calls may reuse it."""
     caller: Caller = function.caller
     return caller._decide(args, None, None)
 
 
 def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
-    """Returns the range of values of a bound for which a decision holds. If the decision depends on sizes, the range is one bucket;
-    otherwise it has all values that the check allows."""
+    """Returns the range of a bound's values for which a decision holds; a bound is an integer limit such as ``max_seqlen_k``. If
+    the decision depends on sizes, the range is one bucket of sizes; otherwise it is every value that the check allows.
+    """
     position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))
     if not sizes_matter(request):

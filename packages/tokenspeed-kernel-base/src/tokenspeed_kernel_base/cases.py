@@ -29,7 +29,7 @@ class Draw:
         self.generator = torch.Generator("cpu" if self.device.type == "meta" else self.device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-        """Normally distributed with standard deviation ``scale``. Dtypes that cannot be sampled are cast from float32."""
+        """A normally distributed tensor with standard deviation ``scale``. Dtypes that cannot be sampled are cast from float32."""
         drawn = dtype if dtype in _SAMPLED else torch.float32
         values = torch.randn(shape, generator=self.generator, device=self.device, dtype=drawn)
         return (values * scale if scale != 1.0 else values).to(dtype)
@@ -39,14 +39,14 @@ class Draw:
         return (values * (high - low) + low).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Uniform in ``low`` to ``high - 1``."""
+        """A tensor of integers that are uniform in ``low`` to ``high - 1``."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.randperm(n, generator=self.generator, device=self.device).to(dtype)
 
     def order(self, n: int) -> list[int]:
-        """A random order of 0 to ``n - 1``, in host memory, also where tensors have no values."""
+        """A random order of 0 to ``n - 1`` as a list in host memory, on the meta device too."""
         return torch.randperm(n, generator=self.generator, device=self.generator.device).tolist()
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -62,14 +62,15 @@ class Draw:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Draws a case's arguments, and keeps the plain values that they were made from.
+    """Draws a case's arguments, and keeps the plain values that describe these arguments: shapes, lengths, dtypes.
 
-    A test can vary the case by these values: shrink a failing case, or use the limits that a kernel declares. Functions decorated
-    with `recipe` return recipes.
+    Tests make variants of a case by changing these values, for example to shrink a failing case or to respect a kernel's limits.
+    Functions decorated with `recipe` return recipes.
 
     Attributes:
         maker: the undecorated function.
-        values: its arguments by parameter name; ``*shape`` is one tuple, and ``**options`` are entries like the others.
+        values: the maker's arguments by parameter name. A variadic ``*shape`` is one tuple; each keyword of ``**options`` has its
+            own item.
     """
 
     maker: Callable[..., Callable[[Draw], dict[str, Any]]]
@@ -95,7 +96,7 @@ class Recipe:
         return args, kwargs
 
     def vary(self, **changes: Any) -> Recipe:
-        """A copy with other values. Omits `DEFAULT` and values equal to a parameter's default."""
+        """A copy of the recipe with changed values. Drops values that are `DEFAULT` or equal to a parameter's default."""
         defaults = {name: p.default for name, p in inspect.signature(self.maker).parameters.items()}
         values = {**self.values, **changes}
         kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _equal(v, defaults[n]))}
@@ -174,7 +175,7 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
 
 
 def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None) -> torch.Tensor:
-    """A copy of ``ids`` in which the masked ids are replaced by invalid ids from the dtype's whole range.
+    """A copy of ``ids``. The ids under the mask ``absent`` are replaced by invalid ids from the dtype's whole range.
 
     Negative ids are invalid. With a ``bound``, ids equal to or above ``bound`` are also invalid. Some of these int64 ids truncate
     to small valid ids, which catches kernels that narrow ids to 32 bits before the range check.
@@ -190,7 +191,7 @@ def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None
 
 
 def poisoned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """A copy of a float tensor with NaN wherever the mask is True. The mask covers the leading axes."""
+    """A copy of a float tensor with NaN wherever the mask ``where`` is True. The mask covers the leading axes."""
     made = tensor.clone()
     nan = torch.full((1,), torch.nan, device=tensor.device).to(tensor.dtype)
     narrow = tensor.element_size() == 1  # some backends can index 1-byte floats only as bytes

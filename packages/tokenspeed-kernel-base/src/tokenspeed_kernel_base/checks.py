@@ -42,7 +42,9 @@ def describe(value: Any) -> str:
 
 
 def unusual_storage(tensor: torch.Tensor) -> str:
-    """Why shape and strides do not locate a tensor's elements: ``"sparse_csr"``, ``"nested"``...; empty for ordinary tensors."""
+    """The kind of storage if shape and strides do not locate the tensor's elements: ``"sparse_csr"``, ``"nested"``... Empty for an
+    ordinary tensor.
+    """
     if tensor.is_nested:
         return "nested"
     if tensor.layout is not torch.strided:
@@ -91,7 +93,9 @@ class Checker:
 
     @contextlib.contextmanager
     def naming(self, names: Mapping[str, str]) -> Iterator[None]:
-        """Inside the block errors name arguments by these names: an option as the attribute of an object, say."""
+        """Renames arguments in errors that are raised inside the block. ``names`` maps an argument to the name to show, for example
+        an option to an attribute of an object.
+        """
         before, self._names = self._names, names
         try:
             yield
@@ -99,12 +103,12 @@ class Checker:
             self._names = before
 
     def fail(self, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
-        """Raises ``error``: ``operator: argument must be expected, got got``."""
+        """Raises ``error`` with the message ``<operator>: <argument> must be <expected>, got <got>``."""
         argument = self._names.get(argument, argument)
         raise error(f"{self.operator}: {argument} must be {expected}, got {got if isinstance(got, str) else describe(got)}")
 
     def require(self, holds: bool, argument: str, expected: str, got: Any) -> None:
-        """Raises ValueError unless ``holds``."""
+        """Raises ValueError with the message of `fail` unless ``holds``."""
         if not holds:
             self.fail(argument, expected, got)
 
@@ -184,7 +188,7 @@ class Checker:
             )
 
     def one_of(self, argument: str, value: Any, allowed: Collection[Any]) -> None:
-        """Raises ValueError unless the value is among those allowed."""
+        """Raises ValueError unless ``value`` is one of ``allowed``."""
         if value not in allowed:
             self.fail(argument, "one of " + ", ".join(map(describe, allowed)), describe(value))
 
@@ -196,7 +200,7 @@ class Checker:
         model: torch.Tensor,
         dtypes: Collection[torch.dtype] | None = None,
     ) -> None:
-        """Checks that an optional tensor has the shape of another, and its dtype or one of ``dtypes``."""
+        """Checks that an optional tensor has the shape of the tensor ``model``, and its dtype or one of ``dtypes``."""
         if value is None:
             return
         self.dtype(argument, value, dtypes or model.dtype)

@@ -70,7 +70,8 @@ def compilations(since: int = 0) -> list[Compilation]:
     """Returns the programs that this process has compiled, in any thread, oldest first. Loading a compiled program does not count.
 
     Args:
-        since: number of the oldest compilations to leave out. To get later compilations only, pass ``len(compilations())`` of now.
+        since: number of compilations to omit, oldest first. To get only later compilations, store ``len(compilations())`` now and
+            pass it then.
     """
     with _lock:
         return _events[since:]
@@ -197,10 +198,10 @@ def calling_kernel() -> Caller | None:
 
 
 def called_by_kernels(inside: str) -> bool:
-    """Whether the code that called into a library belongs to a package with kernels, or runs inside a kernel's call.
+    """Whether a call into a library comes from a package that has kernels, or from inside a kernel's call.
 
     Args:
-        inside: the library. Its own frames are skipped.
+        inside: the library's name. The library's own stack frames are skipped.
     """
     packages = {spec.package for spec, _ in KernelRegistry.get().launchers()}
     frame: FrameType | None = sys._getframe(1)
@@ -214,7 +215,9 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _launchers() -> dict[CodeType, list[KernelSpec]]:
-    """Returns the code object of every imported launcher, with the launcher's kernels. Several kernels may share a launcher."""
+    """Returns the code object of every imported launcher, with the kernels of the launcher. Several kernels may share a
+    launcher.
+    """
     found: dict[CodeType, list[KernelSpec]] = {}
     for spec, impl in KernelRegistry.get().launchers():
         code = getattr(inspect.unwrap(getattr(impl, "func", impl)), "__code__", None)
@@ -224,7 +227,7 @@ def _launchers() -> dict[CodeType, list[KernelSpec]]:
 
 
 def _described(frame: FrameType) -> str:
-    """Describes the arguments in a launcher's frame: ``"x bf16[4, 2880], eps 1e-05"``. Leaves out arguments with a long text."""
+    """Describes the arguments in a launcher's frame: ``"x bf16[4, 2880], eps 1e-05"``. Omits arguments whose text is long."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     told = ((name, _short(frame.f_locals.get(name))) for name in names)

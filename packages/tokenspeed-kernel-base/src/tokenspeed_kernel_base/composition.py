@@ -55,15 +55,16 @@ def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Returns a copy of the body in which the names of the parts are bound to these functions."""
+    """Returns a copy of the body in which the names in ``parts`` are bound to the given functions."""
     namespace = {**body.__globals__, **parts}
     return types.FunctionType(body.__code__, namespace, body.__name__, body.__defaults__, body.__closure__)
 
 
 @functools.cache
 def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator. The decorated function has the operator's signature, keywords and defaults included, and passes all
-    parameters in order."""
+    """Returns a decorator for a function that takes all of an operator's parameters by position. The decorated function has the
+    operator's signature, with its keywords and defaults.
+    """
     given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
     source = f"""\
 def {op.mode}_part(_call):
@@ -76,13 +77,14 @@ def {op.mode}_part(_call):
 
 
 def by_reference(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of the body that calls the reference of each part."""
+    """Returns a copy of the body that calls the reference of each operator in the body."""
     return with_parts(body, {name: in_order(f.operator)(f.operator.reference) for name, f in called_operators(body).items()})
 
 
 def decided(body: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
-    """Returns a function for calls of one description. Its first run selects a kernel for each part of the body. Further runs call
-    these kernels directly."""
+    """Returns a function for calls of one description. The first run selects a kernel for each operator that the body calls.
+    Further runs call these kernels directly.
+    """
     run: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
@@ -98,7 +100,7 @@ def decided(body: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
 
 
 class _Deciding:
-    """A part during the first run. Each call selects a kernel, and keeps the decision."""
+    """One operator that the body calls, during the body's first run. Each call selects a kernel, and keeps the decision."""
 
     def __init__(self, function: Any, decide: Decide) -> None:
         self.op, self._function, self._decide = function.operator, function, decide
@@ -113,7 +115,9 @@ class _Deciding:
 
     @property
     def lasting(self) -> bool:
-        """Whether further runs may call the selected kernel directly: the body called the part once, and may reuse the decision."""
+        """Whether further runs may call the selected kernel directly: the body called this operator exactly once, and the decision
+        may be reused.
+        """
         return self._all_last and len(self.calls) == 1
 
 
@@ -124,7 +128,7 @@ class Composed:
         self._op = op
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the body once, and looks up each part."""
+        """Runs the body once. Each operator that the body calls looks up its own kernel."""
         return self._into_outputs(self._op.body, args)(*args)
 
     def decided(self, decide: Decide, args: tuple[Any, ...]) -> Callable[..., Any]:

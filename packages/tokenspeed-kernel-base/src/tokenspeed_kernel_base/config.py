@@ -63,18 +63,19 @@ class Settings:
     """The settings of the environment and the TOML file.
 
     Attributes:
-        overrides: operator, as ``("family", "mode")``, to kernel name, from the file.
-        env_overrides: upper-case ``FAMILY_MODE`` to kernel name, from the environment. The two parts cannot be told apart
-            without knowing the operators, so they stay joined; `override_for` compares the joined form.
+        overrides: forced kernels from the file: maps an operator, ``("family", "mode")``, to a kernel's name.
+        env_overrides: forced kernels from the environment: maps an operator's upper-case ``FAMILY_MODE`` to a kernel's name. The
+            two parts cannot be told apart without knowing the operators, so they stay joined; `override_for` compares the joined
+            form.
         disabled_plugins: names of plugins that are not loaded; ``"*"`` means all.
         objective: name of the default `SelectionObjective`, or None.
-        platform: name of a platform to pretend, or None for the real one.
+        platform: name of the platform to select kernels for in place of the real one; None for the real platform.
         verbose: whether every new selection is logged.
         tuned: directory of tuned results, or ``"off"``; None for the user's cache directory.
         packs: directories of kernel packs, or None for no packs, not even those of installed packages.
         compile_policy: one of `COMPILE_POLICIES`.
         capture_path: file that receives the shapes of every call, or None.
-        profile: whether every call is put into a range that profilers show.
+        profile: whether a profiler range encloses every call.
         profile_folder: folder that receives the times of all calls, or None.
         source: the TOML file, or None.
     """
@@ -104,7 +105,7 @@ class Settings:
 
     @property
     def watches_calls(self) -> bool:
-        """Whether calls are watched from the start: captured, put into profiler ranges, or timed."""
+        """Whether calls are watched from the start: their shapes recorded, their times measured, or enclosed in profiler ranges."""
         return self.capture_path is not None or self.profile or self.profile_folder is not None
 
     def plugin_disabled(self, name: str) -> bool:
@@ -153,7 +154,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _word(text: str) -> bool | None:
-    """True for a word such as "yes", False for a word such as "no"; None for any other text."""
+    """Parses a boolean word: True for a word such as "yes", False for a word such as "no", None for any other text."""
     lowered = text.strip().lower()
     return True if lowered in _TRUE else False if lowered in _FALSE else None
 
@@ -166,7 +167,7 @@ def _flag(name: str, text: str) -> bool:
 
 
 def _folders(paths: list[str]) -> tuple[Path, ...] | None:
-    """Directories from a setting; None for ``off``."""
+    """The directories that a setting names; None if the setting is ``off``."""
     return None if [path.strip().lower() for path in paths] == [OFF] else tuple(Path(path) for path in paths if path)
 
 
@@ -177,8 +178,9 @@ def _policy(name: str, text: str) -> str:
 
 
 def _file(name: str, text: str) -> Path | None:
-    """The path of a file, or None for a word such as "no". A word such as "yes" raises ConfigurationError, because it shows that a
-    flag was meant."""
+    """The path of the file that a setting names, or None for a word such as "no". A word such as "yes" raises ConfigurationError,
+    because it shows that a flag was meant.
+    """
     word = _word(text)
     if word:
         raise ConfigurationError(
@@ -230,7 +232,9 @@ def _warn_unless_known(where: str, name: str, known: Collection[str], prefix: st
 
 
 def _meant(name: str, known: Iterable[str], prefix: str) -> str:
-    """The suggestion of `did_you_mean`. The common prefix is removed first, because it would make all names look alike."""
+    """`did_you_mean`'s suggestion for an unknown name. The common prefix is removed first, because it would make all names look
+    alike.
+    """
     return did_you_mean(name.removeprefix(prefix), (other.removeprefix(prefix) for other in known), prefix.__add__)
 
 
@@ -322,8 +326,9 @@ def cache_directory() -> Path | None:
 
 
 def kept_in(chosen: str | None, folder: str) -> Path | None:
-    """The directory for files, from a setting parsed by `directory`: the named one, or None for `OFF`. By default it is ``folder``
-    in `cache_directory`, or None where there is no cache directory."""
+    """The directory for files, from a setting parsed by `directory`. None for `OFF`. If the setting names no directory, the result
+    is ``folder`` in `cache_directory`, or None without a cache directory.
+    """
     if chosen is not None:
         return None if chosen == OFF else Path(chosen)
     cache = cache_directory()

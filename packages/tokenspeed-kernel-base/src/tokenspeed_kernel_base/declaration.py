@@ -47,8 +47,8 @@ REFERENCE = "reference"
 
 
 class Operator(Declaration, Generic[P, R]):
-    """Everything that a declaration implies for a call. Reached through the function's ``operator`` attribute, or by name from
-    `get_operator`.
+    """An operator's declaration, and everything derived from the declaration for a call. Reached through the function's
+    ``operator`` attribute, or by name from `get_operator`.
 
     Attributes:
         body: see `Declaration`.
@@ -86,7 +86,7 @@ class Operator(Declaration, Generic[P, R]):
 
     @functools.cached_property
     def _bodies(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
-        """The specs and implementations that the body is registered as."""
+        """The kernels that the body is registered as: the spec and the implementation of each."""
         bodies: list[tuple[KernelSpec, Callable[..., Any]]] = [
             (self._body_spec(REFERENCE, Priority.REFERENCE, self.reference_traits, frozenset({"determinism"})), self.reference)
         ]
@@ -115,7 +115,9 @@ class Operator(Declaration, Generic[P, R]):
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a call that kernels receive in another form, by name; see `Parameter.normal`."""
+        """The options that kernels receive in normalised form, by name, if that form differs from the call's; see
+        `Parameter.normal`.
+        """
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}
 
@@ -152,14 +154,15 @@ class Operator(Declaration, Generic[P, R]):
         return cost
 
     def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
-        """The arguments that a variation changes, by name; ``arguments`` must be complete. Empty if the operator has no ``vary``
-        hook.
+        """The arguments that a variation replaces, with their new values, by name; ``arguments`` must be complete. Empty if the
+        operator has no ``vary`` hook.
         """
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """A case's complete arguments as this kernel reads them, with weights in the kernel's own layout. Returns a copy if the
-        layouts differ."""
+        """A case's complete arguments as the kernel ``spec`` reads them, with weights in the kernel's own layout. Returns a copy if
+        the layouts differ.
+        """
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
         raw, _ = self._wanted["prepare"]
@@ -193,7 +196,7 @@ class Operator(Declaration, Generic[P, R]):
         return provided.named(self.outputs_of(arguments), outputs)
 
     def output_positions(self, args: Sequence[Any]) -> list[int]:
-        """The indices, among all parameters, of those that receive a call's outputs; in the outputs' order."""
+        """The indices of the parameters that receive a call's outputs, in the outputs' order."""
         return [self.names.index(name) for name in self.outputs_of(dict(zip(self.names, args, strict=True)))]
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -237,7 +240,7 @@ class Operator(Declaration, Generic[P, R]):
     # -- planning --------------------------------------------------------------------------------------------------------------
 
     def make_plan(self, args: tuple[Any, ...], facts: dict[str, Any], called: str, consider: Callable[[Any], Explanation]) -> Any:
-        """A plan, from facts and a selection.
+        """Makes a plan from facts about later calls and a selection.
 
         Args:
             args, facts: the arguments of the ``plan`` hook.
@@ -263,7 +266,7 @@ class Operator(Declaration, Generic[P, R]):
         return self.plan_for(plan, explanation.chosen)
 
     def plan_for(self, plan: Any, spec: KernelSpec) -> Any:
-        """The plan that describes the same computation for another kernel."""
+        """A copy of the plan for the kernel ``spec``: the same computation, with the weight layout that this kernel needs."""
         layout = {} if self.layout is None else {self.layout: planning.wanted_layout(spec, self.layout)}
         return dataclasses.replace(plan, kernel=spec.name, **layout)
 
@@ -324,7 +327,9 @@ class Operator(Declaration, Generic[P, R]):
         return self._hooks["prepare"](planning.Preparation(check, str(self), self.planned or "", package), given, plan)
 
     def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
-        """The sizes of a call: those named by its ``check`` hook, without capacities, and the given bounds."""
+        """A call's sizes by name: the sizes that the ``check`` hook binds, except capacities, and the bounds that the call
+        gives.
+        """
         if check is None:
             check = Checker(self.mode)
             self.run_hook("check", arguments, check)
@@ -332,8 +337,9 @@ class Operator(Declaration, Generic[P, R]):
         return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
 
     def _stated(self, arguments: dict[str, Any]) -> tuple[FormatSignature, dict[str, Any]]:
-        """The formats and the traits of a call. Raises TypeError for undeclared formats or traits, because no kernel could declare
-        them."""
+        """A call's formats and traits, from the operator's hooks. Raises TypeError for undeclared formats or traits, because no
+        kernel could declare them.
+        """
         traits: dict[str, Any] = self.run_hook("traits", arguments) or {}
         if "formats" in self._hooks:
             signature = self.run_hook("formats", arguments)
@@ -389,7 +395,9 @@ class Operator(Declaration, Generic[P, R]):
         return [name for name in (*self.outs, *self.mutates) if arguments[name] is not None]
 
     def overlap_pairs(self, arguments: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-        """Pairs of a tensor that the call writes to and a tensor that must not overlap it; True if both may be the same memory."""
+        """Pairs of tensors that must not overlap: one that the call writes to, and another one. The third item is True if both may
+        be exactly the same memory.
+        """
         tensors = (name for name, _ in tensor_arguments(self.parameters, arguments))
         return provided.overlap_pairs(self.written(arguments), tensors, self.in_place)
 

@@ -25,8 +25,8 @@ def deprecated_operator(
 ) -> Callable[..., Any]:
     """Makes a function with the signature of a removed operator, whose options have become attributes of one parameter.
 
-    The made signature has the required parameters of ``make`` instead of that parameter, and the options of ``make`` before the
-    outputs.
+    The function that this makes takes the required parameters of ``make`` instead of that parameter. The options of ``make`` come
+    before the outputs.
 
     Args:
         name: the deprecated name.

@@ -16,7 +16,9 @@ from tokenspeed_kernel_base.traits import format_traits
 
 
 class SelectionObjective(enum.Enum):
-    """The preference among eligible kernels. An objective prefers the tag of its own name unless its comment says otherwise."""
+    """The preference among eligible kernels. An objective prefers kernels with the tag of its own name, except as a comment
+    says.
+    """
 
     DEFAULT = "default"  # priority alone
     PORTABILITY = "portability"  # fewest platform requirements
@@ -106,7 +108,7 @@ class Verdict:
         return self.gate is None
 
 
-# More kernels than this, rejected for the same reason, share one entry.
+# If more kernels than this are rejected for the same reason, the printed explanation lists them in one entry.
 _FEW = 8
 _INDENTED = textwrap.TextWrapper(
     100, initial_indent=" " * 5, subsequent_indent=" " * 5, break_long_words=False, break_on_hyphens=False
@@ -121,8 +123,8 @@ class Explanation:
         request: the request.
         verdicts: one per kernel of the operator: accepted kernels best first, then rejected kernels.
         chosen: the selected kernel, or None.
-        override: the kernel requested by name, if any.
-        problem: why no kernel was selected, beyond the verdicts.
+        override: the kernel requested by name, and the source of that request, if any.
+        problem: why no kernel was selected, if the verdicts alone do not tell.
         notes: measured results that exist but are not used, with the reasons.
         cards: descriptions of the call's resources, and caches that the chosen kernel copies, by parameter.
     """
@@ -228,7 +230,8 @@ class SelectedKernel:
         name: the kernel's.
         impl: the kernel's function, with the measured configuration bound to it if there is one.
         config: that configuration; empty for the kernel's defaults.
-        provisional: the request was due for measurement, which is impossible now; the next call decides again.
+        provisional: the kernels should have been measured for this request, but cannot be measured now; the next call decides
+            again.
     """
 
     name: str

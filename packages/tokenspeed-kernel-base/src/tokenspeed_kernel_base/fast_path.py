@@ -49,11 +49,11 @@ def build_public_function(
     """The function that users call.
 
     Args:
-        name: its name.
-        parameters: the operator's.
+        name: the function's name.
+        parameters: the operator's parameters.
         comparisons: holds the newest comparison under `FIRST`; None if there are no comparisons.
         look_up: runs a call that has no comparison; takes all parameters, then override and solution.
-        lowered: called instead, with the same arguments, while torch.compile traces the call.
+        lowered: function that is called with the same arguments instead, while torch.compile traces the call.
     """
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
@@ -70,7 +70,7 @@ def {name}({declared}, *, override=None, solution=None):
 """
     namespace = {"_comparisons": comparisons, "_look_up": look_up, **default_values(parameters)}
     function = compile_source(name, source, namespace)
-    # torch.compile traces this in the function's stead. A test for tracing at every call would cost a tenth of the call.
+    # torch.compile traces ``_traced`` instead of this function. A test for tracing at every call would cost a tenth of the call.
     vars(function)["_torchdynamo_inline"] = _traced(parameters, lowered)
     return function
 
@@ -130,10 +130,10 @@ def tensor_guards() -> Callable[..., Guard] | None:
 
 
 class Limit(NamedTuple):
-    """The values of a bound for which a decision holds.
+    """The range of a bound's values for which a decision holds. A bound is an integer limit, such as the longest sequence.
 
     Attributes:
-        position: position of the bound among the parameters.
+        position: index of the bound among the operator's parameters.
         least, most: its lowest and highest value.
     """
 
@@ -175,8 +175,8 @@ class Comparisons:
     """Builds comparisons with calls of one operator.
 
     Args:
-        name: the operator's.
-        parameters: the operator's.
+        name: the operator's name.
+        parameters: the operator's parameters.
         written: parameters whose memory the operator writes to.
         make_guard: see `tensor_guards`.
     """
@@ -195,8 +195,9 @@ class Comparisons:
     def comparison(
         self, arguments: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """``make(otherwise)`` returns a function that takes the operator's parameters, override and solution. For calls with the
-        same description as these arguments the function runs this decision, and for any other call ``otherwise``."""
+        """Returns ``make``. ``make(otherwise)`` returns a function of the operator's parameters, override and solution. For calls
+        with the same description as these arguments, the function runs this decision. For any other call it runs ``otherwise``.
+        """
         absent, tensors, options, key = self._read(arguments, override, solution)
         groups = self._groups(tensors)
         unset = tuple([value is None for value in key])
@@ -221,8 +222,9 @@ class Comparisons:
         return tuple(tuple(group) for group in groups if group)
 
     def _build_read(self) -> Callable[..., Any]:
-        """A generated function of a call. It returns which `absences` hold, the tensors, the options, and the values by which
-        options are compared."""
+        """Generates a function that reads a call. The function returns which `absences` hold, the tensors, the options, and the
+        values by which options are compared.
+        """
         absent = "".join(f"({test}), " for test in self._absences)
         reads = (f"None if {absent} else {read}" if absent else read for read, absent in tensor_reads(self._parameters))
         tensors = "".join(f"({read}), " for read in reads)
@@ -236,7 +238,9 @@ def {self._name}_read(_arguments, override, solution):
         return compile_source(f"{self._name}_read", source, default_values(self._parameters))
 
     def _terms(self, pattern: _Pattern) -> list[str]:
-        """Conditions under which a call matches the decided one. Cheap conditions that fail for most other calls come first."""
+        """Source of the conditions under which a call matches the decided call. Cheap conditions that fail for most other calls
+        come first.
+        """
         terms = [f"({test})" if absent else _negated(test) for test, absent in zip(self._absences, pattern.absent, strict=True)]
         for index, (option, unset) in enumerate(zip(self._options, pattern.unset, strict=True)):
             if unset:
@@ -297,7 +301,9 @@ def {made}(_guards, _options, _key, _decision, _otherwise):
 
 
 def _negated(test: str) -> str:
-    """The test that a tensor or option is present. ``is not None`` is faster than a negated ``is None`` by nanoseconds."""
+    """Source that tests that a tensor or option is present, from the test of its absence. ``is not None`` is faster than a negated
+    ``is None`` by nanoseconds.
+    """
     return " and ".join(f"{part} is not None" for part in test.removesuffix(" is None").split(" is None or "))
 
 
@@ -305,8 +311,9 @@ def _negated(test: str) -> str:
 
 
 def build_describing(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:
-    """``describing(then)`` returns a function that takes the operator's parameters, override and solution. The function returns
-    ``then(key, arguments, override, solution)``; ``key`` is the call's description, or None for some invalid calls.
+    """Generates ``describing``. ``describing(then)`` returns a function of the operator's parameters, override and solution. The
+    function returns ``then(key, arguments, override, solution)``; ``key`` is the call's description, or None for some invalid
+    calls.
 
     The key includes strides if the caller provides memory to write to, because they decide whether tensors overlap. A tensor's
     class distinguishes fake, distributed and quantised tensors from plain ones. The key tells whether a gradient is required,
@@ -351,7 +358,9 @@ def {name}_describing(_then):
 
 
 def build_replacing(name: str, parameters: Sequence[Parameter], replaced: Sequence[str]) -> Callable[..., Any]:
-    """``replacing(call, options)`` returns ``call`` with ``options``, by name, instead of the arguments ``replaced``."""
+    """Generates ``replacing(call, options)``, which returns ``call`` with the arguments ``replaced`` set to the values in
+    ``options``.
+    """
     given = ", ".join(p.name for p in parameters)
     passed = ", ".join(f"_{p.name}" if p.name in replaced else p.name for p in parameters)
     unpacked = "\n".join(f"    _{option} = _options[{option!r}]" for option in replaced)
@@ -368,7 +377,7 @@ def {name}_replacing(_call, _options):
 
 
 def build_value_guard(name: str, parameters: Sequence[Parameter], watched: Sequence[str]) -> Callable[..., Any]:
-    """``guard(check, call, seen)`` returns ``call`` preceded by ``check`` wherever values in host memory may have changed.
+    """Generates ``guard(check, call, seen)``, which runs ``check`` before ``call`` if values in host memory may have changed.
 
     ``check`` tests the values of the parameters ``watched``. ``seen`` is a one-element list with the state of the last check,
     initially `nothing_checked`.

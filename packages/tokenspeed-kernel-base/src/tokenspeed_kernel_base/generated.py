@@ -8,8 +8,9 @@ from typing import Any
 
 
 def compile_source(name: str, source: str, namespace: dict[str, Any], role: str = "") -> Callable[..., Any]:
-    """The function ``name`` that the source defines. Tracebacks, debuggers and `inspect` show its lines, under a file name of its
-    own: different sources of equal name and ``role`` are numbered."""
+    """Compiles source and returns the function ``name`` that it defines. Tracebacks, debuggers and `inspect` show the source. Each
+    source has its own made-up file name: different sources with the same ``name`` and ``role`` are numbered.
+    """
     label = f"tokenspeed_kernel {name}{role and ': '}{role}"
     filename, number = f"<{label}>", 1
     while "".join(linecache.getlines(filename)) not in ("", source):

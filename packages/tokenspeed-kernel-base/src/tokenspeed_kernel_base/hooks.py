@@ -1,4 +1,4 @@
-"""An operator's hooks: functions that say more about a call than the options can."""
+"""An operator's hooks: functions that derive properties of a call which options alone cannot express."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Declaration(Options):
         wanted = self.names if takes_all else code.co_varnames[leading : code.co_argcount + code.co_kwonlyargcount]
         if name in STEPS and self.planned is None:
             raise TypeError(f"{self}: it has a {name} hook, and does not say by planned= which parameter is the plan")
-        if name == "plan":  # takes facts, and no arguments of a call
+        if name == "plan":  # takes facts about later calls, and no arguments of a call
             self._hooks[name] = hook
             for other in _PLANNED_HOOKS & self._wanted.keys():
                 self._check_plan_alone(other, self._wanted[other])

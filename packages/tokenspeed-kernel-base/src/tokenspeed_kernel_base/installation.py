@@ -37,7 +37,7 @@ class WrongDistribution:
 
     @property
     def remedy(self) -> str:
-        """How to fix it."""
+        """How to replace the wrong distribution, for a warning or an error message."""
         return (
             f"pip uninstall {self.name}; where this project has a package of that name, install it with "
             f"pip install --find-links <folder of its wheels> {requirement(self.name)}"
@@ -45,8 +45,9 @@ class WrongDistribution:
 
 
 def requirement(distribution: str) -> str:
-    """A requirement for pip's command line, with this project's version, so that pip accepts no other project's. ``distribution``
-    may name extras."""
+    """A requirement for pip's command line. It has this project's version, so that pip accepts no other project's distribution.
+    ``distribution`` may name extras.
+    """
     return f"'{distribution}=={__version__}'"
 
 

@@ -23,7 +23,7 @@ class Interface:
 
     Attributes:
         parameters: the operator's parameters, in order; an implementation takes those that it uses.
-        traits: the kind of values of each trait of a request.
+        traits: the kind of values of each trait that a request may have, by the trait's name.
         formats: operands of a request's signature, with the names of each operand's possible formats.
         layout: the trait that gives the layout of weights; empty if the operator has none.
         written: parameters whose memory a call may write to. Every implementation takes them.
@@ -88,7 +88,7 @@ class Interface:
 
 
 def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
-    """The weight layouts that a kernel names."""
+    """The weight layouts that a kernel accepts, from its constraint on the trait ``trait``; empty if the kernel has none."""
     constraint = spec.traits.get(trait) if trait is not None else None
     return frozenset() if constraint is None or constraint.values is None else constraint.values
 

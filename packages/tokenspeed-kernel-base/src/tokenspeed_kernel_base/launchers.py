@@ -19,7 +19,9 @@ from tokenspeed_kernel_base.spec import KernelSpec, RegistrationError
 
 
 def check_keywords(spec: KernelSpec, impl: Callable[..., Any]) -> None:
-    """Raises RegistrationError where a launcher lacks a parameter of its declaration: a tunable or an aligned cache."""
+    """Raises RegistrationError if a launcher lacks a keyword that the kernel's declaration requires: a tunable or an aligned
+    cache.
+    """
     parameters = _parameters(impl)
     if parameters is None:
         return
@@ -36,7 +38,7 @@ def check_keywords(spec: KernelSpec, impl: Callable[..., Any]) -> None:
 
 
 def named_parameters(spec: KernelSpec, impl: Callable[..., Any], interface: Interface) -> tuple[str, ...]:
-    """The operator's parameters that a launcher takes, in the launcher's order.
+    """The operator's parameters that a launcher names, in the launcher's order.
 
     Raises:
         RegistrationError: the launcher names a parameter that the operator lacks, or does not name an output that callers may
@@ -70,8 +72,8 @@ class Launcher:
         impl: the launcher.
         interface: the interface that the launcher was checked against; None if its operator is not declared.
         ignored: the operator's parameters that the launcher does not name.
-        function: takes all the operator's parameters in order, and passes the launcher those that it names. The launcher itself if
-            both lists of parameters are equal. The kernel's tunables are keywords of both.
+        function: takes all the operator's parameters in order, and passes the launcher the parameters that the launcher names. It
+            is the launcher itself if both lists of parameters are equal. The kernel's tunables are keywords of both functions.
 
     Raises:
         RegistrationError: see `check_keywords` and `named_parameters`.

@@ -40,7 +40,7 @@ def library(namespace: str) -> torch.library.Library:
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
 
 
-# A handle is a SymInt too, so that one compiled function handles several resources.
+# A handle is an integer in the schema (a SymInt), so that one compiled function works for several resources.
 _HANDLE = (int,)
 
 
@@ -86,7 +86,7 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
     """An overload's schema, e.g. ``rmsnorm(Tensor x, Tensor weight, float eps, ...) -> (Tensor, Tensor)``.
 
     Args:
-        name: the operator's, followed by a dot and the overload's.
+        name: the operator's name, followed by a dot and the overload's name.
         parameters: the parameters of the overload.
         mutated: names of the parameters that are written to.
         outputs: how many tensors are returned.
@@ -113,8 +113,9 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
 
 @dataclass(frozen=True)
 class Unfound:
-    """A resource that is not looked up yet. While a call is traced, a handle may be a symbol. Reading the symbol's value would make
-    torch.compile recompile for every other handle."""
+    """A resource that is not looked up yet. While a call is traced, its handle may be a symbol. Reading the symbol's value would
+    make torch.compile recompile for every other handle.
+    """
 
     handle: Any
 
@@ -123,10 +124,10 @@ class Unfound:
 
 
 def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
-    """The operator's arguments, made from the custom operator's: objects rebuilt, resources looked up, hints None.
+    """The operator's arguments, made from the custom operator's arguments: objects rebuilt, resources looked up, hints None.
 
     Raises:
-        RuntimeError: a resource is gone.
+        RuntimeError: a resource no longer exists.
     """
     arguments: list[Any] = []
     remaining = iter(values)
@@ -151,7 +152,7 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callabl
 
 
 def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> list[Any]:
-    """The inverse of `gather`: the custom operator's arguments for an operator's arguments. Errors name ``name``.
+    """The custom operator's arguments, made from an operator's arguments: the inverse of `gather`. Errors give the operator's name.
 
     Raises:
         TypeError: an argument is not a resource of the parameter's class.
@@ -183,25 +184,27 @@ def _handle_of(name: str, parameter: Parameter, resource: Any) -> int | None:
 
 
 def as_list(result: Any) -> list[torch.Tensor]:
-    """An operator's result (None, a tensor, or a tuple of tensors) as a list."""
+    """An operator's result (None, a tensor, or a tuple of tensors) as a list of tensors."""
     if result is None:
         return []
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
 def from_list(results: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `as_list`."""
+    """The inverse of `as_list`: a list of tensors as an operator's result."""
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)
 
 
-# No operator has outputs of 12 axes, so the number of axes identifies a dummy tensor.
+# Shape of the dummy tensors. No operator has outputs of 12 axes, so the number of axes identifies a dummy.
 _STAND_IN_SHAPE = (0,) * 12
 
 
 def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a call, in order: the provided tensors, and new tensors for the others. Dummy tensors are removed."""
+    """The outputs of a call in order: provided tensors, and new tensors for outputs that the caller did not provide. Drops
+    dummies.
+    """
     padded = [*provided, *[None] * (len(made) - len(provided))]
     merged = [given if given is not None else new for given, new in zip(padded, made, strict=False)]
     return [t for t in merged if t.dim() != len(_STAND_IN_SHAPE)]
@@ -212,7 +215,7 @@ class Lowering(NamedTuple):
 
     Attributes:
         call: a function of all parameters, override and solution, that torch.compile can trace.
-        choose: for a call's arguments in order, returns the overload and its arguments before override and solution.
+        choose: takes a call's arguments in order. Returns the overload, and its arguments except override and solution.
     """
 
     call: Callable[..., Any]
@@ -233,15 +236,15 @@ def define(
     """Registers the custom operator.
 
     Args:
-        namespace: its namespace: ``torch.ops.<namespace>.<name>``.
+        namespace: the custom operator's namespace: ``torch.ops.<namespace>.<name>``.
         name: ``mode`` of the operator.
         parameters: the operator's parameters.
         outs: parameters that receive outputs. The custom operator's outputs are in this order, as in every call.
-        mutates: further parameters that are written to.
+        mutates: further parameters whose memory is written to.
         outputs: the largest number of outputs of a call.
         call: the public function.
-        fake: outputs of the right shapes and dtypes, from arguments by name.
-        named: maps a call's arguments and new outputs to all its outputs, by the names of ``outs``.
+        fake: returns outputs of the right shapes and dtypes, from arguments by name.
+        named: takes a call's arguments and new outputs. Returns all outputs of the call by their names in ``outs``.
 
     Returns:
         The conversion of calls to calls of the custom operator.
@@ -252,7 +255,7 @@ def define(
     out_positions = [index for out in outs for index, p in enumerate(parameters) if p.name == out]
 
     def overload(suffix: str, taken: Sequence[Parameter]) -> Callable[..., Any]:
-        """Defines an overload with some of the parameters; the others are None in its calls."""
+        """Defines an overload that takes the parameters in ``taken``; the operator's other parameters are None in its calls."""
 
         def by_name(flat: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> dict[str, Any]:
             given = zip((p.name for p in taken), gather(taken, flat, find), strict=True)

@@ -1,7 +1,8 @@
 """Measured results, as selection uses them.
 
-`use` installs a source of results; ``tokenspeed_kernel`` installs its tables and its autotuner. This package does not know where
-the results come from. Without a source, kernels are ranked by their declarations alone, and nothing is measured.
+`use` installs a source of measured results; ``tokenspeed_kernel`` installs its tables and its autotuner as the source. This package
+does not know where the results come from. Without a source, kernels are ranked by their declarations alone, and nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Tuned(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The measurements for a request: a result per kernel, and a note per unused entry, with the reason."""
+    """The measurements for a request: one result for each kernel, and one note, with the reason, for each unused measurement."""
 
     results: Mapping[str, Tuned] = MappingProxyType({})
     notes: tuple[str, ...] = ()
@@ -38,16 +39,17 @@ class Source(Protocol):
     """A source of measured results."""
 
     def has_results(self, operator: str, platform: PlatformInfo) -> bool:
-        """Whether an operator has any measurement on a platform, so that selection depends on sizes."""
+        """Whether any measurement of an operator on a platform exists. If so, the operator's selection depends on sizes."""
 
     def find(
         self, operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
     ) -> Found:
-        """The results that apply to a request. ``buckets``: its sizes, with the varying ones rounded up to powers of two."""
+        """The results that apply to a request. ``buckets``: the request's sizes, with varying sizes rounded up to powers of two."""
 
     def autotune(self, request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
-        """Measures the candidates for a request on a call's arguments, for about ``budget_s``, and records the results. Returns why
-        it could not, or an empty string. Only called with `SelectionStrategy.AUTOTUNE`."""
+        """Measures the candidates for a request on a call's arguments, for about ``budget_s`` seconds, and records the results.
+        Returns why it could not measure, or an empty string. Only called with `SelectionStrategy.AUTOTUNE`.
+        """
 
 
 _source: Source | str | None = None

@@ -5,9 +5,9 @@ that keep the memo valid:
 
 * A change of anything that decisions depend on (kernels, policy, process-wide overrides, the platform) calls `invalidate`. A
   decision that was in progress during the change is not memoised.
-* Some states hold for one thread or task only, or must see every call: an override in a context, shape capture, profiling. They
-  enter `exceptional`. While such a state is in force, no call is memoised. The fast path needs no test for it, because its
-  dictionary is empty. Selections are still memoised, because their key contains the override.
+* Some states hold for one thread or task only, or must see every call: an override in a ``with`` block, shape capture, profiling.
+  They enter `exceptional`. While such a state is in force, no call is memoised. The fast path needs no test for the state, because
+  the fast path's dictionary is empty. Selections are still memoised, because their key contains the override.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def new_memo() -> dict[Any, Any]:
 
 
 def epoch() -> int:
-    """The current epoch. Read the epoch before deciding, and pass it to `remember`."""
+    """The current epoch, a number that every `invalidate` increases. Read the epoch before deciding, and pass it to `remember`."""
     return _epoch
 
 
@@ -64,7 +64,7 @@ def invalidate() -> None:
 
 @contextlib.contextmanager
 def exceptional() -> Iterator[None]:
-    """Inside the block every call is decided afresh. Nests, also across threads."""
+    """Inside the block, every call is decided afresh. Blocks may be nested, in one thread or in several."""
     enter_exceptional()
     try:
         yield

@@ -26,7 +26,7 @@ def repeats_itself(tensor: Tensor) -> bool:
 
 
 def lies_like(tensor: Tensor, other: Tensor) -> bool:
-    """Whether every element of both tensors has the same address if their first elements do."""
+    """Whether every element of both tensors has the same address if the first elements have the same address."""
     return tensor.dtype == other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
@@ -39,13 +39,13 @@ def overlap(tensor: Tensor, other: Tensor) -> bool:
     if rows is None or others is None or rows[0] != others[0]:
         return _share_elements(tensor, other, distance)
     pitch, width, other_width = rows[0], rows[1], others[1]
-    # The rows of both tensors repeat at one pitch, so the distance modulo the pitch decides whether they overlap.
+    # Both tensors have rows at the same pitch. So the distance of the first elements modulo the pitch decides whether rows overlap.
     within = distance % pitch
     return within < width or within + other_width > pitch
 
 
 def _as_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """Pitch and width in bytes of a tensor that consists of contiguous rows at one pitch; None for any other tensor."""
+    """Row pitch and row width in bytes of a tensor that consists of contiguous rows at one pitch; None for any other tensor."""
     size = tensor.element_size()
     axes = sorted((stride, count) for stride, count in zip(tensor.stride(), tensor.shape, strict=True) if count > 1)
     width, pitch, rows = 1, 0, 1

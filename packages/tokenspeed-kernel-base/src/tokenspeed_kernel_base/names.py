@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name nearest to ``name``, or None if no name is near. The first one wins a tie.
+    """The known name nearest to ``name``, or None if no name is near. If several are equally near, the first one wins.
 
     >>> nearest("hiden", ["residual", "hidden"]), nearest("nosuch", ["moe_dispatch"])
     ('hidden', None)
     """
     wanted, words = name.casefold(), _words(name)
-    most = len(name) // 4 or int(len(name) == 3)  # letters that may differ
+    most = len(name) // 4 or int(len(name) == 3)  # number of letters that may differ
     near = []
     for position, other in enumerate(known):
         distance = _distance(wanted, other.casefold())

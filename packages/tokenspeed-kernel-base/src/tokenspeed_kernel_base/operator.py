@@ -80,7 +80,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class OperatorFunction(Protocol[P, R_co]):
-    """An operator as its users see it: a function with attributes."""
+    """The type of an operator's public function: a function with attributes."""
 
     __name__: str
     __qualname__: str
@@ -116,7 +116,7 @@ _operators: dict[tuple[str, str], Operator[Any, Any]] = {}
 
 
 def operators() -> list[Operator[Any, Any]]:
-    """Every declared operator, by family and mode."""
+    """Every declared operator, sorted by family and mode."""
     return [_operators[key] for key in sorted(_operators)]
 
 

@@ -17,7 +17,7 @@ class Options:
     operator.
 
     Attributes:
-        family, mode: its name; ``mode`` is unique.
+        family, mode: the two parts of the operator's name; ``mode`` alone is unique.
         formats: parameters whose dtypes form the format signature. With a ``formats`` hook, which is needed where scales matter,
             the operands and the names of their possible formats: ``{"a": ("dense", "fp8")}``.
         traits: the traits that the ``traits`` hook may return, with the values of each: ``{"hidden": int, "residual": bool}``.
@@ -25,13 +25,13 @@ class Options:
         outs: the parameters in the body's signature that receive outputs, in the order of the outputs. A call may make only the
             first few outputs. If it may make another selection, the ``outputs`` hook names the outputs made.
         mutates: other parameters that the operator writes to.
-        in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. All other written
-            memory must not overlap any other argument.
+        in_place: output parameter -> the inputs that may be the same tensor as this output: ``{"out": ("x",)}``. All other memory
+            that a call writes to must not overlap any other argument.
         hints: parameters that repeat a tensor's values on the host. Hints may save work, and decisions do not depend on them.
         exact: kernels must match the body bit for bit.
-        reference_traits: constraints of the body itself, if it does not support every call that the signature allows.
-        composed_traits: constraints of the composed kernel of an operator with parts. Needed if the parts cannot read objects that
-            are prepared for this operator's kernels, for example.
+        reference_traits: constraints of the reference (the body), if it does not support every call that the signature allows.
+        composed_traits: constraints of the composed kernel, which runs the operator's parts one after another. Such constraints are
+            needed, for example, if the parts cannot read objects that are prepared for this operator's own kernels.
         fixed_traits: traits that describe the operands; an override cannot bypass them.
         varying: sizes that change from call to call, by their names in the ``check`` hook: tokens, batch, rows. Keys of measured
             results contain these sizes rounded up to a power of two, and the exact value of every other size. The first varying
@@ -44,7 +44,7 @@ class Options:
             rows of its outputs unchanged.
         unlimited: integer parameters for which -1 means no limit, such as a window. Values from 2^30 on mean the same. Kernels and
             hooks always receive -1 instead, so that arithmetic with the option does not overflow int32.
-        scales: parameters that hold scales of other parameters. Scales are positive; uint8 scales are exponents (e8m0).
+        scales: parameters that hold scales of other parameters. The scales are positive; uint8 scales are e8m0 exponents.
         planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
         layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.
         parts: the operators that the body calls. If only the reference is eligible, each part is dispatched to its best kernel; see

@@ -34,7 +34,7 @@ class PackError(ValueError):
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack.
+    """A kernel pack that this installation can use.
 
     Attributes:
         folder: the pack's folder.
@@ -117,7 +117,7 @@ def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
 
 
 def _installed() -> Iterator[tuple[Path, str]]:
-    """Yields the folders of the packs in installed packages, each with a name for messages."""
+    """Yields the folder of each pack in an installed package, and the name of the pack's entry point for messages."""
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             yield Path(entry.load().__file__).parent, f"{entry.name} ({entry.value})"
@@ -158,9 +158,8 @@ def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path 
 def find_folder(compiler: str, folder: str, toolchain: Sequence[str]) -> dict[str, str]:
     """Finds a folder inside a compiler's folder of a pack, and returns the paths of all its files by name.
 
-    The result is empty unless a pack has the folder and all its files are intact.
-
-    The other arguments and the warnings are those of `find`.
+    The result is empty unless a pack has the folder and all files of the folder are intact. The arguments ``compiler`` and
+    ``toolchain``, and the warnings, are those of `find`.
     """
     for pack in _made_with(compiler, toolchain):
         prefix = f"{compiler}/{folder}/"
@@ -180,7 +179,7 @@ def _made_with(compiler: str, toolchain: Sequence[str]) -> Iterator[Pack]:
 
 
 def toolchain_gap(made: Sequence[str], toolchain: Sequence[str]) -> str:
-    """Describes the differences between the toolchain of a pack and that of this process."""
+    """Describes how the toolchain that made a pack differs from the toolchain of this process."""
     theirs, ours = (", ".join(each for each in some if each not in other) for some, other in ((made, toolchain), (toolchain, made)))
     return f"they were made with {theirs or 'less'}, this is {ours or 'less'}"
 

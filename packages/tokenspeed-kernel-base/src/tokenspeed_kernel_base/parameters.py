@@ -42,7 +42,7 @@ HOLD_TENSORS = (Kind.TENSOR, Kind.OBJECT)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """One parameter of an operator, or one attribute of a parameter that is an object.
 
     Attributes:
         name: the name in the signature; ``object.attribute`` for an attribute of an OBJECT or of a frozen dataclass.
@@ -72,7 +72,7 @@ class Parameter:
 
     @property
     def identifier(self) -> str:
-        """The name with its dot replaced, for use as an identifier."""
+        """The name as a Python identifier: the dot between object and attribute is replaced by ``_``."""
         return self.name.replace(".", "_")
 
     @property
@@ -90,13 +90,13 @@ class Parameter:
         return getattr(holder, self.attribute) if self.required else getattr(holder, self.attribute, self.default)
 
     def tensors(self) -> tuple[Parameter, ...]:
-        """The tensors of this parameter: the parameter itself, or those among its attributes."""
+        """The tensors of this parameter: the parameter itself, or its attributes that are tensors."""
         if self.kind is Kind.TENSOR:
             return (self,)
         return tuple(field for field in self.fields if field.is_tensor) if self.kind is Kind.OBJECT else ()
 
     def type_error(self, value: Any) -> str | None:
-        """The expected type in words, or None if the value has it."""
+        """The expected type in words, for an error message; None if the value has this type."""
         if value is None:
             return None if self.optional else self._expected()
         if self.kind is Kind.HINT:
@@ -121,7 +121,7 @@ class Parameter:
         return self._expected()
 
     def range_error(self, value: Any) -> str | None:
-        """The expected range in words, or None if a number fits the int64 or float32 that kernels receive."""
+        """The expected range in words, for an error message; None if a number fits the int64 or float32 that kernels receive."""
         if float in self.types and isinstance(value, (int, float)):
             if isinstance(value, float) and not math.isfinite(value):
                 return None  # the operator decides whether infinities and NaN have a meaning
@@ -136,8 +136,9 @@ class Parameter:
         return None if fits else "within the range of int64"
 
     def normal(self, value: Any) -> Any:
-        """A value of the right type as kernels receive it. An int for a float option becomes a float. An `unlimited` value from
-        `NO_LIMIT` on becomes -1."""
+        """Converts a value of the right type to the form that kernels receive. An int for a float option becomes a float. An
+        `unlimited` value from `NO_LIMIT` on becomes -1.
+        """
         if self.kind is not Kind.VALUE or value is None:
             return value
         if self.fields:
@@ -280,7 +281,7 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
 
 
 def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that a call sets to another value than the default. Excludes hints and bounds, which a kernel may always
+    """The parameters that a call sets to a value other than the default. Excludes hints and bounds, which a kernel may always
     ignore.
     """
 
@@ -295,7 +296,7 @@ def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any])
 def with_tensors(
     parameters: Iterable[Parameter], arguments: Mapping[str, Any], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The arguments, with each tensor replaced by ``convert(tensor)``, also in the fields of objects."""
+    """The arguments of a call, with each tensor replaced by ``convert(tensor)``, including tensors in the fields of objects."""
     converted = dict(arguments)
     for parameter in parameters:
         value = arguments[parameter.name]
@@ -312,7 +313,9 @@ def with_tensors(
 
 
 def on_meta(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with meta tensors instead of tensors, to compute outputs' shapes without allocating memory."""
+    """The arguments of a call with meta tensors in place of its tensors. Output shapes are computed from them without allocating
+    memory.
+    """
     return with_tensors(parameters, arguments, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
 

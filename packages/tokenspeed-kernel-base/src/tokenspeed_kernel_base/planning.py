@@ -42,7 +42,7 @@ from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
 from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec
 
-# The kernel's name in a plan that is not finished.
+# The kernel's name in a plan whose kernel is not selected yet.
 UNDECIDED = "undecided"
 
 W = TypeVar("W")
@@ -53,10 +53,10 @@ class ReferenceWarning(UserWarning):
 
 
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
-    """The layout that an object is prepared in for a kernel.
+    """The layout in which an object is prepared for a kernel.
 
-    A kernel's own layout is the one that it declares besides canonical; the first by name if it declares several. The own layout is
-    returned if the kernel has a preprocessor or rejects the canonical layout. Otherwise the result is canonical.
+    A kernel's own layout is a layout that it declares besides the canonical layout; if there are several, the first by name. That
+    layout is returned if the kernel has a preprocessor or rejects the canonical layout. Otherwise the result is canonical.
 
     Args:
         spec: the kernel.
@@ -140,7 +140,8 @@ def layout_of(weights: Any) -> str:
 
 
 def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout: str | None = None) -> W:
-    """An object of a weights class with the tensors of any object, in ``layout`` or in the object's own layout.
+    """Converts any object with the tensors of a weights class to this class. The layout of the result is ``layout``, by default the
+    object's own layout.
 
     A resource is returned as it is. The object may lack attributes that have a default in the class.
 
@@ -178,7 +179,8 @@ def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout
 
 def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
     """Raises ValueError if a call's weights are not in the layout of its plan. ``prepare``: the name of the function that converts
-    them."""
+    weights to a plan's layout.
+    """
     layout = layout_of(weights)
     if layout != plan.weight_layout:
         wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: {prepare}(weights, plan) makes it"
@@ -189,10 +191,10 @@ class Preparation(NamedTuple):
     """The tools of a ``prepare`` hook.
 
     Attributes:
-        check: raises errors in the name of the called function.
+        check: raises errors that name the called function.
         operator: the hook's operator, ``"family.mode"``.
         planned: the operator's parameter that takes the plan.
-        package: the package whose kernels that function dispatches to; None for all kernels.
+        package: the package whose kernels the called function dispatches to; None for all kernels.
     """
 
     check: Checker
@@ -212,7 +214,7 @@ class Preparation(NamedTuple):
         converted again.
 
         Args:
-            weights: any object with the attributes of ``cls``, in the canonical layout or the plan's.
+            weights: any object with the attributes of ``cls``, in the canonical layout or in the plan's layout.
             plan: the plan, already checked.
             cls: a dataclass of tensors with an attribute ``layout``. Its keyword-only fields are copied if the kernel's
                 preprocessor omits them.

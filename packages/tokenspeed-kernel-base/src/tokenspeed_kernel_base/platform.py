@@ -1,6 +1,6 @@
 """The platform of this machine, and its capabilities.
 
-Nothing here creates a GPU context until a platform is requested. Importing this module requests none.
+Importing this module creates no GPU context. The first request for a platform may create a GPU context.
 
 `CapabilityRequirement.gap` tells selection why a kernel cannot run on a platform. CPU tensors use the CPU's platform even where a
 GPU is present (`platform_of`), unless `use_platform` is in force. An emulator that runs GPU code on CPU tensors installs the
@@ -163,7 +163,7 @@ class CapabilityRequirement:
 
 @functools.cache
 def _device_of(vendors: frozenset[str]) -> str:
-    """``"an AMD or NVIDIA device"``."""
+    """The devices of some vendors in words: ``"an AMD or NVIDIA device"``."""
     if vendors == {"cpu"}:
         return "a CPU"
     article = "a" if "cpu" in vendors and "amd" not in vendors else "an"
@@ -171,7 +171,7 @@ def _device_of(vendors: frozenset[str]) -> str:
 
 
 def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
-    """Why a platform lacks some features."""
+    """The reason, in words, why a platform lacks some required features."""
     if features == {_TRITON} and not _is_installed(_TRITON):
         return "needs triton, which is not installed"
     if features == {_TRITON} and platform.is_cpu:
@@ -182,7 +182,7 @@ def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
 _TRITON = "triton"
 
 
-@functools.cache  # called at every decision; the search takes longer than the rest of a decision
+@functools.cache  # called at every decision; searching for the package takes longer than the rest of a decision
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -240,7 +240,7 @@ def driver_version(vendor: str) -> str:
         return ""
 
 
-# Devices by the names that people use, each with its architecture. The first device of an architecture represents it.
+# Common device names -> the device's architecture and full name. The first device of an architecture represents it.
 _DEVICES = {
     "a100": ("sm_80", "NVIDIA A100"),
     "l40s": ("sm_89", "NVIDIA L40S"),
@@ -256,8 +256,8 @@ _DEVICES = {
 
 
 def named_platform(name: str) -> PlatformInfo:
-    """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``; or by a
-    device's: ``"h100"``, ``"mi355x"``.
+    """A pretended platform, from the name of an architecture (``"cpu"``, ``"sm_90"``, ``"sm90"``, ``"sm_90a"``, ``"gfx950"``) or of
+    a device (``"h100"``, ``"mi355x"``).
 
     The platform's features are those that the installed software would add to such a device. Nothing is launched.
 
@@ -298,7 +298,7 @@ def current_platform() -> PlatformInfo:
 
 
 def platform_of(device: torch.device) -> PlatformInfo:
-    """The platform for tensors on this device: like `current_platform`, but CPU tensors use the CPU's.
+    """The platform for tensors on this device: the CPU's for CPU tensors, else that of `current_platform`.
 
     Raises:
         ValueError: no kernel runs on devices of this type.
@@ -326,7 +326,7 @@ def _forced_platform() -> PlatformInfo | None:
 
 
 def installed_platform() -> PlatformInfo | None:
-    """The platform installed by `use_platform`, or None."""
+    """The platform that `use_platform` installed; None outside its block."""
     return _installed
 
 

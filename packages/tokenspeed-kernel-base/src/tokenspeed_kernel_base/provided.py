@@ -1,4 +1,4 @@
-"""Memory that a call writes to: outputs that its caller provides, and which tensors they must not overlap."""
+"""Memory that a call writes to: outputs that the caller provides, and the tensors that these outputs must not overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.checks import describe
 
 
 def named(names: Sequence[str], outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A call's outputs by name, given the names in the outputs' order. Outputs without a name are left out."""
+    """Maps names to a call's outputs; both are in the same order. Outputs beyond the last name are left out."""
     return dict(zip(names, outputs, strict=False))
 
 
@@ -40,7 +40,9 @@ def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any],
 def overlap_pairs(
     written: Sequence[str], tensors: Iterable[str], in_place: Mapping[str, Collection[str]]
 ) -> list[tuple[str, str, bool]]:
-    """Pairs of a written parameter and another tensor that it must not overlap, and whether both may be the same tensor."""
+    """Pairs of parameters that must not overlap: one that the call writes to, and another tensor. The third item tells whether both
+    may be the same tensor.
+    """
     others = list(tensors)
     return [
         (name, other, other in in_place.get(name, ()))

@@ -27,7 +27,7 @@ def why_unreachable(kernel: str, operator: str, platform: PlatformInfo | None = 
         kernel: the kernel's name.
         operator: the operator for which the kernel is requested, ``"family.mode"``.
         platform: the platform of the calls. None if it is not known yet: the kernel's platform requirements are then ignored.
-        by_name: whether the request names the kernel, as an override does. A preference does not name it.
+        by_name: whether the request names the kernel, as an override does. False for a request that only states a preference.
     """
     problem = misnamed(kernel, operator)
     if problem is not None:

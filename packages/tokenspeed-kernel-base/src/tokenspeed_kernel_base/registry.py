@@ -37,7 +37,7 @@ class KernelLoadWarning(UserWarning):
 
 
 class PriorityClash(NamedTuple):
-    """Two kernels of equal priority that may be eligible for the same request."""
+    """A pair of kernels of equal priority that may be eligible for the same request."""
 
     first: KernelSpec
     second: KernelSpec
@@ -168,7 +168,7 @@ class KernelRegistry:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[list[KernelSpec]]:
-        """Makes all registrations inside the block, or none if the block raises.
+        """Keeps all registrations made inside the block; if the block raises, keeps none of them.
 
         Yields a list. After the block, the list holds the kernels that became public in the block, including formerly private
         kernels.
@@ -180,7 +180,8 @@ class KernelRegistry:
             self._open_transactions += 1
             try:
                 yield added
-                # Checked at the end: the kernel that makes a layout may be registered after a kernel that reads it.
+                # Checked at the end of the block: a kernel that makes a weight layout may be registered after a kernel that reads
+                # this layout.
                 self._check_layouts([spec for name, spec in self._specs.items() if before[0].get(name) is not spec])
             except BaseException:
                 self._specs, self._impls, self._interfaces, self._clashes, self._private = before
@@ -193,7 +194,7 @@ class KernelRegistry:
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def has(self, spec: KernelSpec) -> bool:
-        """Whether this very spec object is registered."""
+        """Whether this spec object itself is registered, not another spec of the same name."""
         with self._lock:
             return self._specs.get(spec.name) is spec
 
@@ -215,13 +216,14 @@ class KernelRegistry:
             return self._specs[name]
 
     def declarations(self, names: Iterable[str]) -> list[tuple[KernelSpec, Callable[..., Any] | str]]:
-        """Specs and implementations of kernels, so that they can be registered again. An implementation that has been imported is a
-        function."""
+        """The specs and implementations of kernels, for registering them again. An implementation that has been imported is a
+        function.
+        """
         with self._lock:
             return [(self.get_by_name(name), self._impls[name]) for name in names]
 
     def launchers(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
-        """Every kernel whose implementation is imported, private kernels included, and that implementation."""
+        """Every kernel whose implementation is imported, with that implementation. Includes private kernels."""
         with self._lock:
             return [(spec, impl) for name, spec in self._specs.items() if callable(impl := self._impls[name])]
 
@@ -261,7 +263,7 @@ class KernelRegistry:
             return self._modules[name]
 
     def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
-        """The implementation, or None if it cannot be imported.
+        """Returns a kernel's implementation, imported if necessary; None if the import fails.
 
         After a failure every later selection rejects the kernel. The failure is recorded, with a warning. So one broken package
         does not disable an operator that has other kernels.
@@ -298,7 +300,7 @@ class KernelRegistry:
         memo.invalidate()
 
     def load_failures(self) -> dict[str, str]:
-        """Tracebacks of selected kernels that could not be loaded, by name."""
+        """The tracebacks of selected kernels that could not be loaded, by the kernel's name."""
         with self._lock:
             return dict(sorted(self._load_failures.items()))
 
@@ -342,7 +344,7 @@ class KernelRegistry:
         for spec in specs:
             named = self._layouts_of(spec) - {CANONICAL}
             if named and spec.weight_preprocessor is None:
-                # Operators of a family share plans, and therefore layouts.
+                # Operators of a family share plans, and therefore layouts of prepared weights.
                 makers = (o for o in self._specs.values() if o.family == spec.family and o.weight_preprocessor is not None)
                 made = {CANONICAL}.union(*map(self._layouts_of, makers))
                 for layout in sorted(named - made):
@@ -366,7 +368,7 @@ class KernelRegistry:
 
 
 def load_object(path: str, wanted_by: str) -> Any:
-    """Imports ``"module:attribute"``. Errors name ``wanted_by``."""
+    """Imports the object that ``"module:attribute"`` names. An error names ``wanted_by``, the kernel that needs the object."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -381,19 +383,20 @@ def load_object(path: str, wanted_by: str) -> Any:
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    inner = inspect.unwrap(getattr(function, "func", function))  # a functools.partial's function
+    inner = inspect.unwrap(getattr(function, "func", function))  # the function inside a functools.partial
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
 def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
-    """A suggestion for an unknown kernel name, as the end of a sentence; empty if no name is near. A name near a solution's
-    suggests that solution's kernels."""
+    """A suggestion for an unknown kernel name, as the end of a sentence; empty if no name is near. If the unknown name is near a
+    solution's name, the suggestion lists kernels of this solution.
+    """
     names: set[str] = set()
     by_solution: dict[str, list[str]] = {}
     for spec in specs:
         names.add(spec.name)
         by_solution.setdefault(spec.solution, []).append(spec.name)
-    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first wins a tie
+    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first name wins a tie
     if near is None:
         return ""
     if near in names:
@@ -406,7 +409,7 @@ def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
 _FEW = 4  # number of kernels of a solution that an error lists
 
 
-# Declarations by module, in source order. A module runs only once. From this table, its declarations can be registered again.
+# Declarations by module, in source order. A module's code runs only once, so this table is needed to register them again.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
@@ -415,9 +418,9 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
     declare. Registers no kernel if anything raises.
 
     Args:
-        package: its name.
-        public: whether its kernels become public. If not, kernels that were not public before are eligible only for requests that
-            name the package.
+        package: the package's name.
+        public: whether the package's kernels become public. If not, kernels that were not public before are eligible only for
+            requests that name the package.
 
     Returns:
         All declarations of the package, by name, including declarations that were registered before.
@@ -462,7 +465,7 @@ def register_kernel(
 
     Args:
         family, mode: the operator, e.g. ``"attention", "mha_prefill"``.
-        name: unique; ``f"{solution}_{mode}"`` if not given.
+        name: the kernel's name, unique among all kernels; ``f"{solution}_{mode}"`` if not given.
         solution: the backend: the toolkit or library that the kernel is made with.
         capability: requirements of the platform; no requirements if omitted.
         signatures: the accepted operand formats; None for all.
@@ -557,7 +560,7 @@ def describe_kernel(name: str) -> str:
 
 
 def _qualified_name(function: Callable[..., Any] | str | None) -> str:
-    """A function as ``module:name``."""
+    """The qualified name of a function, ``module:name``; ``"none"`` without a function."""
     if function is None or isinstance(function, str):
         return function or "none"
     inner = inspect.unwrap(getattr(function, "func", function))

@@ -68,11 +68,11 @@ class Resource:
 
     @property
     def card(self) -> str:
-        """One sentence about the resource for ``explain``; empty for none."""
+        """One sentence about the resource for ``explain``; an empty text adds nothing."""
         return ""
 
     def __copy__(self: R) -> R:
-        """Returns the resource itself, as `__deepcopy__` does: copies of a call's arguments share it."""
+        """Returns the resource itself, as does `__deepcopy__`. So a copy of a call's arguments holds the same resource."""
         return self
 
     def __deepcopy__(self: R, memo: dict[int, Any]) -> R:
@@ -96,10 +96,10 @@ def stated_by(resource: Resource) -> Mapping[str, Any]:
 
 
 def find(handle: int) -> Resource:
-    """The live resource of a handle.
+    """Finds the living resource that a handle names.
 
     Raises:
-        RuntimeError: no such resource exists: it was deleted, or the handle belongs to another process.
+        RuntimeError: the resource does not exist: it was deleted, or the handle belongs to another process.
     """
     found = _living.get(handle)
     if found is None:

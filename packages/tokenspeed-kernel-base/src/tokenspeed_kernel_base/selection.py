@@ -71,7 +71,7 @@ logger = logging.getLogger("tokenspeed_kernel")
 
 
 class SelectionStrategy(enum.Enum):
-    """Where the ranking comes from."""
+    """How kernels are ranked."""
 
     HEURISTIC = "heuristic"  # rank by tuned results if there are any, otherwise by objective and priority
     AUTOTUNE = "autotune"  # like HEURISTIC, but without tuned results the first call measures the kernels, and keeps the results
@@ -79,7 +79,7 @@ class SelectionStrategy(enum.Enum):
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """Defaults for selections that do not say otherwise.
+    """Defaults for selections whose request gives no strategy or objective.
 
     Attributes:
         default_strategy: the strategy of operators that ``op_strategies`` does not name.
@@ -183,7 +183,7 @@ def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping
 
 
 def override_in_force(family: str, mode: str) -> Override | None:
-    """The kernel requested by name outside the call: by `kernel_override`, the environment, or the TOML file."""
+    """The kernel that is forced outside the call: by `kernel_override`, the environment, or the TOML file."""
     for block in reversed(_overrides.get()):
         if block.active and block.operator == (family, mode):
             return Override(block.kernel, "kernel_override", block.config)
@@ -192,8 +192,9 @@ def override_in_force(family: str, mode: str) -> Override | None:
 
 
 def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
-    """The kernel requested by name: by the call, else by `override_in_force`. A configuration that is in force for the kernel also
-    applies to calls that name the kernel."""
+    """The kernel that a call runs by name: the call's own override, else `override_in_force`. If the call names the kernel for
+    which a configuration is in force, this configuration applies too.
+    """
     in_force = override_in_force(family, mode)
     if not kernel:
         return in_force
@@ -213,7 +214,9 @@ GATES = {
     "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
-"""The gates in order. A kernel passes a gate if its statement holds. An override bypasses name, and traits except fixed ones."""
+"""The gates in order: a gate's name, and the statement that holds for a kernel that passes. An override bypasses the name gate, and
+the traits gate except for fixed traits.
+"""
 
 RANKS = ("override", "measured result", "objective", "priority", "name")
 """The ranking criteria for kernels that pass all gates, in order."""
@@ -253,7 +256,7 @@ def _find_measured(request: Request) -> Found:
 
 
 def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
-    """A kernel's measured time beside the best alternative: another kernel, or its own default configuration."""
+    """Text that compares a kernel's measured time with the best alternative: another kernel, or its own default configuration."""
     mine = results[name]
     others = [other.us for kernel, other in results.items() if kernel != name]
     if mine.config and mine.own_us is not None:
@@ -294,7 +297,7 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
                 bool(capability.required_features),
             )
         )
-        # Kernels below PORTABLE demand least, but are fallbacks: they rank last.
+        # Kernels with a priority below PORTABLE require the least, but are fallbacks. So they rank last.
         return (-demands if spec.priority >= Priority.PORTABLE else -5), f"{demands} demands on the platform"
     if objective is SelectionObjective.ACCURACY:
         rounds = "fp8_weights" in spec.tags and any(fmt.storage_dtype in FP8 for _, fmt in request.signature.roles)
@@ -344,12 +347,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
 def _configuration(
     spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
 ) -> tuple[Mapping[str, Any], str]:
-    """The configuration that a kernel would run with, and the reason if this is not the measured one."""
+    """The configuration that a kernel would run with, and the reason if the measured configuration is not used."""
     if override is not None and override.config is not None:
         return dict(override.config), ""
     if result is None or not result.config:
         return {}, ""
-    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, so perhaps invalid at this size
+    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, perhaps invalid at this size
     return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
 
 
@@ -372,7 +375,7 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
 
 
 def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
-    """Why no kernel is eligible for a request: no kernel has the requested solution."""
+    """Text for a request whose solution no kernel has, with the nearest known solution."""
     kernels = {spec.name: spec.solution for spec in specs}
     if solution in kernels:
         near = f"; it is a kernel of solution {kernels[solution]}: override= takes it"
@@ -382,7 +385,7 @@ def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()
-# Kept when decisions are invalidated, so that a receipt of the process also has the calls before a change.
+# This record is kept when decisions are invalidated, so that a receipt of the process also lists calls before the change.
 _made: dict[Any, tuple[Request, Override | None]] = {}
 
 
@@ -398,7 +401,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
     Args:
         request: the request.
         override: the kernel requested by name.
-        arguments: the call's, by name, for a measurement if the policy requires one; None for a request without a call.
+        arguments: arguments of the call by name, for a measurement if the policy requires one; None for a request without a call.
 
     Raises:
         NoKernelFoundError: no kernel passes the gates, or the override does not.
@@ -425,7 +428,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
         return known
     provisional = override is None and arguments is not None and not _autotuned(request, arguments)
     impl: Callable[..., Any] | None = None
-    while impl is None:  # the next round rejects a kernel that failed to load, or turned out not to take an argument
+    while impl is None:  # each further round rejects a kernel that failed to load, or that lacks a parameter of the call
         started = memo.epoch()
         explanation = consider(request, override)
         if explanation.chosen is None:
@@ -451,14 +454,14 @@ def _loaded(name: str, request: Request) -> Callable[..., Any] | None:
 
 
 def sizes_matter(request: Request) -> bool:
-    """Whether the decision for a request depends on its sizes: something was measured, or will be."""
+    """Whether the decision for a request depends on its sizes: measured results exist, or the policy requires measurements."""
     strategy = selection_policy().get_strategy(request.family, request.mode)
     return strategy is not SelectionStrategy.HEURISTIC or measured.has_results(request.operator, request.platform)
 
 
 def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
-    """Measures for a request if the policy requires it and there is no result. Returns False if a required measurement was
-    impossible.
+    """Measures the kernels for a request if the policy requires it and there is no result. Returns False if a required measurement
+    was impossible.
     """
     policy = selection_policy()
     if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
@@ -524,8 +527,8 @@ def select_kernel(
     Args:
         family, mode: the operator.
         format_signature: formats of the operands.
-        platform: the platform to run on; the current one if not given. A kernel selected for a pretended one refuses to run.
-        objective: the preference; the policy's if not given.
+        platform: the platform to run on; the current one if not given. A kernel selected for a pretended platform refuses to run.
+        objective: the preference among eligible kernels; the policy's objective if not given.
         traits: the traits of the request; see `tokenspeed_kernel_base.traits`.
         solution: only kernels of this solution.
         override: only this kernel; the platform and format gates still apply.

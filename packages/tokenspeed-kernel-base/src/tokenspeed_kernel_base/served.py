@@ -1,4 +1,4 @@
-"""What plugins of engines share: which kernel would run a call, and the receipt of what runs on which kernel."""
+"""Code that engine plugins share: which kernel would run a call, and the receipt of which layers run on which kernels."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def _blocks_graphs(spec: KernelSpec, platform: PlatformInfo) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of layer.
+    """A kind of layer of a model, and the kernels that run these layers: one row of a receipt.
 
     Attributes:
-        part: the plugin's part, such as ``"attention"`` or ``"norms"``.
-        kind: the layers' class, and options such as the window.
+        part: the part of the plugin that handles these layers, such as ``"attention"`` or ``"norms"``.
+        kind: the layers' class, and options of the layers such as the window.
         layers: number of layers of this kind.
         kernels: the operators, with the kernels that the core selects for one token; empty if the engine's own code runs.
         reason: the reason why the engine's own code runs; empty if our kernels run.
@@ -94,7 +94,7 @@ class Receipt:
     """Which layers run on which kernels, and why other layers do not; ``str()`` is a table.
 
     Attributes:
-        rows: one for each kind of layer.
+        rows: one `Row` for each kind of layer.
         engine: the engine's name, for the table.
     """
 
@@ -102,7 +102,7 @@ class Receipt:
     engine: str
 
     def served(self, part: str) -> bool:
-        """Returns whether a part has layers, and all of these layers run on our kernels."""
+        """Returns whether a part of the plugin has layers, and all of these layers run on our kernels."""
         rows = [row for row in self.rows if row.part == part]
         return bool(rows) and all(row.kernels for row in rows)
 
@@ -115,7 +115,7 @@ class Receipt:
         )
 
     def outcome(self, row: Row) -> str:
-        """Returns a row's kernels, or the reason for the engine's own code, in one line."""
+        """Returns a row's kernels, or the reason why the engine's own code runs, in one line."""
         if row.kernels:
             return ", ".join(row.kernels)
         return f"{self.engine}'s own, because {' | '.join(line.strip() for line in row.reason.splitlines())}"

@@ -18,7 +18,7 @@ SCALE_LAYOUTS = ("linear", "128x4")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``"bfloat16"``."""
+    """The dtype's name without the module: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -132,17 +132,17 @@ class FormatSignature:
 
 
 def tensor_format(format: str, storage_dtype: torch.dtype, *, scale: ScaleFormat | None = None) -> TensorFormat:
-    """A format by name. ``tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", (1, 32)))``."""
+    """A `TensorFormat` from its name: ``tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", (1, 32)))``."""
     return TensorFormat(storage_dtype, format, scale)
 
 
 def dense_tensor_format(storage_dtype: torch.dtype) -> TensorFormat:
-    """Plain elements of one dtype, no scales."""
+    """The format of unquantised elements of one dtype, without scales."""
     return TensorFormat(storage_dtype)
 
 
 def format_signature(**roles: TensorFormat) -> FormatSignature:
-    """A signature from roles given as keywords.
+    """A signature, from a format for each role, given as keywords.
 
     >>> import torch
     >>> str(format_signature(q=dense_tensor_format(torch.bfloat16), k=dense_tensor_format(torch.float16)))
@@ -158,7 +158,7 @@ def format_signature(**roles: TensorFormat) -> FormatSignature:
 def format_signatures(
     roles: str | Iterable[str], format: str, storage_dtypes: Iterable[torch.dtype], *, scale: ScaleFormat | None = None
 ) -> frozenset[FormatSignature]:
-    """One signature per dtype, in which every role has the same format.
+    """One signature for each dtype, in which every role has the same format.
 
     >>> import torch
     >>> len(format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}))

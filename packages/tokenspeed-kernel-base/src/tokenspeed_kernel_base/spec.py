@@ -29,7 +29,7 @@ class Priority(enum.IntEnum):
 
 MAX_PRIORITY = 19
 
-# The layout in which weights are created and checked. Every other layout belongs to a kernel.
+# The layout in which weights are created and checked. Every other layout is some kernel's own.
 CANONICAL = "canonical"
 
 TAGS = {
@@ -57,7 +57,7 @@ class KernelSpec:
         format_signatures: the accepted operand formats; None for all.
         traits: constraints by trait; `tokenspeed_kernel_base.traits` defines the meaning of silence.
         universal: silence means support: the kernel accepts every flag, except as ``traits`` restrict. Only kernels made from an
-            operator's body may claim this: the operator's reference and, if the body calls other operators, its composed kernel.
+            operator's body may set this: the operator's reference and, if the body calls other operators, its composed kernel.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         aligned_caches: cache parameters whose rows must start at multiples of 16 bytes; other caches are copied whole at every
@@ -169,14 +169,14 @@ class KernelSpec:
         object.__setattr__(self, "tunables", MappingProxyType(frozen))
 
     def configurations(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the tunables' values; nothing without tunables."""
+        """Yields every combination of the tunables' values; yields nothing if the kernel has no tunables."""
         if self.tunables:
             for values in itertools.product(*self.tunables.values()):
                 yield dict(zip(self.tunables, values, strict=True))
 
     def undeclared(self, config: Mapping[str, Any]) -> str | None:
-        """Why the kernel does not declare a configuration, or None for a declared one. The empty configuration, which stands for
-        the defaults, is always declared.
+        """Why the kernel does not declare this configuration; None if it does. The empty configuration, which stands for the
+        defaults, is always declared.
         """
         if not config:
             return None
@@ -199,7 +199,7 @@ class KernelSpec:
         return hash(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles a copy for reading in another process, without the functions in ``tunable_if`` and ``weight_preprocessor``."""
+        """Pickles a copy for another process to read, without the functions in ``tunable_if`` and ``weight_preprocessor``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields.update(traits=dict(self.traits), tunables=dict(self.tunables), tunable_if=None)
         if not isinstance(self.weight_preprocessor, str):

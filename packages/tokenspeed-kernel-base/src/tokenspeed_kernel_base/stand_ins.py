@@ -18,12 +18,13 @@ def readable(tensor: torch.Tensor) -> bool:
 
 def stands_in(tensor: torch.Tensor) -> bool:
     """Whether a tensor's class intercepts operations (fake, functional, distributed, quantised tensors). Kernels must not receive
-    such a tensor. A subclass that intercepts no operation, such as weights with a loader attached, counts as a plain tensor."""
+    such a tensor. A tensor whose class intercepts no operation, such as a weight with an attached loader, counts as a plain
+    tensor."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is traced rather than run: one of its tensors is a stand-in, or all are meta tensors."""
+    """Whether the call is traced rather than run: at least one of its tensors is a stand-in, or all of them are meta tensors."""
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import sqlite3
 
-# Writers hold a database for milliseconds.
+# How long to wait for a database's lock, and between attempts. Writers hold a database for milliseconds.
 _PATIENCE_S = 10.0
 _POLL_S = 0.01
 _PART = ".part"
@@ -54,16 +54,17 @@ class DamagedFileError(OSError):
 
 
 def part_of(path: Path) -> Path:
-    """A temporary name beside a file, unique to this thread, for the file's replacement. `locked` removes leftovers of killed
-    writers."""
+    """The name of a temporary file beside ``path``, unique to this thread, with which `replace_file` replaces ``path``. `locked`
+    removes temporary files of killed writers.
+    """
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{_PART}")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically: readers find the old content or the new one.
+    """Writes a file atomically: readers find either the old content or the new content.
 
     Raises:
-        OSError: the file cannot be written. It is unchanged.
+        OSError: the file cannot be written. The file is unchanged.
     """
     part = part_of(path)
     try:
@@ -102,8 +103,8 @@ def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
         patience_s: seconds to wait for the lock.
 
     Raises:
-        TimeoutError: another thread or process held the lock all that time.
-        OSError: the lock cannot be created there.
+        TimeoutError: another thread or process held the lock for ``patience_s``.
+        OSError: the lock file cannot be created.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
@@ -131,7 +132,7 @@ def _sqlite() -> Any:
 
 
 def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
-    """A connection that holds the write lock of a database. Returns with `_inside` acquired; the caller releases it."""
+    """Returns a connection that holds a database's write lock. `_inside` is then acquired, and the caller must release it."""
     until = time.monotonic() + patience_s
     while True:
         _inside.acquire()
@@ -163,7 +164,7 @@ def _begun(path: Path, setting: str) -> sqlite3.Connection:
 
 def _after_fork_in_child() -> None:
     _inside.release()
-    for connection in _held:  # closing changes no file, since nothing was written; the parent keeps its locks
+    for connection in _held:  # closing changes no file, because nothing was written; the parent process keeps its locks
         connection.close()
     _held.clear()
 
@@ -176,13 +177,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class Rows:
-    """The rows of a database while they are changed. Keys are text, values are JSON values."""
+    """The rows of a database inside a block that changes them. Keys are text, values are JSON values."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     def get(self, key: str) -> Any:
-        """A row's value, or None."""
+        """The value in the row of a key; None if there is no such row."""
         found = self._connection.execute("SELECT value FROM rows WHERE key = ?", (key,)).fetchone()
         return None if found is None else json.loads(found[0])
 
@@ -208,12 +209,12 @@ class Database:
         self._application = int.from_bytes(content.encode("ascii"), "big")
 
     def read(self) -> dict[str, Any]:
-        """All rows; empty if the file is empty. Writes nothing, and works while others write.
+        """All rows of the database; empty if the file is empty. Writes nothing, and works while other processes write.
 
         Raises:
             FileNotFoundError: the file does not exist.
             DamagedFileError: the file is another kind of database, or has another version.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         if not self.path.exists():
             raise FileNotFoundError(f"there is no file {self.path}")
@@ -229,13 +230,13 @@ class Database:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Rows]:
-        """The rows, under the database's write lock. Creates file and folder if they are missing.
+        """Yields the rows, while holding the database's write lock. Creates file and folder if they are missing.
 
         Nothing changes if the block or this function raises. Keep the block short, because forks of this process wait for its end.
 
         Raises:
             DamagedFileError: the file is another kind of database, or has another version.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = _begin(self.path, "synchronous = NORMAL", _PATIENCE_S)
@@ -255,7 +256,7 @@ class Database:
             _inside.release()
 
     def _is_ours(self, connection: sqlite3.Connection) -> bool:
-        """Whether a database has this content and version. False for an empty one."""
+        """Whether a database has the content and the version of this object. False for an empty database."""
         (application,), (version,) = (
             connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
         )
@@ -269,9 +270,9 @@ class Database:
 
 
 def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
-    """The OSError for a SQLite error, in words that need no knowledge of SQLite."""
+    """The OSError that corresponds to a SQLite error, with a message that needs no knowledge of SQLite."""
     if "is locked" in str(error):
         return TimeoutError(f"another process holds {path}")
-    if type(error) is _sqlite().DatabaseError:  # the file is no database or is damaged; all other errors are subclasses
+    if type(error) is _sqlite().DatabaseError:  # the file is no database or is damaged; all other errors have subclasses
         return DamagedFileError(f"{path}: {error}")
     return OSError(f"{path}: {error}")

@@ -116,7 +116,7 @@ def at_most(high: float) -> Constraint:
 
 
 def between(low: float, high: float) -> Constraint:
-    """Both ends included."""
+    """A value from ``low`` to ``high``, both included."""
     if low > high:
         raise ValueError(f"between needs low <= high, got {low} and {high}")
     return Constraint(low=low, high=high)
@@ -129,7 +129,9 @@ def multiple_of(divisor: int) -> Constraint:
 
 
 def as_constraint(value: Any) -> Constraint:
-    """A constraint from a kernel author's notation: a constraint, the builtin ``any``, a set, list or tuple, or one value."""
+    """A constraint from a kernel author's notation: a `Constraint`, the builtin ``any``, a set, list or tuple of values, or one
+    value.
+    """
     if isinstance(value, Constraint):
         return value
     if value is any:
@@ -175,7 +177,7 @@ def _is_a(value: Any, kind: TraitKind) -> bool:
 
 
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
-    """Why a kernel with these constraints does not support these traits, one phrase per trait; empty if it supports them.
+    """Why a kernel with these constraints does not support the requested traits, one phrase per trait; empty if it supports them.
 
     ``universal``: the kernel's silence means support.
     """
@@ -201,7 +203,7 @@ def traits_overlap(
     for name in left.keys() | right.keys():
         a, b = left.get(name), right.get(name)
         if a is None or b is None:
-            # Silence accepts a clear flag and any value; it conflicts only with "True and nothing else".
+            # A silent kernel accepts a clear flag and any value. Silence conflicts only with a constraint that accepts True alone.
             said, silent_universal = (a, right_universal) if a is not None else (b, left_universal)
             if said is not None and ((said.only_true() and not silent_universal) or not said.satisfiable()):
                 return False

@@ -27,7 +27,7 @@ def toolchain() -> list[str]:
 
 
 class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
-    """A cache manager for one compiled kernel. Triton makes a manager per compilation or look-up.
+    """A cache manager for one compiled kernel. Triton makes a manager for each compilation and for each look-up.
 
     Args:
         key: hash of all inputs of the compilation.
@@ -40,7 +40,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
 
     @functools.cached_property
     def _cache(self) -> Any:
-        """The previous manager, made on demand: it creates a folder, which fails on a read-only file system."""
+        """The manager that was set before, made on first use: it creates a folder, which fails on a read-only file system."""
         return _delegate(self._key, **self._debugging)
 
     def get_file(self, filename: str) -> str | None:

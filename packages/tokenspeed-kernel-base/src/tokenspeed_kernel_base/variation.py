@@ -25,11 +25,12 @@ from tokenspeed_kernel_base.cases import Draw
 
 
 class Want(enum.Enum):
-    """The purpose of the changed arguments."""
+    """Why the hook is asked for other arguments."""
 
     OTHER = "other"
-    """Other valid values in tensors of the same shapes, for the same options: shorter sequences, other pages, other experts. A
-    captured graph is replayed with them."""
+    """Valid values that differ from the call's, in tensors of the same shapes and for the same options: shorter sequences, other
+    pages, other experts. A captured graph is replayed with these values.
+    """
 
     UNUSED = "unused"
     """Other values wherever a value must not matter: NaN in padding and in slots without a token, other page table entries past the
@@ -42,11 +43,11 @@ class Want(enum.Enum):
 
 
 class Variation(NamedTuple):
-    """A request for other arguments.
+    """A request to the ``vary`` hook for arguments with other values.
 
     Attributes:
-        want: their purpose.
-        draw: random values, on the target device.
+        want: the purpose of the arguments.
+        draw: draws random values on the target device.
         work: for `Want.CAPTURED`, the values that the operator's ``work`` hook read in the call. Empty if the hook was never run
             (in a CUDA graph, say).
     """
@@ -56,14 +57,16 @@ class Variation(NamedTuple):
     work: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def values(self, name: str, count: int, default: int) -> list[int]:
-        """``count`` of the values that were read for ``name``. If fewer values were read, these are repeated; if none were read,
-        ``default`` is repeated."""
+        """``count`` of the values that the ``work`` hook returned for ``name``. If it returned fewer values, these are repeated; if
+        it returned none, ``default`` is repeated.
+        """
         found = self.work.get(name) or [default]
         return [found[i % len(found)] for i in range(count)]
 
     def parts(self, name: str, count: int, total: int, *, padded: bool = False) -> list[int]:
-        """``count`` lengths with the sum ``total``. The lengths that were read, scaled in proportion if their sum differs; or equal
-        lengths if none were read. With ``padded``, the sum may be less than ``total``."""
+        """Returns ``count`` lengths with the sum ``total``: the lengths that the ``work`` hook returned for ``name``, scaled in
+        proportion if their sum differs; equal lengths if there are none. With ``padded``, the sum may be less than ``total``.
+        """
         if not count:
             return []
         lengths = self.values(name, count, 1)

@@ -1,3 +1,3 @@
-"""The version of this package. Builds read this module, so it contains nothing else."""
+"""The version of this package. The build reads this module, so it contains nothing else."""
 
 __version__ = "0.3.0+independent"

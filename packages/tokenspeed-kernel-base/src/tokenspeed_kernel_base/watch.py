@@ -23,11 +23,11 @@ class Call(NamedTuple):
     Attributes:
         family, mode: the operator.
         kernel: name of the selected kernel.
-        signature: its formats.
-        tensors: its tensors by name.
+        signature: the formats of the call's operands.
+        tensors: the call's tensors by name.
         key: equal for calls of the same description.
-        arguments: all of its arguments by name.
-        traits: the traits of its request.
+        arguments: all arguments of the call by name.
+        traits: the traits of the call's request.
         read_work: reads the values that determine the amount of work; returns None if no values do. May wait for the device.
     """
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     @property
     def first(self) -> torch.Tensor:
-        """Its first tensor."""
+        """The first tensor of the call."""
         return next(iter(self.tensors.values()))
 
     @property
@@ -72,7 +72,7 @@ _lock = threading.Lock()
 
 
 def start(watcher: Watcher) -> None:
-    """Shows every call from now on to a watcher. The watcher that started last is the outermost."""
+    """Activates a watcher: it sees every call from now on. The watcher that was started last is the outermost."""
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
@@ -90,7 +90,7 @@ def stop(watcher: Watcher) -> None:
 
 @contextlib.contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
-    """Shows every call of an operator inside the block, from any thread, to a watcher; parts of composed operators, too.
+    """Activates a watcher inside the block. It sees every operator call of any thread, including calls by composed operators.
 
     Args:
         watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. The watcher returns the function to run
@@ -111,7 +111,7 @@ def watching() -> bool:
 
 
 def watched(call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, wrapped by every watcher for one call."""
+    """``run``, wrapped by every active watcher, for one call."""
     for watcher in _watchers:
         run = watcher(call, run)
     return run

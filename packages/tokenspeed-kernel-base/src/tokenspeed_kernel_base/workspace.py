@@ -25,12 +25,12 @@ from torch import Tensor
 # PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack this function.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
-# Counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
+# Number of counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
 ARENA = 1 << 18
 
 
 class Workspace:
-    """Memory for launches. Keep a reference until the launch was made.
+    """Scratch memory for launches. Keep a reference until the launch was made.
 
     Attributes:
         memory: uint8, with any values; aligned like allocations of PyTorch, to 512 bytes on a GPU.
@@ -57,7 +57,8 @@ def _device_of(device: int) -> torch.device:
 
 
 class Keeper:
-    """Keeps workspaces. `keeper` is the process-wide instance. Kernels that may leave nonzero counters need their own instance.
+    """Keeps the workspaces of all devices and streams. `keeper` is the process-wide instance. Kernels that may leave nonzero
+    counters need their own instance.
 
     Thread-safe.
 
@@ -104,15 +105,15 @@ class Keeper:
         return found
 
     def standing(self, device: int, stream: int, nbytes: int) -> Tensor:
-        """uint8, at least ``nbytes``: memory that was zeroed at allocation. This memory is for kernels that need one contiguous
-        buffer, rely on zeros in it, and restore these zeros themselves.
+        """Returns a uint8 buffer of at least ``nbytes`` bytes that was zeroed at allocation. It is for kernels that need one
+        contiguous buffer, rely on zeros in it, and restore these zeros themselves.
 
         Calls on a stream use the stream's own buffer. Captured launches use the buffer of the stream that called first on the
         device, because zeroing another buffer would be part of every replay. So no two graphs with such launches may run
         concurrently on a device. Such a graph must not run beside calls on that stream either.
 
         Raises:
-            RuntimeError: a graph is being captured, and that stream has no buffer of this size yet.
+            RuntimeError: a graph is being captured, and the stream that called first on the device has no buffer of this size yet.
         """
         kept = self._standing.get(device, {})
         if stream and self._capturing():
@@ -128,7 +129,7 @@ class Keeper:
             return found[-1]
         with self._lock:
             made = torch.zeros(nbytes, dtype=torch.uint8, device=self._device_of(device))
-            self._standing.setdefault(device, {}).setdefault(stream, []).append(made)  # a graph may use the earlier ones
+            self._standing.setdefault(device, {}).setdefault(stream, []).append(made)  # a graph may still use the earlier buffers
         return made
 
     def _captured(self, device: int, nbytes: int, count: int) -> Workspace:
@@ -154,7 +155,7 @@ class Keeper:
             made = torch.zeros(max(self._arena, count), dtype=torch.int32, device=target)
             self._arenas.setdefault(device, []).append(made)
             self._low.discard(device)
-            self._wait(device)  # other streams will use the arena
+            self._wait(device)  # the arena was zeroed on this stream, and other streams will use it
         found = self._of_stream.get((device, stream))
         if found is not None and found.nbytes >= nbytes and found.count >= count:
             return found

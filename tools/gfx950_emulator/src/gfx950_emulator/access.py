@@ -1,4 +1,4 @@
-"""Description of a memory instruction's access."""
+"""Describes the memory access of an instruction."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """A memory instruction, for wait counters, sanitizer, counters and timing.
+    """The memory access of an instruction, as wait counters, sanitizer, counters and timing need it.
 
     Attributes:
         space: ``"global"``, ``"lds"``, ``"scalar"``, ``"scratch"`` or ``"dma"`` (global memory to LDS).
         direction: ``"load"``, ``"store"``, ``"atomic"``, or ``"permute"`` (LDS instructions that touch no memory).
-        size: bytes per lane (of the whole instruction for scalar loads).
+        size: bytes per lane; for scalar loads, bytes of the whole instruction.
         counter: the wait counter that the access increments: ``"vmcnt"`` or ``"lgkmcnt"``.
     """
 

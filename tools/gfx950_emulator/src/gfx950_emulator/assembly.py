@@ -20,7 +20,7 @@ class Instruction:
     """One instruction as written.
 
     Attributes:
-        index: the instruction's position among the kernel's instructions. Branch targets are such indices.
+        index: the instruction's index among the kernel's instructions. Branch targets are such indices.
         mnemonic: ``"v_add_u32_e32"``.
         operands: as written, without modifiers: ``("v0", "v[2:3]", "-v4", "0x10")``.
         modifiers: ``offset:16`` is ``{"offset": 16}``, ``op_sel:[0,1]`` is ``{"op_sel": (0, 1)}``, a bare word maps to True,
@@ -51,7 +51,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """One entry of the kernel's argument segment. ``kind`` is LLVM's ``.value_kind``; offset and size are in bytes."""
+    """One argument in the kernel's argument segment. ``kind`` is LLVM's ``.value_kind``; offset and size are in bytes."""
 
     offset: int
     size: int
@@ -60,7 +60,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A kernel as compiled: see the fields' comments."""
+    """The assembly of a compiled kernel; comments describe the fields."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -73,14 +73,14 @@ class Assembly:
 
     @cached_property
     def vgprs(self) -> int:
-        """Vector registers that the code names (v0 up), without accumulation registers."""
+        """Number of vector registers that the code may use, from v0, without accumulation registers."""
         accumulation = self.descriptor.get("accum_offset", 0)
         total = self.descriptor.get("next_free_vgpr", 0)
         return min(total, accumulation) if self.agprs else total
 
     @cached_property
     def agprs(self) -> int:
-        """Accumulation registers that the code names (a0 up)."""
+        """Number of accumulation registers that the code may use, from a0."""
         accumulation = self.descriptor.get("accum_offset", 0)
         return max(0, self.descriptor.get("next_free_vgpr", 0) - accumulation) if accumulation else 0
 
@@ -162,7 +162,7 @@ _RELATIVE = re.compile(r"^(.+)@rel32@(lo|hi)\+\d+$")
 
 def _resolve(instructions: list[Instruction], labels: dict[str, int]) -> list[Instruction]:
     """Replaces symbolic distances to functions by numbers, relative to the result of the last s_getpc_b64."""
-    after = 0  # the instruction after s_getpc_b64
+    after = 0  # index of the instruction after s_getpc_b64
     resolved = []
     for instruction in instructions:
         if instruction.mnemonic == "s_getpc_b64":
@@ -205,7 +205,7 @@ def _instruction(line: str, number: int, index: int, source: tuple[str, int] | N
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits outside brackets, and drops empty parts."""
+    """Splits a text at separators outside brackets, and drops empty parts."""
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
@@ -246,7 +246,7 @@ def _parse_metadata(lines: list[str]) -> tuple[tuple[Argument, ...], dict[str, i
             inside, arguments_indent = True, indent + len(text) - len(text.removeprefix("- "))
             continue
         if inside and (indent > arguments_indent or (indent == arguments_indent and text.startswith("- "))):
-            # An entry begins with a dash, at the indentation of .args or deeper.
+            # An argument begins with a dash, at the indentation of .args or deeper.
             if text.startswith("- "):
                 close()
                 text = text[2:]

@@ -19,8 +19,8 @@ write, 8 bytes         32     0-15, 16-31, ...                                  
 write, 12 and 16       32     0-7, 8-15, ...                                              CK (16 bytes; 12 by analogy)
 =====================  =====  ==========================================================  =============================
 
-ds_read2 and ds_write2 are two accesses. Transposing reads (8 bytes) count as 8-byte reads; nothing else is published for them.
-Atomics count as writes, and lanes that change the same dword are serialised (ROCPROF, "address conflict").
+ds_read2 and ds_write2 are two accesses. Transposing reads (8 bytes) count as 8-byte reads, because no other facts about them are
+published. Atomics count as writes, and lanes that change the same dword are serialised (ROCPROF, "address conflict").
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _PERIOD = 4 * LDS_READ_BANKS  # bytes after which banks repeat
 
 
 def _both_halves(*groups: tuple[int, ...]) -> list[list[int]]:
-    """Phases built of groups of four lanes, given by the groups' first lanes among lanes 0 to 31; lanes 32 to 63 repeat them."""
+    """Phases that consist of groups of four lanes. ``groups`` has the first lane of each, among lanes 0 to 31; lanes 32 to 63
+    repeat them.
+    """
     return [[half + first + i for first in group for i in range(4)] for half in (0, 32) for group in groups]
 
 
@@ -46,7 +48,7 @@ def _consecutive(lanes: int) -> list[list[int]]:
 
 @lru_cache(maxsize=32)
 def phases(size: int, store: bool) -> tuple[int, np.ndarray]:
-    """Banks, and the lanes of each phase, int64 [phases, lanes], of an access of ``size`` bytes per lane."""
+    """Number of banks, and the lanes of each phase, int64 [phases, lanes], for an access of ``size`` bytes per lane."""
     if store:
         banks, groups = LDS_WRITE_BANKS, _consecutive(32 if size <= 4 else 16 if size == 8 else 8)
     elif size == 12:
@@ -59,17 +61,17 @@ def phases(size: int, store: bool) -> tuple[int, np.ndarray]:
 
 
 def phase_count(size: int, store: bool) -> int:
-    """Cycles that the banks need without conflicts."""
+    """Number of cycles that the LDS banks need for an access without conflicts."""
     return len(phases(size, store)[1])
 
 
 def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = False) -> np.ndarray:
-    """Extra cycles that waves need because of conflicts.
+    """Extra cycles that waves need because of LDS bank conflicts.
 
     Args:
         offsets: int64 [waves, 64], byte offsets in LDS; negative for inactive lanes.
         size: bytes per lane: 1, 2, 4, 8, 12 or 16.
-        store: the access writes.
+        store: whether the access writes.
         atomic: whether lanes that access the same dword also conflict.
 
     Returns:
@@ -91,7 +93,7 @@ def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = 
 
 
 class ConflictCache:
-    """Memoised `conflict_cycles`: loops access LDS in few patterns."""
+    """Memoises `conflict_cycles`, because loops access LDS in few patterns."""
 
     KEPT = 4096
 

@@ -26,11 +26,11 @@ class Bound:
     """An instruction ready to run.
 
     Attributes:
-        run: executes it for all waves of a group.
-        writes, reads: the sanitizer's register numbers (`gfx950_emulator.operands`), implicit registers included.
+        run: executes the instruction for all waves of a group.
+        writes, reads: the registers, by the sanitizer's numbers (`gfx950_emulator.operands`), including implicit registers.
         unit: the execution unit: ``valu``, ``trans``, ``mfma``, ``salu``, ``smem``, ``vmem``, ``lds``, ``wait``, ``barrier``,
             ``branch``, ``end``, ``nop``.
-        target: index of a branch's target instruction.
+        target: index of the instruction to which a branch jumps.
         jump: for a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
         condition: for a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
         demands: registers that must be initialised, because their values leave the wave or determine its control flow (addresses,
@@ -59,10 +59,10 @@ class Logic:
     uninitialised.
 
     Attributes:
-        first, second: the operands as bool [L]; their registers are ``first_ids`` and ``second_ids``.
-        decisive_a, decisive_b: the value of the first or second operand that decides the result; None if there is no such value.
+        first, second: functions that read the operands as bool [L]; the operands' registers are ``first_ids`` and ``second_ids``.
+        decisive_a, decisive_b: the value of the first or second operand that alone decides the result; None if there is none.
         result_ids: registers that receive the result, without SCC.
-        saved_ids: registers that receive the old second operand (a saved EXEC).
+        saved_ids: registers that receive the previous value of the second operand (a saved EXEC).
     """
 
     first: Callable[[Group], np.ndarray]
@@ -98,7 +98,7 @@ class Site:
         return UnknownInstruction(reason, self.assembly.name, self.instruction)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Reads a modifier and marks it as understood."""
+        """Reads a modifier of the instruction, and marks it as understood."""
         return self.modifiers.pop(name, default)
 
     def done(self) -> None:
@@ -116,7 +116,7 @@ BINDERS: dict[str, Binder] = {}
 
 
 def binder(*mnemonics: str) -> Callable[[Binder], Binder]:
-    """Registers a function as the binder of mnemonics (without encoding suffix)."""
+    """Returns a decorator that registers a function as the binder of these mnemonics (without encoding suffix)."""
 
     def register(function: Binder) -> Binder:
         for mnemonic in mnemonics:
@@ -129,11 +129,11 @@ def binder(*mnemonics: str) -> Callable[[Binder], Binder]:
 
 
 def split_encoding(mnemonic: str) -> tuple[str, str]:
-    """``"v_add_u32_dpp"`` is ``("v_add_u32", "dpp")``; the encoding is empty if the name has no suffix."""
+    """Splits a mnemonic: ``"v_add_u32_dpp"`` into ``("v_add_u32", "dpp")``. The encoding is empty if the name has no suffix."""
     match = re.fullmatch(r"(\w+?)_(e32|e64|dpp|sdwa|e64_dpp)", mnemonic)
     return (match[1], match[2]) if match else (mnemonic, "")
 
 
 def implicit(bound: Bound, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Bound:
-    """The same `Bound` with additional registers, which the instruction's text does not name."""
+    """Returns a copy of a `Bound` with additional registers that the instruction uses implicitly."""
     return replace(bound, reads=(*bound.reads, *reads), writes=(*bound.writes, *writes))

@@ -1,4 +1,4 @@
-"""The command line: runs a function of a file on the emulator, and shows its kernels' statistics. Needs typer and rich."""
+"""The command line: runs a function of a Python file on the emulator, and shows its kernels' statistics. Needs typer and rich."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def trace(
 
 
 class _Printer:
-    """Prints instructions, with a separate line wherever the source line changes."""
+    """Prints instructions, with a separate line when the source line changes."""
 
     def __init__(self, console: Console, as_float: bool) -> None:
         self._console, self._as_float = console, as_float

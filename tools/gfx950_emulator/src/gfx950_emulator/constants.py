@@ -1,11 +1,11 @@
 """Constants of the architecture that several modules need."""
 
-WAVE = 64  # lanes
+WAVE = 64  # number of lanes of a wave
 MASK32 = 0xFFFFFFFF
-# Scalar operand codes ("Scalar operands", CDNA3 ISA document)
+# Codes of scalar operands ("Scalar operands", CDNA3 ISA document)
 VCC, M0, EXEC = 106, 124, 126
 SCALARS = 128
-# Virtual code addresses, for calls through registers
+# Made-up code addresses, for calls through registers
 CODE_BASE, CODE_STEP = 0x100000000, 4
 
 
@@ -17,4 +17,4 @@ def code_address(index: int) -> int:
 # The MODE register ("Mode register", CDNA3 ISA document) as LLVM sets it up: round to nearest even, all denormals kept,
 # DX10_CLAMP, IEEE.
 MODE_DEFAULT = 0x3F0
-FP16_OVFL = 1 << 23  # MODE: narrow conversions saturate instead of overflowing to infinity
+FP16_OVFL = 1 << 23  # bit of MODE: conversions to narrow formats saturate instead of overflowing to infinity

@@ -31,11 +31,11 @@ class Line:
 
     Attributes:
         instruction, unit: the instruction and its execution unit.
-        executions: wave-instructions.
-        flops: operations of MFMA instructions.
+        executions: number of wave-instructions.
+        flops: floating-point or integer operations of MFMA instructions.
         accesses: number of wave-instructions that accessed global memory in at least one lane.
         bytes, lines, ideal_lines, fresh_lines: global memory traffic, see `Counters`.
-        lds_accesses: waves that accessed LDS; both halves of ds_read2 count.
+        lds_accesses: number of waves that accessed LDS; both halves of ds_read2 count.
         lds_bytes, lds_cycles, lds_conflicts: LDS traffic, see `Counters`.
     """
 
@@ -64,14 +64,14 @@ class Counters:
         program: the kernel.
         block_runs: for each block, by its first instruction, the number of waves that ran it.
         trace: the blocks that each wave ran, for the timing model.
-        columns: int64 per instruction of the program:
+        columns: counts per instruction of the program, int64, by name:
 
-            accesses: wave-instructions that accessed global memory.
-            bytes: loaded from or stored to global memory by active lanes in range.
-            lines: 128-byte cache lines that these bytes touch, counted per wave-instruction.
-            ideal_lines: how many cache lines these bytes would touch if the lanes' data were contiguous and aligned.
-            fresh_lines: cache lines that no earlier instruction of the launch touched in the same way. Stores are one way, loads
-                and atomics the other.
+            accesses: number of wave-instructions that accessed global memory.
+            bytes: number of bytes that active lanes loaded or stored in range.
+            lines: number of 128-byte cache lines that these bytes touch, counted per wave-instruction.
+            ideal_lines: number of cache lines that these bytes would touch if the lanes' data were contiguous and aligned.
+            fresh_lines: number of cache lines that no earlier instruction of the launch touched in the same way. There are two
+                ways: stores, and loads or atomics.
             lds_accesses, lds_bytes: like accesses and bytes, for LDS.
             lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that is due to bank
                 conflicts.
@@ -90,7 +90,7 @@ class Counters:
     def global_access(
         self, bound: Bound, group: Group, addresses: np.ndarray, size: int, room: np.ndarray | None, lanes: np.ndarray | None
     ) -> None:
-        """Counts a load, store or atomic.
+        """Counts an access to global memory: a load, store or atomic.
 
         Args:
             bound: the instruction.
@@ -155,14 +155,14 @@ class Counters:
     # Results
 
     def executions(self) -> np.ndarray:
-        """Wave-instructions of each instruction, int64."""
+        """Number of wave-instructions of each instruction, int64."""
         counts = np.zeros(len(self.program.bound), np.int64)
         for start, runs in self.block_runs.items():
             counts[start : self.program.blocks[start].end] += runs
         return counts
 
     def lines(self) -> list[Line]:
-        """Each instruction that ran, in program order."""
+        """One `Line` for each instruction that ran, in program order."""
         counts, result = self.executions(), []
         for index in np.flatnonzero(counts).tolist():
             bound, executed = self.program.bound[index], int(counts[index])
@@ -174,28 +174,28 @@ class Counters:
 
     @property
     def instructions(self) -> int:
-        """Wave-instructions in total."""
+        """Total number of wave-instructions."""
         return int(self.executions().sum())
 
     def by_mnemonic(self) -> Counter[str]:
-        """Wave-instructions by mnemonic, without encoding suffix."""
+        """Number of wave-instructions by mnemonic, without encoding suffix."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[split_encoding(line.instruction.mnemonic)[0]] += line.executions
         return counts
 
     def by_unit(self) -> Counter[str]:
-        """Wave-instructions by execution unit, as in `Bound.unit`."""
+        """Number of wave-instructions by execution unit, as in `Bound.unit`."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[line.unit] += line.executions
         return counts
 
     def total(self, column: str, direction: str | None = None) -> int:
-        """The sum of a column of `columns`.
+        """Returns the sum of one column of `columns`.
 
         Args:
-            column: its name.
+            column: the column's name.
             direction: count only instructions of this `Access.direction`: ``"load"``, ``"store"`` or ``"atomic"``.
         """
         values = self.columns[column]
@@ -206,7 +206,7 @@ class Counters:
 
     @property
     def mfma_flops(self) -> int:
-        """Floating-point (or integer) operations of MFMA instructions."""
+        """Number of floating-point (or integer) operations of MFMA instructions."""
         return sum(line.flops for line in self.lines())
 
     @property
@@ -216,8 +216,8 @@ class Counters:
 
     @property
     def coalescing(self) -> float:
-        """Coalescing efficiency: the number of cache lines that contiguous data would touch divided by the number that were
-        touched; 1 is best.
+        """Coalescing efficiency: the number of cache lines that contiguous data would touch, divided by the number of touched cache
+        lines; 1 is best.
         """
         lines = self.total("lines")
         return self.total("ideal_lines") / lines if lines else 1.0
@@ -236,22 +236,22 @@ class _CacheLines:
         self._starts = np.array([a.start for a in memory.allocations], np.int64)
         self._blocks = np.array([a.block or a.start for a in memory.allocations], np.int64)
         for allocation, block in zip(memory.allocations, self._blocks.tolist(), strict=True):
-            # Allocations of one block are adjacent.
+            # The allocations of one memory block are adjacent.
             before = first.setdefault(block, count)
             count = before + ((allocation.end - 1 - block) >> _LINE_BITS) + 1
         self._first = np.array([first[block] for block in self._blocks.tolist()], np.int64)
         self._seen = np.zeros((2, count), bool)
 
     def of(self, addresses: np.ndarray) -> np.ndarray:
-        """Line numbers of byte addresses, int64. Invalid addresses get an arbitrary number, because their
-        access will be rejected.
+        """Numbers of the cache lines of byte addresses, int64. Invalid addresses get an arbitrary number, because their access will
+        be rejected.
         """
         place = np.maximum(np.searchsorted(self._starts, addresses, "right") - 1, 0)
         lines = self._first[place] + ((addresses - self._blocks[place]) >> _LINE_BITS)
         return lines.clip(0, self._seen.shape[1] - 1)
 
     def touch(self, lines: np.ndarray, store: bool) -> int:
-        """Marks distinct lines as loaded or stored; returns how many are new."""
+        """Marks distinct cache lines as loaded or stored. Returns the number of lines that are new."""
         seen = self._seen[int(store)]
         fresh = int(np.count_nonzero(~seen[lines]))
         seen[lines] = True

@@ -1,4 +1,4 @@
-"""Reading another lane's register: data-parallel primitives (DPP), within rows of 16 and across them, and swizzles.
+"""Reads of another lane's register: data-parallel primitives (DPP), within rows of 16 lanes and across rows, and swizzles.
 
 Lane maps follow "DPP_CTRL" of AMD's CDNA3 ISA document (section on DPP), which CDNA4 shares.
 """
@@ -26,9 +26,9 @@ class DppPlan:
     Attributes:
         index: int64 [64], the source lane; arbitrary for lanes without a source.
         valid: bool [64], whether there is a source lane.
-        enabled: bool [64], row_mask and bank_mask: lanes that are written at all.
-        zero: bound_ctrl. If set, lanes without a source read zero; otherwise they are not written.
-        total: every lane has a source and is written.
+        enabled: bool [64], lanes that may be written, from row_mask and bank_mask.
+        zero: the bit bound_ctrl. If set, lanes without a source read zero; otherwise they are not written.
+        total: whether every lane has a source and is written.
     """
 
     index: np.ndarray
@@ -65,9 +65,9 @@ def dpp_lanes(control: str, argument: Any) -> tuple[np.ndarray, np.ndarray]:
         return _ROW + 15 - _AT, everywhere
     if control == "row_half_mirror":
         return _LANES // 8 * 8 + 7 - _LANES % 8, everywhere
-    if control == "row_bcast" and argument == 15:  # lane 15 of each row to the next row
+    if control == "row_bcast" and argument == 15:  # lane 15 of each row is broadcast to the next row
         return (_ROW - 1) % WAVE, _LANES >= 16
-    if control == "row_bcast" and argument == 31:  # lane 31 to rows 2 and 3
+    if control == "row_bcast" and argument == 31:  # lane 31 is broadcast to rows 2 and 3
         return np.full(WAVE, 31), _LANES >= 32
     if control == "row_newbcast":
         return _ROW + argument, everywhere
@@ -81,7 +81,7 @@ _CONTROLS = (
 
 
 def dpp_plan(site: Site) -> DppPlan:
-    """Reads an instruction's DPP modifiers."""
+    """Reads an instruction's DPP modifiers, and returns the source lanes."""
     controls = [name for name in _CONTROLS if name in site.modifiers]
     if len(controls) != 1:
         raise site.unknown(f"expected one DPP control, found {controls}")
@@ -96,13 +96,13 @@ def dpp_plan(site: Site) -> DppPlan:
 
 
 def dpp_read(group: Group, row: np.ndarray, plan: DppPlan) -> tuple[np.ndarray, np.ndarray]:
-    """The row moved across lanes, uint32 [L], and the lanes to write, bool [L]."""
+    """Moves a register's values across lanes: the moved values, uint32 [L], and the lanes to write, bool [L]."""
     waves = group.waves
     moved = row.reshape(waves, WAVE).take(plan.index, axis=1).reshape(-1)
     if group.full and plan.total:
         return moved, group.mask
     valid = np.tile(plan.valid, waves)
-    if not group.full:  # an inactive lane is no source
+    if not group.full:  # an inactive lane provides no value
         valid &= group.mask.reshape(waves, WAVE).take(plan.index, axis=1).reshape(-1)
     written = np.tile(plan.enabled, waves) & group.mask
     if plan.zero:
@@ -122,7 +122,7 @@ def _bitmask(and_mask: int, or_mask: int, xor_mask: int) -> int:
 
 
 def _swizzle_code(text: str) -> int:
-    """The number of an offset as LLVM writes it: ``swizzle(SWAP,16)``."""
+    """Encodes an offset that LLVM writes as text: ``swizzle(SWAP,16)``."""
     match = re.fullmatch(r'swizzle\((\w+),([\w,"]+)\)', text.replace(" ", ""))
     if match is None:
         raise ValueError(f"swizzle {text!r}")

@@ -11,7 +11,7 @@ def decode(instruction: Instruction, assembly: Assembly) -> Bound:
     """Binds one instruction.
 
     Raises:
-        UnknownInstruction: mnemonic, operand or modifier is not implemented. Names instruction, line and kernel.
+        UnknownInstruction: mnemonic, operand or modifier is not implemented. The message names instruction, line and kernel.
     """
     site = Site(instruction, assembly)
     function = BINDERS.get("v_mfma" if site.mnemonic.startswith("v_mfma") else site.mnemonic)

@@ -34,12 +34,12 @@ class LaunchReport(emulator.LaunchReport):
     """One executed kernel launch.
 
     Attributes:
-        waves: per workgroup.
+        waves: number of waves per workgroup.
         lds: bytes of LDS per workgroup.
         instructions: number of instructions that the emulator executed. An instruction counts once for all waves in lockstep.
-        wave_instructions: instructions counted for every wave, as hardware executes them.
+        wave_instructions: number of instructions, counted for every wave, as hardware executes them.
         program: the kernel as bound.
-        counters: `gfx950_emulator.counters.Counters`, if requested.
+        counters: the `gfx950_emulator.counters.Counters` of the launch, if requested.
     """
 
     waves: int
@@ -111,8 +111,9 @@ class _Launcher(triton_driver.Launcher):
         )  # fmt: skip
 
     def described(self, type_: str, descriptor: Any, index: int) -> Iterable[tuple[str, Any]]:
-        """A tensor descriptor as the scalar arguments of the compiled kernel on this device: base, shape and strides in 64 bits,
-        padding and rounding flags, then shape (in 32 bits) and strides once more."""
+        """The scalar arguments that the compiled kernel takes for a tensor descriptor: base, shape and strides in 64 bits, padding
+        and rounding flags, then shape (in 32 bits) and strides once more.
+        """
         from triton.backends import driver as interface
 
         expand = getattr(interface, "expand_signature", None)
@@ -127,7 +128,7 @@ class _Launcher(triton_driver.Launcher):
         return zip(types, values, strict=True)
 
     def _scratch(self, grid: tuple[int, int, int]) -> list[tuple[str, torch.Tensor]]:
-        """Global and profile scratch memory; None if the kernel needs none."""
+        """Allocates the global and profile scratch memory that the kernel needs; an empty list if it needs none."""
         result = []
         for kind in ("global", "profile"):
             size = getattr(self.metadata, f"{kind}_scratch_size", 0) or 0
@@ -151,7 +152,7 @@ def _segment(
     scratch: list[torch.Tensor],
     name: str,
 ) -> np.ndarray:
-    """The kernel's argument segment, by the offsets in the code object's metadata."""
+    """Writes the arguments to a kernel argument segment, at the offsets in the code object's metadata."""
     size = kernel.assembly.descriptor.get("kernarg_size", 0)
     segment = np.zeros(max(size, 16) + 64, np.uint8)
     start = -segment.ctypes.data % 64
@@ -210,14 +211,14 @@ def emulated_gfx950(
         counters: count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
         jobs: number of processes among which workgroups are divided. Global atomics, counters or a tracer force one process.
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
-        batch_lanes: the most lanes that are executed together; affects only speed.
+        batch_lanes: the largest number of lanes that are executed together; affects only speed.
         tracer: called with each instruction of one wave.
         bounds: which bytes of a tensor argument a kernel may access: ``"view"``, from its first to its last element, or
             ``"storage"``, all of the underlying memory, as on a GPU. ``"storage"`` is for kernels that use padding which their
             caller allocated and sliced off.
 
     Raises:
-        RuntimeError: inside another such block.
+        RuntimeError: this block is inside another such block.
         ValueError: ``bounds`` is neither ``"view"`` nor ``"storage"``.
     """
     running = Emulator(

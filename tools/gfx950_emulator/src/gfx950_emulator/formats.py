@@ -12,14 +12,15 @@ Facts and their sources:
 - *Rounding* is to nearest even, regardless of MODE (ISA pseudocode of V_CVT_PK_FP8_F32, V_CVT_PK_BF16_F32 and so on: ``ROUND_MODE =
   ROUND_NEAREST_EVEN``). Values are rounded once. With a scale, the scaled value is rounded (``from_float``).
 - *Overflow of fp8 and bf8.* With MODE.FP16_OVFL = 0, values that round beyond the largest finite number become NaN in fp8, which
-  has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``). Infinities do the same. With FP16_OVFL = 1
-  (``saturate=True`` below), finite values and infinities become the largest finite number, and NaN stays NaN. Triton sets this bit,
-  MODE[23], in kernels that convert to fp8, and its hardware test ``test_typeconvert_downcast_clamping`` expects this on gfx950.
+  has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``). Infinities are converted in the same way. With
+  FP16_OVFL = 1 (``saturate=True`` below), finite values and infinities become the largest finite number, and NaN stays NaN. Triton
+  sets this bit, MODE[23], in kernels that convert to fp8, and its hardware test ``test_typeconvert_downcast_clamping`` expects this
+  on gfx950.
 - *fp6, bf6 and fp4* have neither infinity nor NaN and always saturate. A NaN, or a NaN scale, becomes the largest number with the
   sign of the source (``amd_hip_ocp_host.hpp``); the ISA's pseudocode does not say.
 - *Widening to float16* overflows to infinity (``amd_hip_ocp_host.hpp``, "gfx950 HW behavior").
-- *NaN encodings.* NaNs keep their sign. Narrow ones have all mantissa bits set; payloads are not documented. float32 NaNs that are
-  converted to bfloat16 or float16 are made quiet, and keep the upper bits of their payload.
+- *NaN encodings.* NaNs keep their sign. NaNs in narrow formats have all mantissa bits set; payloads are not documented. float32
+  NaNs that are converted to bfloat16 or float16 are made quiet, and keep the upper bits of their payload.
 - *Stochastic rounding* adds random bits below the last kept bit, and truncates (``from_float_sr`` of the same file; the ISA's
   pseudocode names the bits: S1[31:12] for fp8, S1[31:11] for bf8).
 - *Denormals* of every format are read and written; MODE's denormal bits are on in Triton's kernels and are not consulted here.
@@ -42,7 +43,7 @@ _ONE, _HALF, _LOWER, _UPPER, _BELOW_TIE = (np.uint32(x) for x in (1, 16, 0xFFFF,
 
 
 def _has_nan(values: np.ndarray) -> bool:
-    squares = np.vdot(values, values)  # squares do not cancel, so only a NaN makes this NaN
+    squares = np.vdot(values, values)  # a sum of squares cannot cancel, so only a NaN makes it NaN
     return squares != squares
 
 
@@ -51,11 +52,11 @@ class Format:
     """A binary floating-point format of up to 16 bits, sign first.
 
     Attributes:
-        name: as in mnemonics.
-        exponent_bits, mantissa_bits, bias: its fields.
+        name: the format's name in mnemonics.
+        exponent_bits, mantissa_bits, bias: widths of the fields in bits, and the exponent's bias.
         infinity: whether the largest exponent means infinity with a zero mantissa, and NaN with any other mantissa (as in IEEE
             754).
-        nan: without infinity, whether the encoding with all bits set is NaN (E4M3FN).
+        nan: for a format without infinity, whether the encoding with all bits set is NaN (E4M3FN).
     """
 
     name: str
@@ -76,7 +77,7 @@ class Format:
 
     @property
     def sign(self) -> int:
-        """The sign bit."""
+        """The sign bit, as an integer."""
         return 1 << (self.bits - 1)
 
     @property
@@ -92,18 +93,18 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The encoding of NaN: all mantissa bits set, or the largest number if the format has no NaN."""
+        """The encoding of NaN, in which all mantissa bits are set. If the format has no NaN, this is the largest number."""
         return self.sign - 1
 
     def overflow_code(self, saturate: bool) -> int:
-        """The encoding of an overflowing value, without its sign."""
+        """The encoding of a value that overflows, without its sign."""
         if saturate or not (self.infinity or self.nan):
             return self.largest
         return self.infinity_code if self.infinity else self.nan_code
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float32 [2**bits]: the value of every encoding."""
+        """The value of every encoding, float32 [2**bits]."""
         codes = np.arange(1 << self.bits, dtype=np.int64)
         exponent = codes >> self.mantissa_bits & ((1 << self.exponent_bits) - 1)
         mantissa = codes & ((1 << self.mantissa_bits) - 1)
@@ -143,7 +144,7 @@ _E8M0_INVERSE = _powers_of_two(127 - np.arange(256))
 
 
 def scale_exponent(scale: np.ndarray) -> np.ndarray:
-    """The scale byte in a float32 scale operand: its biased exponent.
+    """The scale byte that a float32 scale operand holds: its biased exponent.
 
     Args:
         scale: uint32, the operand's bits.
@@ -155,7 +156,7 @@ def scale_exponent(scale: np.ndarray) -> np.ndarray:
 
 
 def decode(form: Format, codes: np.ndarray) -> np.ndarray:
-    """float32 values of ``codes`` (any integer dtype, below ``2**form.bits``), exact."""
+    """Decodes ``codes`` (any integer dtype, below ``2**form.bits``) to float32, exactly."""
     return form.values.take(codes)
 
 
@@ -164,7 +165,7 @@ def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -
 
     Args:
         codes: integers below ``2**form.bits``.
-        exponent: scale bytes in [0, 256), of the same shape or a scalar; 255 makes a NaN.
+        exponent: scale bytes in [0, 256), of the same shape as codes or a scalar; 255 makes a NaN.
     """
     values = form.values.take(codes)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -226,7 +227,7 @@ def encode(form: Format, values: np.ndarray, saturate: bool = False) -> np.ndarr
 def encode_scaled(form: Format, values: np.ndarray, exponent: np.ndarray | int, saturate: bool = False) -> np.ndarray:
     """Rounds ``values / 2**(exponent - 127)``, as V_CVT_SCALEF32_PK_FP8_F32, ..._FP4_F32 and so on do.
 
-    Args and errors as in `encode`; `exponent` holds scale bytes in [0, 256), of the same shape or a scalar.
+    Arguments and errors are as in `encode`; `exponent` holds scale bytes in [0, 256), of the same shape as values or a scalar.
     """
     _of_at_most_8_bits(form)
     # The product may overflow to infinity or lose bits below 2**-149. Both cases are so far outside these formats that the result
@@ -242,7 +243,7 @@ def encode_stochastic(
     """Rounds ``values / 2**(exponent - 127)`` up or down by random bits, as V_CVT_SR_* and V_CVT_SCALEF32_SR_* do.
 
     The upper bits of `random` are added to the bits of the float32 below the last kept bit, and the sum is truncated. If the result
-    is a denormal of `form`, source bits below its 23 are truncated first.
+    is a denormal of `form`, source bits below the 23 mantissa bits are truncated first.
 
     Args:
         form: any format, 16-bit ones included.
@@ -270,17 +271,17 @@ def encode_stochastic(
 
 
 def next_random(random: np.ndarray) -> np.ndarray:
-    """V_PRNG_B32: a step of the shift register that conversions with stochastic rounding use between elements; uint32."""
+    """V_PRNG_B32: one step of the shift register that stochastic rounding uses from one element to the next; uint32."""
     return random << np.uint32(1) ^ (random >> np.uint32(31)) * np.uint32(197)
 
 
 def bf16_to_f32(codes: np.ndarray) -> np.ndarray:
-    """bfloat16 bits (uint16) to float32, exact, NaN payloads included."""
+    """Converts bfloat16 bits (uint16) to float32, exactly, including NaN payloads."""
     return (codes.astype(np.uint32) << _HALF).view(np.float32)
 
 
 def _bf16_in_upper_half(values: np.ndarray, saturate: bool) -> np.ndarray:
-    """uint32 whose upper half is the rounded bfloat16; the lower half is arbitrary."""
+    """Rounds float32 to bfloat16 in the upper half of a uint32; the lower half is arbitrary."""
     bits = values.view(np.uint32)
     rounded = bits >> _HALF
     rounded &= _ONE
@@ -295,16 +296,17 @@ def _bf16_in_upper_half(values: np.ndarray, saturate: bool) -> np.ndarray:
 
 
 def f32_to_bf16(values: np.ndarray, saturate: bool = False) -> np.ndarray:
-    """float32 to bfloat16 bits (uint16), to nearest even.
+    """Converts float32 to bfloat16 bits (uint16), rounding to nearest even.
 
     With ``saturate``, finite values that overflow become the largest finite number, and infinities stay. AMD's emulator rocjitsu
-    with MODE.FP16_OVFL = 1 does the same; it follows the ISA document's text on data conversion. Otherwise they become infinity.
+    does the same for MODE.FP16_OVFL = 1, following the ISA document's text on data conversion. Without ``saturate``, finite values
+    that overflow become infinity.
     """
     return (_bf16_in_upper_half(values, saturate) >> _HALF).astype(np.uint16)
 
 
 def pack_bf16(low: np.ndarray, high: np.ndarray, saturate: bool = False) -> np.ndarray:
-    """V_CVT_PK_BF16_F32: two float32 to one uint32 with `low` in bits 15:0; otherwise as `f32_to_bf16`."""
+    """V_CVT_PK_BF16_F32: converts two float32 to one uint32 with `low` in bits 15:0; otherwise as `f32_to_bf16`."""
     packed = _bf16_in_upper_half(high, saturate)
     packed &= _UPPER
     below = _bf16_in_upper_half(low, saturate)
@@ -314,7 +316,7 @@ def pack_bf16(low: np.ndarray, high: np.ndarray, saturate: bool = False) -> np.n
 
 
 def f16_to_f32(codes: np.ndarray) -> np.ndarray:
-    """float16 bits (uint16) to float32, exact; NaNs are made quiet."""
+    """Converts float16 bits (uint16) to float32, exactly; NaNs are made quiet."""
     with np.errstate(invalid="ignore"):
         values = codes.view(np.float16).astype(np.float32)
     if _has_nan(values):
@@ -324,12 +326,12 @@ def f16_to_f32(codes: np.ndarray) -> np.ndarray:
 
 
 def f32_to_f16(values: np.ndarray, saturate: bool = False, toward_zero: bool = False) -> np.ndarray:
-    """float32 to float16 bits (uint16).
+    """Converts float32 to float16 bits (uint16).
 
     Args:
         values: float32.
         saturate: MODE.FP16_OVFL: finite values that overflow become the largest finite number; infinities stay.
-        toward_zero: as V_CVT_PKRTZ_F16_F32 rounds; otherwise to nearest even.
+        toward_zero: whether to round towards zero, as V_CVT_PKRTZ_F16_F32; otherwise to nearest even.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         rounded = values.astype(np.float16)
@@ -363,12 +365,12 @@ def unpack6(words: np.ndarray) -> np.ndarray:
         raise ValueError(f"words: expected shape [6, lanes], got {list(words.shape)}")
     wide = np.zeros((7, words.shape[1]), np.uint64)
     wide[:6] = words
-    pairs = wide[:6] | wide[1:] << np.uint64(32)  # elements straddle registers
+    pairs = wide[:6] | wide[1:] << np.uint64(32)  # some elements lie in two registers
     return (pairs[_SIX_WORD] >> _SIX_SHIFT & np.uint64(63)).astype(np.uint8)
 
 
 def pack6(codes: np.ndarray) -> np.ndarray:
-    """The reverse of `unpack6`: uint8 [32, lanes], each below 64, to uint32 [6, lanes]."""
+    """The inverse of `unpack6`: packs uint8 [32, lanes], each below 64, into uint32 [6, lanes]."""
     if codes.ndim != 2 or len(codes) != 32:
         raise ValueError(f"codes: expected shape [32, lanes], got {list(codes.shape)}")
     shifted = codes.astype(np.uint64) << _SIX_SHIFT
@@ -386,7 +388,7 @@ def unpack4(words: np.ndarray) -> np.ndarray:
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:
-    """The reverse of `unpack4`: uint8 [8 * registers, lanes], each below 16, to uint32 [registers, lanes]."""
+    """The inverse of `unpack4`: packs uint8 [8 * registers, lanes], each below 16, into uint32 [registers, lanes]."""
     if len(codes) % 8:
         raise ValueError(f"codes: expected a multiple of 8 rows, got {len(codes)}")
     shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]

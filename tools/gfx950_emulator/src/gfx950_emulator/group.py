@@ -6,8 +6,8 @@ three things, whichever is cheapest:
 
 - a Python ``int`` in [0, 2**32), if it is equal in all waves (kernel arguments, loop counters, addresses);
 - an int64 array with one such value per wave, if waves differ;
-- half of a `LaneMask`, if it was written as a set of lanes (compares, EXEC): one bool per lane, as vector instructions need it. It
-  is converted to bits only if a scalar instruction reads it.
+- half of a `LaneMask`, if it was written as a set of lanes (by compares, or to EXEC). A lane mask has one bool per lane, as vector
+  instructions need it. It is converted to bits only if a scalar instruction reads it.
 
 So nearly all scalar code is integer arithmetic that is written in the same way for ints and arrays.
 """
@@ -25,7 +25,7 @@ from gfx950_emulator.outstanding import Outstanding
 
 
 class LaneMask:
-    """A lane mask, as one bool per lane. Each register of a pair holds one half. `high` represents the upper half."""
+    """A lane mask, stored as one bool per lane. Each scalar register of a pair holds one half; `high` represents the upper half."""
 
     __slots__ = ("_bits", "high", "lanes")
 
@@ -35,7 +35,7 @@ class LaneMask:
         self.high = HighHalf(self)
 
     def bits(self) -> np.ndarray:
-        """uint64 per wave."""
+        """The mask as bits: one uint64 per wave."""
         if self._bits is None:
             self._bits = np.packbits(self.lanes, bitorder="little").view(np.uint64)
         return self._bits
@@ -55,7 +55,7 @@ class HighHalf:
 
 
 def agree(values: np.ndarray) -> int | np.ndarray:
-    """One int if all per-wave values are equal, otherwise the values."""
+    """Returns one int if the values of all waves are equal, otherwise the per-wave values."""
     first = values[0]
     if len(values) == 1 or (values == first).all():
         return int(first)
@@ -85,14 +85,14 @@ class Group:
     """The state of waves in lockstep.
 
     Attributes:
-        waves: number of waves W; lanes L = 64 W, those of a wave side by side.
+        waves: number of waves W. There are L = 64 W lanes; the lanes of a wave are adjacent.
         slot: int64 [W], the workgroup's slot in the current batch, which selects its LDS.
         wave: int64 [W], the wave's number in its workgroup.
         registers: uint32 [rows, L]; rows are v0 up, then a0 up.
-        U, F, I: the rows as uint32, float32, int32.
+        U, F, I: the rows of `registers`, viewed as uint32, float32 and int32.
         s: scalar registers by their operand code: 0 to 101, VCC 106 and 107, M0 124. EXEC is `mask`.
-        mask, full: active lanes, bool [L]; full says that all are active.
-        scc: bool, or a bool per wave.
+        mask, full: the active lanes, bool [L]; ``full`` says that all lanes are active.
+        scc: the scalar condition code: a bool, or a bool per wave.
         mode: the MODE register, which is the same for all waves.
         pc: index of the next instruction.
         queue: outstanding memory operations.
@@ -127,13 +127,13 @@ class Group:
 
     @property
     def saturate(self) -> bool:
-        """Narrow conversions saturate (MODE.FP16_OVFL)."""
+        """Whether conversions to narrow formats saturate (MODE.FP16_OVFL)."""
         return bool(self.mode & FP16_OVFL)
 
     # Scalar registers
 
     def s32(self, index: int) -> int | np.ndarray:
-        """A 32-bit scalar register: an int, or int64 per wave."""
+        """Reads a 32-bit scalar register: an int for all waves, or an int64 for each wave."""
         value = self.s[index]
         kind = type(value)
         if kind is int or kind is np.ndarray:
@@ -144,14 +144,14 @@ class Group:
         return value.low_bits() if kind is LaneMask else value.high_bits()
 
     def s64(self, index: int) -> int | np.ndarray:
-        """A pair of scalar registers: an int, or uint64 per wave."""
+        """Reads a pair of scalar registers: an int for all waves, or a uint64 for each wave."""
         low, high = self.s32(index), self.s32(index + 1)
         if type(low) is int and type(high) is int:
             return low | high << 32
         return np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
 
     def set_s32(self, index: int, value: int | np.ndarray) -> None:
-        """Values must lie in [0, 2**32)."""
+        """Writes a 32-bit scalar register. Values must lie in [0, 2**32)."""
         if index >= EXEC:
             low, high = self.s32(EXEC), self.s32(EXEC + 1)
             self.set_exec(self._lanes_of(*((value, high) if index == EXEC else (low, value))))
@@ -172,7 +172,7 @@ class Group:
         self.s[index], self.s[index + 1] = low, high
 
     def lane_mask(self, index: int) -> np.ndarray:
-        """A pair of scalar registers as one bool per lane."""
+        """Reads a pair of scalar registers as one bool per lane."""
         if index == EXEC:
             return self.mask
         if self._is_mask(index):
@@ -206,7 +206,7 @@ class Group:
     # Reads by vector instructions
 
     def broadcast(self, index: int) -> int | np.ndarray:
-        """A scalar register for the lanes: an int, or uint32 [L]."""
+        """Reads a scalar register as an operand of vector instructions: an int for all lanes, or uint32 [L]."""
         value = self.s32(index)
         return value if type(value) is int else np.repeat(value.astype(np.uint32), WAVE)
 
@@ -226,7 +226,7 @@ class Group:
         return np.uint64(value) if type(value) is int else np.repeat(value, WAVE)
 
     def pair(self, row: int) -> np.ndarray:
-        """Two vector registers as one uint64 per lane."""
+        """Reads two vector registers as one uint64 per lane."""
         value = self.U[row + 1].astype(np.uint64)
         value <<= np.uint64(32)
         value |= self.U[row]
@@ -250,18 +250,18 @@ class Group:
         return self._columns
 
     def by_wave(self, row: int) -> np.ndarray:
-        """A vector register as uint32 [W, 64]."""
+        """Reads a vector register as uint32 [W, 64]."""
         return self.U[row].reshape(self.waves, WAVE)
 
     def _is_mask(self, index: int) -> bool:
-        """Whether a pair of scalar registers holds one mask."""
+        """Whether a pair of scalar registers holds the two halves of one lane mask."""
         low = self.s[index]
         return type(low) is LaneMask and self.s[index + 1] is low.high
 
     # Divergence and reconvergence
 
     def select(self, waves: np.ndarray) -> Group:
-        """A group of some of the waves (indices), with its own copy of the state."""
+        """Returns a group of some of the waves, given by their indices, with its own copy of the state."""
         columns = (waves[:, None] * WAVE + np.arange(WAVE)).reshape(-1)
         part = Group(np.ascontiguousarray(self.registers[:, columns]), self.slot[waves], self.wave[waves], self.machine)
         part.s = _map_masks(self.s, lambda mask: LaneMask(mask.lanes[columns]))
@@ -278,7 +278,7 @@ class Group:
 
     @staticmethod
     def join(groups: list[Group]) -> Group:
-        """Joins groups with the same program counter and mode into one group of all their waves."""
+        """Joins groups with the same program counter and mode into one group with the waves of all of them."""
         first = groups[0]
         whole = Group(
             np.concatenate([g.registers for g in groups], axis=1),
@@ -290,7 +290,7 @@ class Group:
             if all(g._is_mask(index) for g in groups):
                 mask = LaneMask(np.concatenate([g.s[index].lanes for g in groups]))
                 whole.s[index], whole.s[index + 1] = mask, mask.high
-            elif type(whole.s[index]) is not HighHalf:  # otherwise it was written together with its lower half
+            elif type(whole.s[index]) is not HighHalf:  # a HighHalf was written together with its lower half
                 whole.s[index] = _side_by_side([g.s32(index) for g in groups], [g.waves for g in groups])
         whole.set_exec(np.concatenate([g.mask for g in groups]))
         if all(not isinstance(g.scc, np.ndarray) and g.scc == first.scc for g in groups):
@@ -305,14 +305,14 @@ class Group:
 
 
 def _side_by_side(values: list[int | np.ndarray], waves: list[int]) -> int | np.ndarray:
-    """Joins a scalar of several groups, each with its number of waves, into one scalar for all waves."""
+    """Joins the values of one scalar register in several groups, each with its number of waves, into one value for all waves."""
     if all(type(value) is int and value == values[0] for value in values):
         return values[0]
     return np.concatenate([np.broadcast_to(value, count).astype(np.int64) for value, count in zip(values, waves, strict=True)])
 
 
 def _map_masks(scalars: list[Any], function: Callable[[LaneMask], LaneMask]) -> list[Any]:
-    """The registers with every lane mask replaced, halves kept together."""
+    """Returns the scalar registers with every lane mask replaced by the function's result. The halves of a mask stay together."""
     replaced: dict[int, LaneMask] = {}
 
     def of(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Parameters of an MI355X (gfx950, CDNA4) for bank conflicts, occupancy and the timing model. Each has its public source.
+"""Parameters of an MI355X (gfx950, CDNA4) for bank conflicts, occupancy and the timing model. Each parameter has its public source.
 
 Abbreviations of the sources:
 
@@ -28,8 +28,8 @@ COMPUTE_UNITS = 256  # SPECS
 XCDS = 8  # SPECS; CDNA3: workgroups are dispatched to the XCDs in turn
 CLOCK_HZ = 2.4e9  # CDNA4: peak engine clock of the MI355X; sustained clocks are lower and depend on power
 HBM_BYTES_PER_SECOND = 8e12  # CDNA4: peak of HBM3E
-# Achievable bandwidth and launch time. MEASURED: the published decode kernels, with two launches and each key and value read once,
-# take 4.7 us + bytes / 6.6 TB/s (`timing` has the figures).
+# Achievable bandwidth and launch time. MEASURED: the published decode kernels take 4.7 us + bytes / 6.6 TB/s. They have two
+# launches, and read each key and value once (`timing` has the figures).
 HBM_ACHIEVED_BYTES_PER_SECOND = 6.6e12
 LAUNCH_SECONDS = 2.3e-6
 CACHE_LINE = 128  # bytes, L1 and L2: MT4G ("lineSize"), CDNA3
@@ -46,17 +46,18 @@ LDS_BYTES = 160 * 1024  # CDNA4
 LDS_GRANULE = 1280  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
 BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only workgroups of several waves need one
 
-# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle. A SIMD issues at most one instruction per category, each of
+# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle. A SIMD issues at most one instruction per category, each from
 # another wave.
 
 SLOT = 4  # cycles between two issue slots of a SIMD
 
 # Vector ALU. ROCPROF: 16 lanes wide, so 4 cycles per wave. LLVM SISchedule.td, SIDPGFX950FullSpeedModel, in multiples of 4 cycles:
-# 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations, 4 for conversions and others of quarter rate.
+# 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations; 4 for conversions and other quarter-rate
+# operations.
 
 VALU_CYCLES = 4
 QUARTER_RATE_CYCLES = 16
-TRANSCENDENTAL_CYCLES = 8  # CDNA4 doubles the rate of CDNA3, where LLVM has transcendental instructions at quarter rate
+TRANSCENDENTAL_CYCLES = 8  # CDNA4 doubles the rate of CDNA3; for CDNA3, LLVM has transcendental instructions at quarter rate
 TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
 
 # Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction needs passes + 4 wait states after an MFMA. So it issues this
@@ -77,7 +78,7 @@ SCALAR_CACHE_MISS = 48 + 119  # cycles, MT4G
 LDS_LATENCY = 48  # cycles for one dword without conflicts, MT4G
 LDS_READ_BANKS = 64  # 4 bytes each: HK, TRITON; CDNA4: 256 bytes a clock. MT4G streams 220
 LDS_WRITE_BANKS = 32  # HK for 64-bit writes: 128 bytes a clock. MT4G streams 75
-# ROCPROF: two SIMDs share a port. Addresses and data of stores alternate on it, 16 addresses or 64 bytes per cycle.
+# ROCPROF: two SIMDs share a port. The port transfers a store's addresses and data in turn, 16 addresses or 64 bytes per cycle.
 LDS_PORTS = 2
 LDS_PORT_ADDRESS_CYCLES = 4
 LDS_PORT_STORE_BYTES = 64

@@ -1,8 +1,8 @@
 """Local data share (LDS): one block per workgroup slot, addressed in bytes.
 
 Access sizes, alignment and out-of-range behaviour follow the chapter on the data share of AMD's CDNA3 ISA document: reads beyond
-the allocation return zero, writes beyond it are dropped. The sanitizer reports both, except for direct loads that a wave disables
-by an address beyond the allocation.
+the allocation return zero, writes beyond it are dropped. The sanitizer reports both accesses, except for direct loads that a wave
+disables by an address beyond the allocation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LocalMemory:
     """The LDS of all workgroups of a batch.
 
     Attributes:
-        size: bytes allocated per workgroup.
-        stride: bytes between slots.
+        size: number of bytes that a workgroup has allocated.
+        stride: number of bytes from one workgroup slot to the next.
         bytes, dwords: the memory of all slots, as uint8 and uint32.
         shadow: the sanitizer's record of readers and writers, or None.
     """
@@ -32,13 +32,13 @@ class LocalMemory:
         if size > LIMIT:
             raise ValueError(f"a workgroup asks for {size} bytes of LDS; gfx950 has {LIMIT}")
         self.size = size
-        self.stride = (size + 31) & ~15  # padding past the end, never read by a kernel
+        self.stride = (size + 31) & ~15  # includes padding past the end, which no kernel reads
         self.bytes = np.zeros(slots * self.stride, np.uint8)
         self.dwords = self.bytes.view(np.uint32)
         self.shadow: Any = None
 
     def bases(self, group: Group) -> np.ndarray:
-        """int64 [L], the start of each lane's LDS block."""
+        """The start of each lane's LDS block, int64 [L]."""
         if group.lds is None:
             group.lds = np.repeat(group.slot * self.stride, 64)
         return group.lds
@@ -46,10 +46,10 @@ class LocalMemory:
     def place(
         self, group: Group, offsets: np.ndarray, lanes: np.ndarray | None, size: int, what: str
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Checks int64 offsets of accesses of ``size`` bytes.
+        """Checks the int64 offsets of LDS accesses of ``size`` bytes.
 
         Returns:
-            Addresses in `bytes`, and bool [N]: whether each is inside the allocation (None if all are).
+            Addresses as indices of `bytes`, and bool [N]: whether each access is inside the allocation (None if all are).
         """
         base = self.bases(group) if lanes is None else self.bases(group)[lanes]
         if len(offsets) and (int(offsets.max()) + size > self.size or int(offsets.min()) < 0):
@@ -61,7 +61,7 @@ class LocalMemory:
         return offsets + base, None
 
     def load(self, addresses: np.ndarray, count: int) -> np.ndarray:
-        """``count`` dwords from each address: uint32 [count, N]."""
+        """Loads ``count`` dwords from each address: uint32 [count, N]."""
         if (addresses & 3).any():
             columns = addresses[:, None] + np.arange(4 * count)
             return np.ascontiguousarray(self.bytes[columns].view(np.uint32).T)
@@ -71,14 +71,14 @@ class LocalMemory:
         return self.dwords.take(at + np.arange(count)[:, None])
 
     def load_small(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """One or two bytes, zero-extended: uint32 [N]."""
+        """Loads one or two bytes from each address, zero-extended: uint32 [N]."""
         value = self.bytes.take(addresses).astype(np.uint32)
         if size == 2:
             value |= self.bytes.take(addresses + 1).astype(np.uint32) << 8
         return value
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Stores uint32 [count, N]. If several lanes have the same address, the last lane wins."""
+        """Stores dwords, uint32 [count, N]. If several lanes have the same address, the last lane wins."""
         count = len(values)
         if (addresses & 3).any():
             columns = addresses[:, None] + np.arange(4 * count)
@@ -92,7 +92,7 @@ class LocalMemory:
             self.bytes[addresses + 1] = (values >> 8).astype(np.uint8)
 
     def arrive(self, group: Group, entry: Deferred) -> None:
-        """A direct load's data reaches LDS."""
+        """Writes the data of a direct load to LDS, when the load completes."""
         if len(entry.addresses):
             self.store(entry.addresses, entry.values)
             if self.shadow is not None:

@@ -6,8 +6,9 @@ control flow joins.
 
 **Barriers.** A wave that reaches ``s_barrier`` waits until every other wave of its workgroup has reached it or ended.
 
-**Spinning.** A group waits for another wave if it branches back with exactly its earlier state, while nothing was stored in
-between. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch ends with an error.
+**Spinning.** A group waits for another wave if it branches back with exactly the state that it had at the previous branch back,
+while nothing was stored in between. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch
+ends with an error.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _USER_SGPRS = (
     ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("kernarg_segment_ptr", 2), ("dispatch_id", 2),
     ("flat_scratch_init", 2), ("private_segment_size", 1),
 )  # fmt: skip
-_SLICE = 8192  # backward branches before other runnable groups are scheduled
-_SPIN_CHECK = 512  # backward branches between checks for a spinning group
+_SLICE = 8192  # number of backward branches after which other runnable groups are scheduled
+_SPIN_CHECK = 512  # number of backward branches from one check for a spinning group to the next
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Tally:
 
     Attributes:
         dispatched: number of executed instructions; an instruction counts once for all waves of its group.
-        waves: instructions, counted once per wave.
+        waves: number of executed instructions; an instruction counts once per wave.
     """
 
     dispatched: int = 0
@@ -60,11 +61,11 @@ class Launch:
 
     Attributes:
         program: the kernel.
-        grid: workgroups in x, y, z.
-        waves: waves per workgroup.
+        grid: number of workgroups in x, y, z.
+        waves: number of waves per workgroup.
         lds: bytes of LDS per workgroup.
-        kernarg: the argument segment, uint8; the kernel receives its address.
-        memory: the tensors.
+        kernarg: the kernel argument segment, uint8; the kernel receives its address.
+        memory: global memory, with the tensors of the launch.
         counters: `gfx950_emulator.counters.Counters`, or None.
         tracer: the `gfx950_emulator.trace.InstructionTrace` for this launch, or None.
     """
@@ -82,7 +83,7 @@ class Launch:
 
     @property
     def batch_size(self) -> int:
-        """Workgroups that are executed together."""
+        """Number of workgroups that are executed together."""
         return max(1, self.batch_lanes // (self.waves * WAVE))
 
 
@@ -97,8 +98,8 @@ class Machine:
     workgroups: np.ndarray  # linear workgroup id of each slot
     counters: Any
     mode: int = MODE_DEFAULT  # initial MODE of waves
-    progress: int = 0  # raised by every store
-    executed: int = 0  # number of executed instructions; one counts once for all waves of its group
+    progress: int = 0  # increased by every store
+    executed: int = 0  # number of executed instructions; an instruction counts once for all waves of its group
     executed_by_waves: int = 0
     _scratch: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
 
@@ -110,7 +111,7 @@ class Machine:
         return self.workgroups[slots] % XCCS
 
     def scratch_rows(self, offset: int, dwords: int) -> np.ndarray:
-        """Scratch memory of all lanes of the batch: uint32 [dwords, lanes], a view."""
+        """A view of the scratch memory of all lanes of the batch: uint32 [dwords, lanes]."""
         first = offset // 4
         if first + dwords > len(self._scratch):
             lanes = len(self.workgroups) * self.waves_per_group * WAVE
@@ -149,7 +150,7 @@ def execute(launch: Launch, workgroups: range | None = None) -> Tally:
 
 
 class Batch:
-    """Workgroups that run together, with the groups of their waves."""
+    """Workgroups that run together, and the groups that their waves form."""
 
     def __init__(self, launch: Launch, workgroups: np.ndarray) -> None:
         self.launch = launch
@@ -166,16 +167,18 @@ class Batch:
             local.shadow = LocalShadow(local, launch.waves)
             group.shadow = RegisterShadow.at_entry(group, self.initialised)
         self.ready: list[Group] = [group]
-        self.waiting: list[Group] = []  # at a barrier
-        self.later: list[Group] = []  # preempted after many loop iterations while others could run
-        self.spinning: list[tuple[Group, int, int]] = []  # (group, progress it saw, end of its loop)
+        self.waiting: list[Group] = []  # groups at a barrier
+        self.later: list[Group] = []  # groups that were preempted after many loop iterations, because others could run
+        self.spinning: list[tuple[Group, int, int]] = []  # (group, value of `progress` that the group saw, end of its loop)
         self.alive = np.full(len(workgroups), launch.waves)
         counters = launch.counters
         self._block_runs: dict[int, int] = {} if counters is None else counters.block_runs
         self._trace = None if counters is None else counters.trace
 
     def _first_group(self, workgroups: np.ndarray) -> Group:
-        """Registers as the hardware leaves them at entry (llvm.org/docs/AMDGPUUsage.html, "Initial Kernel Execution State")."""
+        """Makes the group of all waves, with registers as hardware leaves them at entry (llvm.org/docs/AMDGPUUsage.html, "Initial
+        Kernel Execution State").
+        """
         launch, descriptor = self.launch, self.program.assembly.descriptor
         count, waves = len(workgroups), launch.waves
         registers = np.zeros((max(self.program.vectors, 1), count * waves * WAVE), np.uint32)
@@ -193,8 +196,8 @@ class Batch:
                 group.set_s64(at, int(launch.kernarg.ctypes.data))
                 initialised += [at, at + 1]
             at += size
-        # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for firmware that
-        # does not preload. So the emulator need not preload arguments.
+        # Hardware may preload arguments into the remaining user SGPRs. The code at the entry point loads these arguments again, for
+        # firmware that does not preload. So the emulator need not preload arguments.
         at = descriptor.get("user_sgpr_count", at)
         x, y, _ = launch.grid
         ids = (workgroups % x, workgroups // x % y, workgroups // (x * y))
@@ -237,7 +240,7 @@ class Batch:
         return True
 
     def _wake(self) -> None:
-        """Resumes spinning groups if something was stored."""
+        """Resumes the spinning groups before which something was stored."""
         progress = self.machine.progress
         self.ready += [g for g, seen, _ in self.spinning if seen != progress]
         self.spinning = [entry for entry in self.spinning if entry[1] == progress]
@@ -253,7 +256,7 @@ class Batch:
         return self._sanitizer_error("deadlock", message, polls[0])
 
     def _poll(self, start: int, end: int) -> int:
-        """The instruction of a spin loop that polls: the loop's first memory read; without reads, its first instruction."""
+        """The instruction of a spin loop that polls memory: the loop's first memory read; without reads, its first instruction."""
         for index in range(start, end):
             memory = self.program.bound[index].memory
             if memory is not None and memory.direction in ("load", "atomic") and memory.space != "scratch":
@@ -270,7 +273,7 @@ class Batch:
         return instruction.location or f"assembly line {instruction.line}"
 
     def _run_group(self, group: Group, horizon: int | None) -> None:
-        """Runs until the group reaches or passes another group's program counter, reaches a barrier, or ends."""
+        """Runs a group until it reaches or passes another group's program counter (``horizon``), reaches a barrier, or ends."""
         blocks, machine, runs = self.program.blocks, self.machine, self._block_runs
         sanitize, trace, tracer = group.shadow is not None, self._trace, self.launch.tracer
         back, seen = 0, None
@@ -354,7 +357,7 @@ class Batch:
         return target
 
     def _scatter(self, group: Group, targets: np.ndarray, index: int) -> None:
-        """Splits a group whose waves jump to different targets."""
+        """Splits a group whose waves jump to different targets into one group per target."""
         for target in np.unique(targets):
             part = group.select(np.flatnonzero(targets == target))
             part.pc = self._entered(int(target), index)
@@ -367,7 +370,7 @@ class Batch:
             self.ready.append(part)
 
     def _release(self) -> None:
-        """Releases the waves of a workgroup when all live waves have reached a barrier."""
+        """Releases the waves of a workgroup when all of its live waves have reached a barrier."""
         if not self.waiting:
             return
         arrived = np.zeros(len(self.alive), np.int64)
@@ -394,8 +397,9 @@ class Batch:
         self.ready += released
 
     def _check_barriers(self, released: list[Group], full: np.ndarray) -> None:
-        """Checks that no wave has ended. Waves may wait at different barrier instructions, because hardware only counts arrivals.
-        Pipelines in which half of the waves run one barrier ahead rely on this."""
+        """Checks that no wave of a released workgroup has ended. Waves may wait at different barrier instructions, because hardware
+        only counts arrivals. Pipelines in which half of the waves run one barrier ahead rely on this.
+        """
         if self.launch.sanitize and (self.alive[full] != self.launch.waves).any():
             message = "a wave of the workgroup ended without this barrier"
             raise self._sanitizer_error("barrier-divergence", message, released[0].pc - 1)

@@ -16,14 +16,14 @@ from kernel_emulation.emulator import Allocation
 
 
 def signed64(value: int | np.ndarray) -> int | np.ndarray:
-    """64 bits as a signed value for address computation: an int, or int64 for a uint64 array."""
+    """Interprets a 64-bit value as signed, for address computation: an int, or int64 for a uint64 array."""
     if isinstance(value, np.ndarray):
         return value.astype(np.int64)
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class Fault(Exception):
-    """An invalid access; the executor adds the instruction and raises a `SanitizerError`."""
+    """An invalid access. The code that executes instructions adds the instruction, and raises a `SanitizerError`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -31,7 +31,9 @@ class Fault(Exception):
 
 
 def _without_overlap(allocations: list[Allocation]) -> list[Allocation]:
-    """Sorts allocations by address and merges overlapping ones (views of one tensor). Adjacent ones stay separate."""
+    """Sorts allocations by address, and merges overlapping allocations (views of one tensor). Adjacent allocations stay
+    separate.
+    """
     merged: list[Allocation] = []
     for allocation in sorted((a for a in allocations if a.end > a.start), key=lambda a: a.start):
         if merged and allocation.start < merged[-1].end:
@@ -72,11 +74,11 @@ class GlobalMemory:
         raise Fault("out-of-bounds", f"{what} of {size} bytes at {address:#x} {self._nearest(address, size)}")
 
     def contains(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """bool [N]: which accesses of ``size`` bytes lie inside one allocation."""
+        """Which accesses of ``size`` bytes lie inside one allocation, bool [N]."""
         if not self.allocations:
             return np.zeros(len(addresses), bool)
         at = np.searchsorted(self._start_array, addresses, "right") - 1
-        return (at >= 0) & (addresses <= self._end_array[at] - size)  # a sum could overflow
+        return (at >= 0) & (addresses <= self._end_array[at] - size)  # adding the size to an address could overflow
 
     def _nearest(self, address: int, size: int) -> str:
         if not self.allocations:
@@ -91,7 +93,7 @@ class GlobalMemory:
         return f"reaches {address + size - nearest.end} bytes past the end of {nearest}"
 
     def load(self, addresses: np.ndarray, count: int) -> np.ndarray:
-        """``count`` dwords from each address: uint32 [count, N]. Addresses need no alignment."""
+        """Loads ``count`` dwords from each address: uint32 [count, N]. Addresses need no alignment."""
         self.check(addresses, 4 * count, "load")
         offset = addresses - self.base
         if (offset & 3).any():
@@ -103,7 +105,7 @@ class GlobalMemory:
         return self.dwords.take(offset + np.arange(count)[:, None])
 
     def load_small(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """One or two bytes from each address, zero-extended: uint32 [N]."""
+        """Loads one or two bytes from each address, zero-extended: uint32 [N]."""
         self.check(addresses, size, "load")
         offset = addresses - self.base
         value = self.bytes.take(offset).astype(np.uint32)
@@ -112,7 +114,7 @@ class GlobalMemory:
         return value
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Stores uint32 [count, N]. If several lanes have the same address, the last lane wins."""
+        """Stores dwords, uint32 [count, N]. If several lanes have the same address, the last lane wins."""
         count = len(values)
         self.check(addresses, 4 * count, "store")
         offset = addresses - self.base
@@ -124,7 +126,7 @@ class GlobalMemory:
         self.dwords[offset + np.arange(count)[:, None]] = values
 
     def store_small(self, addresses: np.ndarray, values: np.ndarray, size: int) -> None:
-        """Stores the low byte or two bytes of uint32 [N]."""
+        """Stores the lowest byte, or the lowest two bytes, of each value: uint32 [N]."""
         self.check(addresses, size, "store")
         offset = addresses - self.base
         self.bytes[offset] = values.astype(np.uint8)
@@ -132,7 +134,7 @@ class GlobalMemory:
             self.bytes[offset + 1] = (values >> 8).astype(np.uint8)
 
     def read_scalars(self, address: int, count: int) -> list[int]:
-        """``count`` dwords for scalar registers."""
+        """Loads ``count`` dwords for scalar registers, as ints."""
         self.check(np.array([address], np.int64), 4 * count, "scalar load")
         offset = (address - self.base) >> 2
         return self.dwords[offset : offset + count].tolist()

@@ -14,8 +14,8 @@ Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belo
   there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
 - C and D (32 bits): register r, lane l is row 8 (r // 4) + 4 g + r % 4 for S = 32 and 4 g + r for S = 16, column l % S.
 - C and D of f64: registers 2v and 2v + 1 are row 4 v + g, column l % 16.
-- Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte
-  ``op_sel[0] + 2 * op_sel_hi[0]`` of the register is A's, index 1 is B's.
+- Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte ``op_sel[0] + 2 *
+  op_sel_hi[0]`` of A's scale register, and byte ``op_sel[1] + 2 * op_sel_hi[1]`` of B's, hold the scale.
 
 Sources of the layouts, and how they were checked:
 
@@ -97,9 +97,9 @@ class MatrixOp:
 
     Attributes:
         mnemonic: as written.
-        m, n, k, blocks: sizes of the matrices, and how many of them; blocks is 1.
+        m, n, k, blocks: sizes of the matrices, and number of matrices (blocks), which is 1.
         a_registers, b_registers, c_registers: number of 32-bit registers of an operand; D has the same number as C.
-        flops: per wave, 2 m n k blocks. Integer forms count the same.
+        flops: operations per wave, 2 m n k blocks. Integer forms count in the same way.
         passes: time in the matrix core, in passes of 4 clock cycles.
         compute: ``compute(a, b, c, scale_a=None, scale_b=None)`` returns D.
 
@@ -123,7 +123,7 @@ class MatrixOp:
 
 
 def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
-    """The MFMA instruction with this mnemonic.
+    """Returns the MFMA instruction with this mnemonic.
 
     Args:
         mnemonic: any spelling that LLVM's assembler takes: ``v_mfma_f32_16x16x16_bf16``, ``v_mfma_f32_16x16x16bf16_1k``.
@@ -187,7 +187,7 @@ def _format(mnemonic: str, modifier: str, value: Any) -> Format:
 
 
 def _scale_bytes(mnemonic: str, op_sel: Any, op_sel_hi: Any) -> tuple[int, int]:
-    """The selected byte of the scale registers, for A and for B."""
+    """Returns which byte of the scale registers is selected, for A and for B."""
     low, high = ([*given, 0, 0, 0][:3] for given in (op_sel, op_sel_hi))
     if not {*low, *high} <= {0, 1} or low[2] or high[2]:
         raise ValueError(f"{mnemonic}: op_sel and op_sel_hi select bytes of two scales by 0 and 1, got {op_sel} and {op_sel_hi}")
@@ -257,7 +257,9 @@ def _gather(registers: int, waves: int, size: int, chunks: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _by_byte(form: Format) -> np.ndarray:
-    """float64 values by byte for 8-bit formats; for fp4, pairs of values, low nibble first, stored as complex128."""
+    """Returns the float64 value of each byte of an 8-bit format; for fp4, the two values of a byte as complex128, low nibble
+    first.
+    """
     values: np.ndarray = form.values.astype(np.float64)
     if form.bits == 4:
         byte = np.arange(256)
@@ -266,12 +268,12 @@ def _by_byte(form: Format) -> np.ndarray:
 
 
 def _narrow_unpacker(form: Format, size: int, registers: int) -> Unpack:
-    """The unpacker for fp8, bf8, fp6, bf6 and fp4."""
+    """Returns the function that unpacks operands in fp8, bf8, fp6, bf6 or fp4."""
     table = _by_byte(form)
-    chunks = 2 if registers == 8 else 1  # fp8 and bf8 in f8f6f4
+    chunks = 2 if registers == 8 else 1  # fp8 and bf8 operands of f8f6f4
 
     def octets(raw: np.ndarray) -> np.ndarray:
-        """uint8 [waves, size, bytes of a row or column]."""
+        """Returns the bytes of each row or column: uint8 [waves, size, bytes]."""
         return raw.reshape(-1)[_gather(registers, raw.shape[1] // WAVE, size, chunks)].view(np.uint8)
 
     def unpack_6(raw: np.ndarray) -> np.ndarray:
@@ -285,7 +287,7 @@ def _narrow_unpacker(form: Format, size: int, registers: int) -> Unpack:
 
 
 def _wide_unpacker(types: str, size: int) -> Unpack:
-    """The unpacker for bf16, f16 and i8."""
+    """Returns the function that unpacks operands in bf16, f16 or i8."""
     dtype, per_word = {"bf16": (np.uint16, 2), "f16": (np.float16, 2), "i8": (np.int8, 4)}[types]
 
     def unpack(raw: np.ndarray) -> np.ndarray:
@@ -301,7 +303,7 @@ def _wide_unpacker(types: str, size: int) -> Unpack:
 
 
 class _Recent:
-    """A memoising unpacker of narrow, scaled formats.
+    """Unpacks operands in narrow, scaled formats, and memoises the results.
 
     Kernels use every fragment of A and of B in several instructions. Unpacking a fragment costs far more than comparing it with
     cached fragments. v_mfma_scale_f32_16x16x128_f8f6f4 of fp4 with 4 waves takes a third of the time if both operands are cache
@@ -316,7 +318,7 @@ class _Recent:
         self._known: dict[tuple[int, ...], tuple[bytes, bytes, np.ndarray]] = {}
 
     def __call__(self, raw: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
-        key = (raw.item(0), raw.item(raw.size // 2), raw.item(-1))  # a quick key; a hit also compares the whole content
+        key = (raw.item(0), raw.item(raw.size // 2), raw.item(-1))  # a quick key; a hit also compares the whole operand
         content, factors = raw.tobytes(), b"" if scale is None else scale.tobytes()
         known = self._known.get(key)
         if known is not None and known[0] == content and known[1] == factors:
@@ -339,8 +341,8 @@ def _scales() -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _unpacker(form: Format | str, size: int, registers: int, byte: int | None = None) -> Callable[..., np.ndarray]:
-    """A function that converts an operand's registers to float64 [waves, size, K]; if `byte` is given, also that byte of its
-    scales.
+    """Returns a function that converts an operand's registers to float64 [waves, size, K]. If `byte` is given, the values are
+    multiplied by the scales in that byte of the scale registers.
     """
     if isinstance(form, str):
         return _wide_unpacker(form, size)
@@ -355,7 +357,7 @@ def _in_registers(matrix: np.ndarray, size: int) -> np.ndarray:
 
 
 def _addend(c: np.ndarray | float, dtype: type[np.floating]) -> np.ndarray | np.floating:
-    """C converted to `dtype`."""
+    """Returns C, an array of registers or an inline constant, as values of `dtype`."""
     if type(c) is np.ndarray:
         return c.view(dtype)
     if isinstance(c, int | np.integer):
@@ -365,10 +367,10 @@ def _addend(c: np.ndarray | float, dtype: type[np.floating]) -> np.ndarray | np.
 
 
 def _canonical(result: np.ndarray) -> np.ndarray:
-    """The bits of a float32 result, with canonical NaNs."""
+    """Returns the bits of a float32 result, with every NaN replaced by the canonical NaN."""
     flat = result.reshape(-1)
     squares = np.dot(flat, flat)
-    if squares != squares:  # squares do not cancel, so only a NaN makes this NaN
+    if squares != squares:  # a sum of squares cannot cancel, so only a NaN makes it NaN
         result[np.isnan(result)] = np.nan
     return result.view(np.uint32)
 
@@ -440,7 +442,7 @@ def _chain_f32(size: int, k: int) -> Compute:
 
 def _chain_f64(k: int) -> Compute:
     def doubles(raw: np.ndarray) -> np.ndarray:
-        """float64 [registers / 2, lanes] of pairs of registers."""
+        """Combines pairs of registers to float64 [registers / 2, lanes]."""
         return np.ascontiguousarray(raw.reshape(-1, 2, raw.shape[1]).transpose(0, 2, 1)).view(np.float64)[..., 0]
 
     def compute(a: np.ndarray, b: np.ndarray, c: Any) -> np.ndarray:

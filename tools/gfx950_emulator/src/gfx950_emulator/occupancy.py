@@ -1,7 +1,7 @@
 """Occupancy: how many workgroups of a kernel fit on a CU, and which resource limits them.
 
-The rules are LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950; the figures are in
-`gfx950_emulator.hardware`.
+The rules are LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950. `gfx950_emulator.hardware`
+has the figures.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Occupancy:
     """The occupancy of one CU.
 
     Attributes:
-        workgroups: workgroups per CU; 0 if not even one fits.
-        waves_per_simd: average waves per SIMD, fractional if the waves are not a multiple of 4 SIMDs.
+        workgroups: number of workgroups per CU; 0 if not even one fits.
+        waves_per_simd: average number of waves per SIMD, fractional if the number of waves is not a multiple of 4.
         limits: the number of workgroups that each resource alone would allow: ``"waves"``, ``"VGPRs"``, ``"SGPRs"``, ``"LDS"``,
             ``"barriers"``.
         limiter: the resource that allows the fewest workgroups.
-        vgprs, agprs, sgprs: registers that the code uses; vgprs without accumulation registers.
-        allocated_vgprs: registers per lane that the hardware allocates, VGPRs and AGPRs together.
-        allocated_lds: LDS bytes per workgroup that the hardware allocates.
+        vgprs, agprs, sgprs: number of registers that the code uses; vgprs excludes accumulation registers.
+        allocated_vgprs: number of registers per lane that the hardware allocates, VGPRs and AGPRs together.
+        allocated_lds: number of LDS bytes per workgroup that the hardware allocates.
     """
 
     workgroups: int
@@ -57,13 +57,13 @@ def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
 
     Args:
         assembly: the kernel.
-        waves: waves per workgroup.
+        waves: number of waves per workgroup.
         lds: bytes of LDS per workgroup.
     """
-    # Accumulation registers begin at the accum offset, a multiple of 4; the registers in between are unused.
+    # Accumulation registers begin at the accum offset, a multiple of 4. Registers between the last VGPR and this offset are unused.
     total = assembly.descriptor.get("next_free_vgpr", 0)
     allocated = max(_up(total, VGPR_GRANULE), VGPR_GRANULE)
-    # VCC, FLAT_SCRATCH and XNACK_MASK take up to 6 more than the code names.
+    # VCC, FLAT_SCRATCH and XNACK_MASK occupy up to 6 SGPRs more than the code names.
     sgprs = assembly.metadata.get("sgpr_count", assembly.descriptor.get("next_free_sgpr", 0) + 6)
     per_simd = {
         "waves": WAVES_PER_SIMD,

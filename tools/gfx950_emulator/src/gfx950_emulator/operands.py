@@ -11,7 +11,7 @@ import numpy as np
 
 from gfx950_emulator.constants import EXEC, M0, VCC
 
-# Register numbers in the sanitizer: vector registers have their row's number, scalar registers start here.
+# The sanitizer numbers all registers: vector registers by their row, scalar registers from this number on.
 SCALAR_BASE = 1024
 SCC_ID = SCALAR_BASE + 200
 
@@ -26,13 +26,14 @@ _REGISTER = re.compile(r"^([vas])(\d+)$|^([vas])\[(\d+)(?::(\d+))?\]$")
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand.
+    """One operand of an instruction.
 
     Attributes:
-        file: ``"v"`` (rows of `Group.registers`, accumulation registers included), ``"s"``, ``"literal"`` or ``"off"``.
-        index, count: first register and how many; a literal's count is 0.
+        file: the register file: ``"v"`` (rows of `Group.registers`, accumulation registers included) or ``"s"`` (scalar registers).
+            Or ``"literal"``, or ``"off"``.
+        index, count: the operand's first register, and its number of registers; a literal's count is 0.
         literal: the value as written: an int for integers and hex, a float for floating point.
-        raw: the literal was written in hex, and is bits rather than a value.
+        raw: whether the literal was written in hex, which gives bits rather than a value.
         negate, absolute, sign_extend: input modifiers.
     """
 
@@ -48,15 +49,15 @@ class Operand:
 
     @property
     def ids(self) -> range:
-        """The registers' numbers in the sanitizer."""
+        """The sanitizer's numbers of the operand's registers."""
         base = SCALAR_BASE if self.file == "s" else 0
         return range(base + self.index, base + self.index + self.count)
 
     def bits(self, dtype: np.dtype) -> np.generic:
-        """A literal as a value of ``dtype``.
+        """Returns a literal as a value of ``dtype``.
 
-        Inline floats and integers have the operand's type. A hex literal is 32 bits, unchanged: the upper half of a float64. For
-        wider integers it is extended by sign or zeros.
+        Inline floats and integers have the operand's type. A hex literal is 32 bits, unchanged: for a float64 it is the upper half.
+        For wider integers it is extended by its sign or by zeros.
         """
         dtype = np.dtype(dtype)
         if isinstance(self.literal, float):
@@ -78,7 +79,7 @@ class Operand:
 
 
 def parse_operand(text: str, vgprs: int) -> Operand:
-    """Reads one operand. Accumulation registers become rows from ``vgprs`` on.
+    """Parses one operand. Accumulation registers are numbered as rows, starting with row ``vgprs``.
 
     Raises:
         ValueError: the text is not a known operand.

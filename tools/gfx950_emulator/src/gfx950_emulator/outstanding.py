@@ -1,11 +1,11 @@
-"""Outstanding memory operations: issued and not waited for.
+"""Outstanding memory operations: operations that were issued, and for which the code has not waited yet.
 
-Ordinary loads write their registers at once. The sanitizer checks that the code waits before it reads them. Direct loads to LDS are
-different, because other waves see their data. So each direct load is deferred until the ``s_waitcnt`` that covers it. A kernel that
-waits for one load too few reads stale data, as it may on hardware.
+Ordinary loads write their registers at once. The sanitizer checks that the code waits before it reads these registers. Direct loads
+to LDS are different, because other waves see their data. So each direct load is deferred until the ``s_waitcnt`` that covers it. A
+kernel whose wait covers one load too few reads stale data, as it may on hardware.
 
 The order of completion follows AMD's ISA document. Vector memory operations complete in order (vmcnt). LDS operations complete in
-order among themselves, and scalar loads in any order (both lgkmcnt).
+order among themselves; scalar loads complete in any order (both count in lgkmcnt).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Waiting(Protocol):
 
 @dataclass
 class Deferred:
-    """A direct load to LDS in flight: the data per active lane.
+    """A direct load to LDS in flight, with the data of its active lanes.
 
     Attributes:
-        bound: the instruction.
+        bound: the load instruction.
         columns: int64 [N], the lanes' indices in the group.
         addresses: int64 [N], byte addresses in the LDS of all slots.
-        values: uint32 [count, N].
+        values: uint32 [count, N], the loaded dwords.
     """
 
     bound: Issued
@@ -57,13 +57,13 @@ class Deferred:
     values: np.ndarray
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Deferred:
-        """The entries of some lanes, with the lanes' indices in another group."""
+        """Returns the data of the lanes ``kept``; ``columns`` are the indices of these lanes in the new group."""
         return Deferred(self.bound, columns, self.addresses[kept], self.values[:, kept])
 
 
 @dataclass
 class Stored:
-    """The data of an LDS write, which the sanitizer needs until the write was waited for. Fields as in `Deferred`.
+    """The addresses of an LDS write, which the sanitizer needs until the code has waited for the write. Fields as in `Deferred`.
 
     Attributes:
         size: bytes per lane.
@@ -74,11 +74,11 @@ class Stored:
     size: int
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Stored:
-        """The entries of some lanes, with the lanes' indices in another group."""
+        """Returns the addresses of the lanes ``kept``; ``columns`` are the indices of these lanes in the new group."""
         return Stored(columns, self.addresses[kept], self.size)
 
 
-# A bare `Bound` is only counted. A tuple is one operation per wave: different operations, or one operation with its data.
+# An operation is a `Bound`, which is only counted, or a tuple: different instructions of several waves, or one with its data.
 Entry: TypeAlias = "Issued | Deferred | Stored"
 Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 
@@ -96,19 +96,19 @@ class Outstanding:
         self.local: list[Operation] = []
 
     def issue_vector(self, group: Waiting, operation: Entry) -> None:
-        """Adds an operation. If the counter is full, the oldest operation completes first."""
+        """Adds a vector memory operation. If the counter is full, the oldest operation completes first."""
         self.vector.append(operation)
         if len(self.vector) > VMCNT_LIMIT:
             self.wait_vector(group, VMCNT_LIMIT)
 
     def issue_local(self, group: Waiting, operation: Entry) -> None:
-        """Adds an operation, as `issue_vector` does."""
+        """Adds an LDS operation or a scalar load. If the counter is full, the oldest operation completes first."""
         self.local.append(operation)
         if len(self.local) > LGKMCNT_LIMIT:
             self.wait_local(group, LGKMCNT_LIMIT)
 
     def wait_vector(self, group: Waiting, limit: int) -> None:
-        """Waits until no more than ``limit`` operations are outstanding."""
+        """Waits until at most ``limit`` vector memory operations are outstanding."""
         finished = self._finish(self.vector, limit)
         for entry in finished:
             if type(entry) is Deferred:
@@ -117,8 +117,10 @@ class Outstanding:
             group.shadow.arrived(finished)
 
     def wait_local(self, group: Waiting, limit: int) -> None:
-        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others. So while a scalar
-        load is outstanding, a limit above 0 says of no operation that it has finished."""
+        """Waits until at most ``limit`` LDS operations and scalar loads are outstanding. A scalar load may overtake other
+        operations. So while a scalar load is outstanding, a wait with a limit above 0 does not prove that any operation has
+        finished.
+        """
         if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
             return
         finished = self._finish(self.local, limit)
@@ -127,22 +129,22 @@ class Outstanding:
 
     @staticmethod
     def _finish(operations: list[Operation], limit: int) -> list[Entry]:
-        """Removes the oldest operations, all but ``limit``."""
+        """Removes the oldest operations, except the newest ``limit``, and returns them."""
         done = max(0, len(operations) - limit)
         finished = list(entries(operations[:done]))
         del operations[:done]
         return finished
 
     def note(self, entry: Stored) -> None:
-        """Adds an LDS write's data to the newest LDS operation."""
+        """Adds the addresses of an LDS write to the newest LDS operation."""
         self.local[-1] = (*entries(self.local[-1:]), entry)
 
     def stored(self) -> Iterator[Stored]:
-        """Outstanding LDS writes."""
+        """Yields the outstanding LDS writes."""
         return (entry for entry in entries(self.local) if type(entry) is Stored)
 
     def select(self, columns: np.ndarray, lanes: int) -> Outstanding:
-        """The operations of some lanes, given by their indices in the group of ``lanes`` lanes."""
+        """Returns the operations of some lanes, given by their indices in the group of ``lanes`` lanes."""
         place = np.full(lanes, -1)
         place[columns] = np.arange(len(columns))
 
@@ -159,8 +161,9 @@ class Outstanding:
 
     @staticmethod
     def join(parts: list[Outstanding], waves: list[int]) -> Outstanding:
-        """Joins the queues of groups that reconverge, aligned at the newest operation. An older operation that only some groups
-        have completes no earlier than it would without the join."""
+        """Joins the queues of groups that reconverge, aligned at the newest operations. If only some groups have an older
+        operation, it completes no earlier than it would without the join.
+        """
         starts = np.concatenate([[0], np.cumsum(waves)]) * WAVE
         whole = Outstanding()
         whole.vector = _aligned([part.vector for part in parts], starts)
@@ -169,7 +172,7 @@ class Outstanding:
 
 
 def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
-    """All entries of the operations, in order."""
+    """Yields the instructions and data that some operations consist of, in order."""
     for operation in operations:
         if isinstance(operation, tuple):
             yield from operation
@@ -178,7 +181,7 @@ def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
 
 
 def _operation(parts: Iterable[Entry]) -> Operation:
-    """One operation of several entries; a `Bound` counts once."""
+    """Makes one operation of several instructions or data; a `Bound` that occurs several times counts once."""
     distinct = tuple({id(entry): entry for entry in parts}.values())
     return distinct[0] if len(distinct) == 1 else distinct
 

@@ -1,8 +1,8 @@
-"""Runs one launch on several processes.
+"""Runs one launch in several processes.
 
 Workgroups are independent of one another unless they use global atomics. So batches of workgroups can run in forked child
-processes. A child sees the tensors as they were before the launch. The child records its stores, and the parent repeats them. If
-workgroups store to the same address without atomics, which is a race on hardware too, the last batch wins.
+processes. A child process sees the tensors as they were before the launch. It records its stores, and the parent process repeats
+them. If workgroups store to the same address without atomics, which is a race on hardware too, the last batch wins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RecordedMemory(GlobalMemory):
 
 
 def can_divide(launch: machine.Launch) -> bool:
-    """Whether the launch may be divided among processes. Requires several batches, and no global atomics, tracer or counters."""
+    """Whether the launch may be divided among processes: it has several batches, and no global atomics, tracer or counters."""
     batches = -(-int(np.prod(launch.grid)) // launch.batch_size)
     atomics = any(
         bound.memory is not None and bound.memory.space == "global" and bound.memory.direction == "atomic"
@@ -56,7 +56,7 @@ def can_divide(launch: machine.Launch) -> bool:
 
 
 def execute(launch: machine.Launch, jobs: int) -> machine.Tally:
-    """Like `machine.execute`, on up to ``jobs`` processes. Raises the first error of a child process."""
+    """Like `machine.execute`, but in up to ``jobs`` processes. Raises the first error of a child process."""
     if jobs <= 1 or not can_divide(launch):
         return machine.execute(launch)
     total, size = int(np.prod(launch.grid)), launch.batch_size

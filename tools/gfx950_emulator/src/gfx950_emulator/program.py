@@ -10,7 +10,7 @@ from gfx950_emulator.assembly import Assembly, Instruction, parse
 from gfx950_emulator.binding import Bound
 from gfx950_emulator.decode import decode
 
-ALWAYS = -1  # a register number that is always watched: marks memory operations, waits and branches for the sanitizer
+ALWAYS = -1  # a number that is always watched: the sanitizer sees all instructions that have it (memory, waits, branches)
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Block:
     """A basic block: instructions ``[start, end)`` without a branch or barrier inside.
 
     Attributes:
-        body: the functions to run, without the closing branch, barrier or end.
-        checked: the instructions for the sanitizer: (run, registers that are touched, index of the instruction).
+        body: the functions that run the instructions, without the closing branch, barrier or end.
+        checked: the same for the sanitizer: (function, registers that the instruction touches, index of the instruction).
         close: the closing instruction's `Bound`, or None if control falls through to the next block.
-        next: index of the next instruction.
+        next: index of the instruction after the block.
     """
 
     start: int
@@ -37,8 +37,8 @@ class Program:
 
     Attributes:
         assembly: the kernel as written.
-        bound: `Bound` of each instruction.
-        blocks: basic blocks by the index of their first instruction.
+        bound: the `Bound` of each instruction.
+        blocks: index of a block's first instruction -> the block.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -55,7 +55,7 @@ class Program:
             self.blocks[start] = self._block(start)
 
     def instruction_of(self, bound: Bound) -> Instruction:
-        """The instruction of a bound operation."""
+        """The instruction that a `Bound` was made from."""
         return self.assembly.instructions[self._index[id(bound)]]
 
     def mnemonic_of(self, bound: Bound) -> str:
@@ -63,7 +63,7 @@ class Program:
 
     def _leaders(self) -> list[int]:
         leaders = {self.assembly.entry}
-        # Functions may be entered through a register.
+        # Code may enter a function through a register, so every function begins a block.
         leaders |= {index for label, index in self.assembly.labels.items() if not label.startswith(".L")}
         for index, bound in enumerate(self.bound):
             if bound.unit in ("branch", "barrier", "end"):

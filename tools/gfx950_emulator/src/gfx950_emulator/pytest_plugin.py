@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> Iterator[Emulator]:
-    """The emulator that the test's kernels run on."""
+    """The emulator on which the test's kernels run."""
     from gfx950_emulator.driver import emulated_gfx950
 
     yield from testing.emulated(request, _NAME, emulated_gfx950)

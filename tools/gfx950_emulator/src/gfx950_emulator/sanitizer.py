@@ -1,15 +1,15 @@
 """Finds errors that hardware does not report: uninitialised data, missing waits, races between waves in LDS.
 
 **Registers** (`RegisterShadow`). A register is *watched* while a load into it is outstanding, or while some of its lanes are
-uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. Others run in
-`RegisterShadow.around`. Touching a register whose load was not waited for is an error. Uninitialised lanes propagate to results
-that depend on them, and are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
+uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. All other instructions run in
+`RegisterShadow.around`. It is an error to touch a register whose load was not waited for. Uninitialised lanes propagate to results
+that depend on them. They are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
 per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
 
-**LDS** (`LocalShadow`). For every byte the shadow records whether it was ever written, and which waves wrote and read it since the
-workgroup's last barrier. If there is no barrier in between, reading another wave's write is a race. So is overwriting another
-wave's read or write. A barrier does not publish a write that its wave did not wait for. The bytes of a direct load to LDS are
-unreadable until the ``s_waitcnt`` that covers the load.
+**LDS** (`LocalShadow`). For every byte, the shadow records whether it was ever written, and which waves wrote and read it since the
+workgroup's last barrier. If there is no barrier in between, it is a race to read a byte that another wave wrote, or to overwrite a
+byte that another wave read or wrote. A barrier does not publish a write that its wave did not wait for. The bytes of a direct load
+to LDS are unreadable until the ``s_waitcnt`` that covers the load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOW_FROM_LOW = ("v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_
 
 
 def name_of(register: int, vgprs: int) -> str:
-    """A register as the assembler writes it."""
+    """The name of a register, as the assembler writes it."""
     if register == SCC_ID:
         return "scc"
     if register >= SCALAR_BASE:
@@ -57,10 +57,10 @@ class RegisterShadow:
     """The sanitizer's state of a group's registers.
 
     Attributes:
-        watch: watched registers, and `ALWAYS`.
+        watch: numbers of the watched registers, and `ALWAYS`.
         pending: for each register, the outstanding loads into it: one, or several after waves reconverged.
-        unset: register -> bool [L], lanes that are uninitialised.
-        loaded: set by a read of LDS or scratch memory. For each register, the lanes whose data is uninitialised.
+        unset: register number -> bool [L], the lanes in which it is uninitialised.
+        loaded: set by a read of LDS or scratch memory: for each register, the lanes whose data is uninitialised.
         scratch: dword of scratch memory -> bool [L], uninitialised lanes; a missing dword is uninitialised in all lanes.
     """
 
@@ -73,7 +73,7 @@ class RegisterShadow:
 
     @classmethod
     def at_entry(cls, group: Group, scalars: list[int]) -> RegisterShadow:
-        """The state at kernel entry: everything but v0, EXEC and the given scalar registers is uninitialised."""
+        """The state at kernel entry: every register except v0, EXEC and the given scalar registers is uninitialised."""
         shadow = cls()
         everywhere = np.ones(group.lanes, bool)
         registers = [*range(1, len(group.U)), *(SCALAR_BASE + i for i in range(SCALARS - 2) if i not in scalars), SCC_ID]
@@ -150,7 +150,7 @@ class RegisterShadow:
                 self._demand_lanes(group, register, lanes if register >= SCALAR_BASE else lanes & group.mask, what)
 
     def demand_stored(self, group: Group, register: int, lanes: np.ndarray) -> None:
-        """Raises `Fault` if a register is uninitialised in a lane (given by its index) that stores it."""
+        """Raises `Fault` if a register is uninitialised in one of the lanes (given by their indices) that store it."""
         unset = self.unset.get(register)
         if unset is not None:
             stored = np.zeros(group.lanes, bool)
@@ -158,8 +158,9 @@ class RegisterShadow:
             self._demand_lanes(group, register, unset & stored, "is stored")
 
     def spill(self, group: Group, place: int, row: int, count: int, lanes: np.ndarray | None) -> None:
-        """Records that ``count`` registers from ``row`` on go to scratch memory at dword ``place``. ``lanes`` None: all are
-        active."""
+        """Records that ``count`` registers, starting with ``row``, are stored to scratch memory at dword ``place``. ``lanes`` is
+        None if all lanes are active.
+        """
         on = np.ones(group.lanes, bool) if lanes is None else group.mask
         for i in range(count):
             before = self.scratch.get(place + i, all_lanes(group.lanes))
@@ -177,7 +178,7 @@ class RegisterShadow:
             raise Fault("uninitialised", f"{name} was never written in {where}, and {what}")
 
     def _spread(self, group: Group, bound: Bound) -> np.ndarray | dict[int, np.ndarray] | None:
-        """Uninitialised lanes of the result: for all destinations, or by register."""
+        """The uninitialised lanes of an instruction's results: one array for all destinations, or one per register."""
         unset = self.unset
         sources = [r for r in bound.reads if r in unset]
         if not sources:
@@ -213,7 +214,7 @@ class RegisterShadow:
         return total
 
     def _low_sources(self, group: Group, bound: Bound) -> list[int]:
-        """The registers on which the lower half of the result depends."""
+        """The source registers on which the lower half of a 64-bit result depends."""
         program = group.machine.launch.program
         operands = [parse_operand(text, program.assembly.vgprs) for text in program.instruction_of(bound).operands]
         upper = {operand.ids[1] for operand in operands if operand.count == 2}
@@ -224,7 +225,7 @@ class RegisterShadow:
         return np.repeat(chosen, WAVE)
 
     def _after_write_lane(self, group: Group, bound: Bound, register: int) -> np.ndarray:
-        """v_writelane: one lane takes the scalar's state, and all other lanes keep theirs."""
+        """v_writelane: the written lane gets the state of the scalar, and all other lanes keep their state."""
         new = self._unset_in(group, [register]).copy()
         scalar = self._unset_in(group, [r for r in bound.reads if r >= SCALAR_BASE])
         at = np.broadcast_to(bound.extra["lane"](group), group.waves) & 63
@@ -232,7 +233,7 @@ class RegisterShadow:
         return new
 
     def _unset_in(self, group: Group, registers: Iterable[int]) -> np.ndarray:
-        """Lanes in which any of the registers is uninitialised."""
+        """The lanes in which any of the registers is uninitialised."""
         total = no_lanes(group.lanes)
         for register in registers:
             if register in self.unset:
@@ -248,21 +249,21 @@ class RegisterShadow:
         return np.where(chosen, b, a) | choice
 
     def _of_dpp(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """DPP: the first source comes from another lane, and lanes that the control excludes keep their state."""
+        """DPP: the first source comes from another lane. Lanes that the DPP control excludes keep their state."""
         plan, first, others = bound.extra["dpp"]
         moved, written = dpp_read(group, self._unset_in(group, first).astype(np.uint32), plan)
         unknown = (moved != 0) | self._unset_in(group, others)
         return {register: np.where(written, unknown, self._unset_in(group, [register])) for register in bound.writes}
 
     def _of_choice(self, group: Group, bound: Bound) -> np.ndarray:
-        """SCC selects one of two scalars; the other one may be uninitialised."""
+        """A selection by SCC: SCC selects one of two scalars, and the other scalar may be uninitialised."""
         first, second = (self._unset_in(group, ids) for ids in bound.extra["choice"])
         scc = np.repeat(np.broadcast_to(group.scc, group.waves), WAVE)
         return np.where(scc, first, second) | self._unset_in(group, [SCC_ID])
 
     def _of_logic(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """A result bit is initialised if both operands are initialised, or if one operand decides the bit: a
-        0 for and, a 1 for or.
+        """A logical operation: a result bit is initialised if both operands are initialised, or if one operand alone decides the
+        bit: a 0 for and, a 1 for or.
         """
         logic: Logic = bound.extra["logic"]
         unknown_a, unknown_b = (self._unset_in(group, ids) for ids in (logic.first_ids, logic.second_ids))
@@ -272,12 +273,12 @@ class RegisterShadow:
             unknown &= unknown_b | (logic.second(group) != logic.decisive_b)
         result = dict.fromkeys(logic.result_ids, unknown)
         result[SCC_ID] = _whole_waves(group, unknown)
-        for register in logic.saved_ids:  # EXEC from before
+        for register in logic.saved_ids:  # the previous EXEC
             result[register] = unknown_b
         return result
 
     def _of_move(self, group: Group, bound: Bound, data: Iterable[int]) -> dict[int, np.ndarray]:
-        """Runs the move on a copy of the registers whose bits are one where the real registers are uninitialised."""
+        """A move of bits: runs the move on a copy of the registers that has ones in place of uninitialised bits."""
         ghost = Group(group.registers.copy(), group.slot, group.wave, group.machine)
         ghost.s = list(group.s)
         ghost.set_exec(group.mask)
@@ -293,10 +294,12 @@ class RegisterShadow:
     # Memory
 
     def arrived(self, finished: list[Bound | Deferred | Stored]) -> None:
-        """The wait counter passed these operations."""
+        """Handles operations that a wait has covered: loads are no longer pending, and LDS writes and direct loads have
+        completed.
+        """
         for bound in finished:
             if not isinstance(bound, Bound):
-                continue  # writes no register
+                continue  # has no destination registers
             for register in bound.writes:
                 left = tuple(load for load in self.pending.pop(register, ()) if load is not bound)
                 if left:
@@ -331,7 +334,7 @@ class RegisterShadow:
 
 
 def _whole_waves(group: Group, lanes: np.ndarray) -> np.ndarray:
-    """All lanes of the waves that contain any of these lanes."""
+    """Returns all lanes of those waves that contain any of the given lanes."""
     return np.repeat(lanes.reshape(group.waves, WAVE).any(axis=1), WAVE)
 
 
@@ -344,15 +347,16 @@ def _describe(group: Group, bound: Bound) -> str:
     return f"{instruction.text} ({instruction.location or f'assembly line {instruction.line}'})"
 
 
-# Values of `LocalShadow.owner` for a byte, besides 0 (settled) and wave + 1 (written since the barrier)
+# Values of `LocalShadow.owner` for a byte, besides 0 (readable by all waves) and wave + 1 (written by the wave since the barrier)
 _NEVER, _FLYING, _SEVERAL, _UNPUBLISHED = 255, 254, 253, 100
 
 
 class LocalShadow:
-    """The sanitizer's state of the LDS of a batch.
+    """The sanitizer's state of the LDS of a batch of workgroups.
 
     Attributes:
-        owner: uint8 per byte: see the constants above; ``_UNPUBLISHED + wave`` was written before the barrier and not waited for.
+        owner: uint8 per byte, see the constants above. ``_UNPUBLISHED + wave``: the wave wrote the byte before the barrier without
+            waiting.
         readers, writers: uint8 [waves, bytes], 1 if a wave read or wrote the byte since the barrier.
     """
 
@@ -373,8 +377,9 @@ class LocalShadow:
         return addresses[:, None] + np.arange(size)
 
     def _units(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Owners and readers, viewed as the largest words that the accesses consist of (dwords or bytes); the words' indices, int64
-        [size / word size, N]; and the factor that replicates a byte over a word."""
+        """Returns owners and readers, viewed as the largest words that the accesses consist of (dwords or bytes). Also returns the
+        indices of these words, int64 [size / word size, N], and the factor that replicates a byte over a word.
+        """
         if size >= 4 and not (addresses & 3).any():
             return self._owner32, self._readers32, (addresses >> 2) + np.arange(size // 4)[:, None], 0x01010101
         return self.owner, self.readers, addresses + np.arange(size)[:, None], 1
@@ -382,7 +387,9 @@ class LocalShadow:
     def read(
         self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int, row: int, move: Move | None = None
     ) -> None:
-        """Checks a read into registers from ``row`` on; ``move`` is the permutation of bytes across lanes of a transposing read."""
+        """Checks a read into registers, starting with ``row``. ``move`` is the permutation of bytes across lanes of a transposing
+        read.
+        """
         self._alignment(addresses, size)
         self._dirty = True
         waves = self._waves(group, lanes)
@@ -395,7 +402,7 @@ class LocalShadow:
         found = self.owner[places]
         never = found == _NEVER
         bad = (found != 0) & (found != (waves + 1)[:, None]) & ~never
-        bad &= (found != _SEVERAL) | (self.writers[waves[:, None], places] == 0)  # a wave may read bytes that it also wrote
+        bad &= (found != _SEVERAL) | (self.writers[waves[:, None], places] == 0)  # a wave may read bytes that it wrote itself, too
         if bad.any():
             lane, byte = (int(x[0]) for x in np.nonzero(bad))
             raise self._conflict(int(found[lane, byte]), "reads", int(waves[lane]), int(places[lane, byte]))
@@ -421,8 +428,9 @@ class LocalShadow:
 
     @staticmethod
     def _left(addresses: np.ndarray, waves: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """The data that each wave leaves in LDS. If several lanes of a wave write to one address, this is the last lane's data. The
-        other lanes may write different data, for example a reduction summed in another order."""
+        """Returns the data that each wave leaves in LDS. If several lanes of a wave write to one address, the last lane's data
+        remains. The other lanes may write different data, for example a reduction summed in another order.
+        """
         _, place = np.unique(waves.astype(np.int64) << 32 | addresses, return_inverse=True)
         last = np.zeros(len(place), np.int64)
         last[place] = np.arange(len(place))
@@ -459,7 +467,7 @@ class LocalShadow:
             raise Fault("race", f"wave {int(waves[lane])} writes {at}, which wave {reader} read with no barrier between")
 
     def write(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int, row: int, values: np.ndarray) -> None:
-        """Checks the write of ``values``, uint32 [dwords, N], from registers from ``row`` on, before it happens."""
+        """Checks a write of ``values``, uint32 [dwords, N], from registers starting with ``row``, before the write happens."""
         self._alignment(addresses, size)
         if not len(addresses):
             return
@@ -482,7 +490,7 @@ class LocalShadow:
         group.queue.note(Stored(np.arange(group.lanes) if lanes is None else lanes, addresses, size))
 
     def _share(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
-        """Handles bytes that several waves of this instruction write: their data must agree, and all of them count as writers.
+        """Handles bytes that several waves write in this instruction. The waves' data must agree, and all of them count as writers.
 
         ``data`` is uint8 [N, size]. The owner of a byte is the wave of the last lane, whose data hardware would store.
         """
@@ -499,7 +507,7 @@ class LocalShadow:
         owners[at[several]] = _SEVERAL * repeat
 
     def atomic(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int) -> None:
-        """Records atomics. They do not race with one another, and their results count as settled."""
+        """Records atomics. They do not race with one another, and all waves may read their results."""
         self._alignment(addresses, size)
         places = self._bytes(addresses, size)
         owners = self.owner[places]
@@ -512,7 +520,7 @@ class LocalShadow:
             raise self._conflict(int(owners[lane, byte]), "changes", int(waves[lane]), int(places[lane, byte]))
 
     def depart(self, group: Group, entry: Deferred) -> None:
-        """Records the start of a direct load to LDS: no wave may read or write its bytes until the load was waited for."""
+        """Records the start of a direct load to LDS. No wave may read or write its bytes until the load was waited for."""
         if not len(entry.addresses):
             return
         self._dirty = True
@@ -528,7 +536,9 @@ class LocalShadow:
         self._dirty = True
 
     def barrier(self, released: list[Group], full: np.ndarray) -> None:
-        """Records a barrier of the given slots. Writes are settled if their waves have waited for them."""
+        """Records a barrier of the workgroups in the slots ``full``. A write is readable by all waves if its wave has waited for
+        it.
+        """
         if not self._dirty:
             return
         stride = self.local.stride
@@ -549,8 +559,9 @@ class LocalShadow:
                 self._dirty = True
 
     def _alignment(self, addresses: np.ndarray, size: int) -> None:
-        """Checks alignment. LDS accesses of up to 8 bytes must be aligned to their size, larger accesses to 16 bytes. Compilers
-        ensure this without unaligned access mode."""
+        """Checks the alignment of LDS accesses. Accesses of up to 8 bytes must be aligned to their size, larger ones to 16 bytes.
+        Compilers ensure this because unaligned access mode is off.
+        """
         step = {12: 16, 16: 16}.get(size, size)
         wrong = addresses & (step - 1)
         if wrong.any():

@@ -1,4 +1,4 @@
-"""Runs a few instructions on given registers: for tests of single instructions and for experiments.
+"""Runs a few instructions on given registers, for tests of single instructions and for experiments.
 
 >>> import numpy as np
 >>> from gfx950_emulator.snippet import Snippet
@@ -37,7 +37,7 @@ _NAMES = {"vcc": VCC, "m0": M0, "exec": EXEC}
 
 
 def _number(register: int | str) -> int:
-    """The number of a scalar register that is given by name or number."""
+    """The number of a scalar register, from its name or number."""
     return _NAMES[register] if isinstance(register, str) else register
 
 
@@ -47,14 +47,14 @@ class Snippet:
     Args:
         text: instructions, one per line; labels are allowed.
         v, a: vector and accumulation registers by number: an array of 64 (times waves) values of any 32-bit dtype, or one value.
-        s: scalar registers by number, or ``"m0"``. ``"vcc"``, ``"exec"``, and numbers whose value needs it, set 64 bits. An array
-            gives a value per wave.
+        s: scalar registers by number, or ``"m0"``. ``"vcc"``, ``"exec"``, and numbers with a value above 32 bits set a pair of
+            registers. An array gives one value per wave.
         scc: the scalar condition code.
-        waves: waves of the workgroup.
-        lds: its LDS, as bytes or uint8; an int means a number of zero bytes.
+        waves: number of waves of the workgroup.
+        lds: the initial LDS of the workgroup, as bytes or uint8; an int is a number of zero bytes.
         arrays: numpy arrays that the instructions may access; their addresses are ``array.ctypes.data``.
         sanitize: as in `emulated_gfx950`; registers that are not given are then uninitialised.
-        counters: whether to count what the instructions do, for the attribute ``counters``.
+        counters: whether to count what the instructions do; the attribute ``counters`` then has the counts.
         tracer: as in `emulated_gfx950`.
     """
 
@@ -115,31 +115,31 @@ class Snippet:
                 group.shadow._set(SCALAR_BASE + index + i, None)
 
     def run(self) -> Snippet:
-        """Executes the instructions. Raises the same errors as a launch."""
+        """Executes the instructions. Raises the same errors as a kernel launch."""
         if not self._batch.run():
             raise self._batch.deadlock()
         return self
 
     def v(self, index: int, dtype: Any = np.uint32) -> np.ndarray:
-        """A vector register, per lane."""
+        """The values of a vector register, one per lane."""
         return self.group.U[index].view(dtype)
 
     def a(self, index: int, dtype: Any = np.uint32) -> np.ndarray:
         return self.group.U[self._accumulation + index].view(dtype)
 
     def v64(self, index: int, dtype: Any = np.uint64) -> np.ndarray:
-        """A pair of vector registers, per lane."""
+        """The 64-bit values of a pair of vector registers, one per lane."""
         return self.group.pair(index).view(dtype)
 
     def s(self, index: int | str) -> int | np.ndarray:
-        """A scalar register: an int, or a value per wave."""
+        """The value of a scalar register: an int, or one value per wave."""
         return self.group.s32(_number(index))
 
     def s64(self, index: int | str) -> int | np.ndarray:
         return self.group.s64(_number(index))
 
     def lanes(self, index: int | str) -> np.ndarray:
-        """A pair of scalar registers as one bool per lane."""
+        """The bits of a pair of scalar registers, as one bool per lane."""
         return self.group.lane_mask(_number(index))
 
     @property
@@ -148,12 +148,12 @@ class Snippet:
 
     @property
     def lds(self) -> np.ndarray:
-        """The workgroup's LDS, uint8."""
+        """The workgroup's LDS as uint8."""
         return self.machine.local.bytes[: self.machine.local.size]
 
 
 def _bits(value: Any) -> np.ndarray | np.uint32:
-    """Values as the 32 bits that a register holds."""
+    """Converts values to the 32 bits that a register holds."""
     if isinstance(value, np.ndarray):
         return value.view(np.uint32) if value.dtype.itemsize == 4 else value.astype(np.int64).astype(np.uint32)
     if isinstance(value, float):

@@ -1,8 +1,8 @@
-"""A simple model of time on an MI355X. **Its results are for ratios between kernels, never for absolute times.**
+"""A simple model of time on an MI355X. **Use its results only for ratios between kernels, never as absolute times.**
 
 The model's input is what the emulator executed: the blocks that each wave of a workgroup ran, and the cache lines and LDS cycles
 that the counters found for each memory instruction. The results are the times of a workgroup, of a CU with as many workgroups as
-fit, and of the grid. All figures and their sources: `gfx950_emulator.hardware`.
+fit, and of the grid. `gfx950_emulator.hardware` has all figures and their sources.
 
 The CU (compute unit)
 ---------------------
@@ -24,12 +24,11 @@ The CU (compute unit)
 - Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (there is no back-pressure), TLB,
   contention of atomics, launch overhead, clocks that drop under load.
 
-The grid
---------
-Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated, alone and beside copies of itself. The
-times of other workgroups are proportional to the number of instructions that they executed. The time of a CU is the maximum of two
-times: that of all its workgroups at the rate of full occupancy, and that of its heaviest workgroup alone. The time of the grid is
-the maximum of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
+The grid -------- Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated alone, and together with
+copies of itself. The times of other workgroups are proportional to the number of instructions that they executed. The time of a CU
+is the maximum of two times: of all its workgroups at the rate of full occupancy, and of its heaviest workgroup alone. The time of
+the grid is the maximum
+    of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
 
 Ideal and achievable
 --------------------
@@ -81,8 +80,8 @@ _QUARTER_RATE = re.compile(
 )
 # The causes for which a wave may wait, in the order of the result tables.
 CAUSES = ("MFMA", "VALU", "scalar", "LDS", "global memory", "scalar memory", "barrier", "issue")
-_SATURATED = 0.85  # even a limiting unit has some gaps, from barriers and waves of different lengths
-_PENDING = 512  # limit of pending registers, above which those that are ready are dropped
+_SATURATED = 0.85  # an execution unit that limits the CU still has some gaps, from barriers and waves of different lengths
+_PENDING = 512  # if there are more pending registers than this, those that are ready are dropped
 _UNIT_CAUSE = {"valu": "VALU", "trans": "VALU", "mfma": "MFMA", "vmem": "global memory", "lds": "LDS", "smem": "scalar memory"}
 
 
@@ -91,7 +90,7 @@ class Simulation:
     """The result of simulating workgroups on one CU.
 
     Attributes:
-        workgroups: how many workgroups ran at once.
+        workgroups: number of workgroups that ran together.
         cycles: cycles until the last wave ended.
         spent: wave-cycles by cause, see `CAUSES`. An instruction's issue time counts for its execution unit, and its waiting time
             for the cause of the wait. The sum is the lifetime of all waves.
@@ -108,9 +107,10 @@ class Simulation:
 
     @property
     def bound_by(self) -> str:
-        """What limits the CU: an execution unit that is busy nearly all the time, if any; otherwise the cause on which waves spend
-        most time. That cause is followed by the busiest execution unit, if busy at least half of the time, which is then the next
-        limit."""
+        """The limit of the CU. If an execution unit is busy nearly all the time, the limit is its throughput. Otherwise, the limit
+        is the cause on which waves spend most time. If the busiest execution unit is busy at least half of the time, it follows in
+        the text, because it is the next limit.
+        """
         unit = max(self.busy, key=lambda name: self.busy[name])
         if self.busy[unit] >= _SATURATED:
             return f"{unit} throughput"
@@ -123,15 +123,15 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's view of a launch. Only ratios between kernels are meaningful.
+    """The predicted times of a launch. Only ratios between kernels are meaningful.
 
     Attributes:
-        kernel: name.
+        kernel: the kernel's name.
         workgroup: the linear id of the simulated workgroup, the heaviest one.
-        alone, full: simulations of that workgroup, alone on a CU, and with as many copies of itself as fit and as the grid has.
+        alone, full: simulations of that workgroup: alone on a CU, and with as many copies of itself as fit and as the grid has.
         occupancy: the occupancy of a CU.
-        compute_seconds: the slowest CU's time.
-        memory_seconds: HBM's time to move every cache line once, at peak bandwidth.
+        compute_seconds: the time of the slowest CU.
+        memory_seconds: the time that HBM needs to move every cache line once, at peak bandwidth.
     """
 
     kernel: str
@@ -148,18 +148,18 @@ class Prediction:
 
     @property
     def achievable_seconds(self) -> float:
-        """The time with the measured HBM bandwidth and the launch cost."""
+        """The time with the measured HBM bandwidth and the cost of a launch."""
         memory = self.memory_seconds * hw.HBM_BYTES_PER_SECOND / hw.HBM_ACHIEVED_BYTES_PER_SECOND
         return hw.LAUNCH_SECONDS + max(self.compute_seconds, memory)
 
     @property
     def cycles(self) -> float:
-        """`seconds` at the peak clock."""
+        """The time `seconds` in cycles of the peak clock."""
         return self.seconds * hw.CLOCK_HZ
 
     @property
     def bound_by(self) -> str:
-        """What limits the launch: HBM, or the limit of a CU (`Simulation.bound_by`)."""
+        """The limit of the launch: HBM bandwidth, or the limit of a CU (`Simulation.bound_by`)."""
         return "HBM bandwidth" if self.memory_seconds >= self.compute_seconds else self.full.bound_by
 
 
@@ -168,7 +168,7 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
 
     Args:
         report: the launch's report.
-        max_instructions: the most wave-instructions to simulate; the time of a longer trace is extrapolated.
+        max_instructions: the largest number of wave-instructions to simulate; the time of a longer trace is extrapolated.
 
     Raises:
         ValueError: the launch was executed without counters, or a workgroup does not fit on a CU.
@@ -191,7 +191,7 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     load: dict[int, float] = {}
     for workgroup, amount in work.items():
         load[workgroup % hw.COMPUTE_UNITS] = load.get(workgroup % hw.COMPUTE_UNITS, 0.0) + amount / work[heaviest]
-    # A CU with fewer workgroups than fit runs them all at once. Its time is between the two simulated times.
+    # A CU with fewer workgroups than fit runs them all together. Its time is between the two simulated times.
     cycles = max(max(alone.cycles, total * _rate(alone, full, min(resident, per_unit[unit]))) for unit, total in load.items())
     return Prediction(
         report.kernel,
@@ -205,7 +205,8 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
 
 
 def _rate(alone: Simulation, full: Simulation, workgroups: int) -> float:
-    """Cycles per workgroup if ``workgroups`` run at once: total time is interpolated linearly between the two simulations."""
+    """Cycles per workgroup if ``workgroups`` run together on a CU. The total time is interpolated linearly between the simulation
+    of one workgroup alone and that of a full CU."""
     if full.workgroups == 1:
         return alone.cycles
     step = (full.cycles - alone.cycles) / (full.workgroups - 1)
@@ -221,18 +222,18 @@ class Cost:
 
     Attributes:
         category: issue category; empty for instructions that need no execution unit.
-        cause: the cause in `Simulation.spent` for its own time.
-        turns: issue slots that the instruction takes from its wave.
+        cause: the cause in `Simulation.spent` to which the instruction's issue time counts.
+        turns: number of issue slots that the instruction takes from its wave.
         valu, mfma: cycles for which the instruction holds its SIMD's vector ALU or matrix core.
         latency: cycles until the instruction's register results can be read, if more than one issue slot; otherwise 0.
-        reads, writes: registers that may have to be waited for.
-        chained: for an MFMA: the registers of C and D.
+        reads, writes: registers for whose results the instruction may have to wait.
+        chained: for an MFMA, the registers of C and D.
         banks, port: cycles of LDS banks and of the SIMD pair's port.
         pipeline: cycles of the vector memory pipeline.
         counter: ``"vmcnt"`` or ``"lgkmcnt"`` if the instruction increments one of these. `delay`: cycles until the counter
             decrements.
-        scalar: whether the instruction is a scalar load, which may overtake others.
-        wait: (vmcnt, lgkmcnt) of s_waitcnt; None for a counter that it does not name.
+        scalar: whether the instruction is a scalar load, which may overtake other operations.
+        wait: the limits (vmcnt, lgkmcnt) of s_waitcnt; None for a counter that it does not name.
         kind: ``"barrier"``, ``"end"``, ``"wait"`` or empty.
     """
 
@@ -256,7 +257,7 @@ class Cost:
 
     @property
     def weight(self) -> float:
-        """The instruction's weight in a workgroup's total work."""
+        """The instruction's weight, in cycles, in the total work of a workgroup."""
         return max(self.turns * hw.SLOT, self.valu, self.mfma, self.banks, self.pipeline)
 
 
@@ -297,10 +298,10 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
         return Cost(**common, banks=banks, port=port, counter="lgkmcnt", delay=hw.LDS_LATENCY)
     if unit == "smem":
         return Cost(**common, counter="lgkmcnt", delay=hw.SCALAR_CACHE_MISS, scalar=True)
-    # Scratch is not counted: lanes' dwords are interleaved, so waves access whole lines, which stay in L2.
+    # Scratch accesses have no line counts. The lanes' dwords are interleaved, so waves access whole lines, which stay in L2.
     lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
     if memory.direction == "store":
-        # A store sends the bytes that it writes, and one request for each line.
+        # A store sends the bytes that it writes, and one request for each cache line.
         delay: float = hw.L2_LATENCY
         cycles: float = max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
     else:
@@ -312,7 +313,9 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
 
 
 def _idle_turns(mnemonic: str, operands: tuple[str, ...]) -> int:
-    """Issue slots of an instruction that only waits (CDNA3 ISA document, S_NOP: up to 16 slots; S_SLEEP: 64 cycles each)."""
+    """Issue slots of an instruction that only delays its wave (CDNA3 ISA document, S_NOP: up to 16 slots; S_SLEEP: 64 cycles
+    each).
+    """
     if mnemonic in ("s_nop", "s_sleep") and operands:
         amount = int(operands[0], 0)
         return amount + 1 if mnemonic == "s_nop" else max(1, amount * 64 // hw.SLOT)
@@ -327,10 +330,10 @@ def _vector_cycles(mnemonic: str, unit: str) -> int:
 
 
 def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
-    """Average cycles of the banks and of the port per execution."""
+    """Average cycles of the LDS banks and of the port, per execution of an instruction."""
     memory = bound.memory
     if memory is not None and memory.direction == "permute":
-        # Data passes the port once in each direction, and the crossbar as 4-byte reads do.
+        # Data passes the port once in each direction, and passes the crossbar like 4-byte reads.
         return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / hw.LDS_PORT_STORE_BYTES
     size = found["lds_bytes"]
     if memory is not None and memory.direction == "load":
@@ -350,22 +353,22 @@ def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:
 
 @dataclass
 class _Wave:
-    """A wave, at a position in its trace."""
+    """A wave, at some instruction of its trace."""
 
     number: int
     simd: int
     workgroup: int
     trace: list[int]
     at: int = 0
-    free: float = 0.0  # earliest time of its next issue
+    free: float = 0.0  # earliest time at which the wave can issue its next instruction
     last: float = 0.0  # the time up to which the wave's time is accounted for
-    pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> ready, by a matrix instruction, cause
-    vector: deque[float] = field(default_factory=deque)  # completion times of outstanding operations, oldest first
-    local: deque[tuple[float, bool]] = field(default_factory=deque)  # (completion time, whether it is a scalar load)
+    pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> (ready at, by an MFMA?, cause of wait)
+    vector: deque[float] = field(default_factory=deque)  # completion times of outstanding vector memory operations, oldest first
+    local: deque[tuple[float, bool]] = field(default_factory=deque)  # LDS and scalar operations: (done at, a scalar load?)
 
 
 class _Unit:
-    """The state of a CU that runs workgroups."""
+    """The state of a simulated CU that runs workgroups."""
 
     def __init__(self, costs: list[Cost], workgroups: list[list[list[int]]]) -> None:
         self.costs = costs
@@ -423,7 +426,7 @@ class _Unit:
             if done > time:
                 time, cause = done, "global memory"
         if local is not None and len(wave.local) > local:
-            # Scalar loads return in any order, so while one is outstanding only a wait for all is meaningful.
+            # Scalar loads return in any order. So while a scalar load is outstanding, only a wait for all operations is meaningful.
             finished = list(wave.local)[: len(wave.local) - local]
             for done, scalar in finished:
                 if done > time:
@@ -431,7 +434,7 @@ class _Unit:
         return time, cause
 
     def issue(self, wave: _Wave, cost: Cost, time: float, cause: str) -> None:
-        """Issues a wave's next instruction at a time, a multiple of a slot."""
+        """Issues a wave's next instruction at a time that is a multiple of a slot."""
         wave.at += 1
         self.spent[cause] += time - wave.last
         wave.free = wave.last = time + cost.turns * hw.SLOT
@@ -476,7 +479,7 @@ class _Unit:
         if cost.counter == "vmcnt":
             done += cost.delay
             if wave.vector and wave.vector[-1] > done:
-                done = wave.vector[-1]  # in order
+                done = wave.vector[-1]  # operations complete in order
             wave.vector.append(done)
             if len(wave.vector) > hw.VMCNT_LIMIT:
                 wave.vector.popleft()
@@ -509,7 +512,7 @@ class _Unit:
                 self._release(wave.workgroup, queue)
             else:
                 heapq.heappush(queue, (wave.free, number))
-        # The memory pipeline still holds stores, or loads that no wave waits for.
+        # The memory pipeline may still hold stores, or loads for which no wave waits.
         self.end = max(self.end, self.pipeline, *(wave.free for wave in self.waves))
         return issued
 

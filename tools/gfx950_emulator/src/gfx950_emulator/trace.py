@@ -1,5 +1,4 @@
-"""Two records of an execution. The blocks that each wave ran are for the timing model, and each instruction's results are for
-people."""
+"""Two records of an execution: the blocks that each wave ran, for the timing model, and each instruction's results, for people."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from gfx950_emulator.program import Program
 
 
 class BlockTrace:
-    """Blocks in the order in which they ran: one record for all waves that ran a block together.
+    """The blocks that waves ran, in order. There is one record for all waves that ran a block together.
 
     Attributes:
-        records: (first instruction of the block, workgroup of each wave, index of each wave in its workgroup).
+        records: tuples (first instruction of the block, workgroup of each wave, index of each wave in its workgroup).
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class BlockTrace:
         self.records.append((start, group.machine.workgroups[group.slot], group.wave))
 
     def work(self, weights: dict[int, float]) -> dict[int, float]:
-        """For each workgroup, the sum of the weights of the blocks that its waves ran."""
+        """The sum of the weights of the blocks that each workgroup's waves ran, by workgroup."""
         if not self.records:
             return {}
         counts = [len(workgroups) for _, workgroups, _ in self.records]
@@ -38,7 +37,7 @@ class BlockTrace:
         return dict(zip(workgroups.tolist(), np.bincount(place, values).tolist(), strict=True))
 
     def waves_of(self, workgroup: int) -> dict[int, list[int]]:
-        """The blocks of each wave of a workgroup, in order, by their first instructions."""
+        """The blocks that each wave of a workgroup ran, in order, given by their first instructions."""
         waves: dict[int, list[int]] = {}
         for start, workgroups, numbers in self.records:
             for wave in numbers[workgroups == workgroup].tolist():
@@ -51,7 +50,7 @@ class Written:
     """A register that an instruction wrote.
 
     Attributes:
-        name: as the assembler writes it.
+        name: the register's name, as the assembler writes it.
         values: the chosen lanes of a vector register, or the single value of a scalar register.
     """
 
@@ -67,8 +66,8 @@ class InstructionTrace:
         workgroup, wave: the traced workgroup and wave.
         kernel: a substring of the names of kernels to trace; empty for all.
         lanes: lanes whose values are reported.
-        limit: the most instructions to report, over all launches.
-        told, more: the number of reported instructions, and whether there were more.
+        limit: the largest number of instructions to report, over all launches.
+        told, more: the number of reported instructions, and whether further instructions were not reported.
     """
 
     write: Callable[[Program, int, int, list[Written]], None]
@@ -81,11 +80,11 @@ class InstructionTrace:
     more: bool = field(default=False, init=False)
 
     def wants(self, program: Program) -> bool:
-        """Whether a launch is traced at all; called once per launch."""
+        """Whether a launch of this program is traced; called once per launch."""
         return self.kernel in program.assembly.name and not self.more
 
     def instruction(self, program: Program, group: Group, index: int) -> None:
-        """Called after each instruction that a group ran."""
+        """Reports an instruction that a group ran, if the traced wave is in the group."""
         if self.more:
             return
         mine = np.flatnonzero((group.wave == self.wave) & (group.machine.workgroups[group.slot] == self.workgroup))

@@ -1,8 +1,8 @@
 """Binds vector instructions: operands become Python expressions over a group, from which a small function is generated.
 
-The functions of instructions of one *form* (same operation, same kinds of operands) differ only in register numbers and constants.
-The source of a form is generated and compiled once; binding an instruction fills in the numbers. The generated function for
-``v_add_f32 v3, s2, v1`` is::
+Instructions of one *form* have the same operation and the same kinds of operands. Their functions differ only in register numbers
+and constants. The source of a form is generated and compiled once; binding an instruction fills in the numbers. The generated
+function for ``v_add_f32 v3, s2, v1`` is::
 
     def run(g):
         if g.full:
@@ -31,7 +31,7 @@ from gfx950_emulator.operands import SCALAR_BASE, Operand
 
 @dataclass(frozen=True)
 class Type:
-    """A register operand's type: its dtype, its width, and the group's view of that dtype if it is 32 bits wide."""
+    """A register operand's type: its dtype, its width, and, if 32 bits wide, the name of the group's view with this dtype."""
 
     dtype: np.dtype
     rows: str = ""
@@ -49,13 +49,13 @@ U32, I32, F32 = Type(np.dtype(np.uint32), "U"), Type(np.dtype(np.int32), "I"), T
 U16, I16, F16 = Type(np.dtype(np.uint16)), Type(np.dtype(np.int16)), Type(np.dtype(np.float16))
 U64, I64, F64 = Type(np.dtype(np.uint64)), Type(np.dtype(np.int64)), Type(np.dtype(np.float64))
 
-# Constants of floating-point types, by their size in bytes
+# Constants of floating-point types, by the type's size in bytes
 SMALLEST_NORMAL = {2: np.float16(2.0**-14), 4: np.float32(2.0**-126), 8: np.float64(2.0**-1022)}
 MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 
 
 class Form:
-    """Collects the constants that a generated function closes over, so that its source text is free of them."""
+    """Collects the constants that a generated function closes over, so that the source text of a form contains no numbers."""
 
     def __init__(self, **values: Any) -> None:
         self.values: dict[str, Any] = dict(values)
@@ -66,7 +66,7 @@ class Form:
         return name
 
     def function(self, body: str) -> Callable[[Group], Any]:
-        """The function with this body and this form's constants."""
+        """Returns the function with this body and with this form's constants."""
         return _factory(body, tuple(self.values))(*self.values.values())
 
 
@@ -74,7 +74,7 @@ _HELPERS: dict[str, Any] = {"np": np, "u16": np.uint16, "u32": np.uint32, "dpp_r
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function callable from generated code."""
+    """Decorator: makes a function callable from generated code."""
     _HELPERS[function.__name__] = function
     return function
 
@@ -105,7 +105,7 @@ def high16(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @helper
 def sdwa_read(bits: np.ndarray, shift: int, width: int, signed: bool) -> np.ndarray:
-    """Bits [shift, shift + width), extended to 32 by sign or zeros."""
+    """Extracts bits [shift, shift + width) of a register, extended to 32 bits by their sign or by zeros."""
     if signed:
         up = 32 - shift - width
         return ((bits << np.uint32(up)).view(np.int32) >> np.int32(32 - width)).view(np.uint32)
@@ -114,7 +114,9 @@ def sdwa_read(bits: np.ndarray, shift: int, width: int, signed: bool) -> np.ndar
 
 @helper
 def sdwa_write(group: Group, row: int, bits: np.ndarray, shift: int, width: int, unused: str) -> None:
-    """Writes bits [shift, shift + width) of a row. The other bits are zeroed, kept, or, above these bits, filled with the sign."""
+    """Writes bits [shift, shift + width) of a register. The other bits are zeroed, or kept, or (above these bits) filled with the
+    sign.
+    """
     field_ = np.uint32((1 << width) - 1)
     placed = (bits & field_) << np.uint32(shift)
     if unused == "UNUSED_PRESERVE":
@@ -141,7 +143,9 @@ def write_high16(group: Group, row: int, bits: np.ndarray) -> None:
 
 @helper
 def write_low16(group: Group, row: int, bits: np.ndarray) -> None:
-    """Writes the lower half and keeps the upper half, like mixed-precision and conversion instructions that write one half."""
+    """Writes the lower half of a register and keeps the upper half, as do conversion and mixed-precision instructions that write a
+    half.
+    """
     group_write(group, row, (group.U[row] & _HIGH_HALF) | bits.astype(np.uint32))
 
 
@@ -151,7 +155,7 @@ def join_pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def per_lane(group: Group, value: np.ndarray) -> np.ndarray:
-    """Broadcasts a value to one per lane."""
+    """Broadcasts a scalar value to one value per lane; returns an array unchanged."""
     return value if value.ndim else np.full(group.lanes, value)
 
 
@@ -169,7 +173,7 @@ def write_pair_where(group: Group, row: int, value: np.ndarray, where: np.ndarra
 
 @helper
 def set_compare(group: Group, index: int, result: np.ndarray) -> None:
-    """Writes a compare's result; the bits of inactive lanes are zero."""
+    """Writes the result of a compare to a pair of scalar registers; the bits of inactive lanes are zero."""
     if result.shape != group.mask.shape:
         result = np.broadcast_to(result, group.mask.shape)
     group.set_lane_mask(index, result if group.full else result & group.mask)
@@ -187,14 +191,16 @@ def clamp_result(value: np.ndarray) -> np.ndarray:
 
 @helper
 def scale_result(value: np.ndarray, factor: np.generic) -> np.ndarray:
-    """The output modifier: times 2, 4 or 0.5. Denormal results and -0 become +0."""
+    """Applies the output modifier: multiplies by 2, 4 or 0.5. Denormal results and -0 become +0."""
     scaled = value * factor
     return np.where(np.abs(scaled) < SMALLEST_NORMAL[scaled.dtype.itemsize], scaled.dtype.type(0), scaled)
 
 
 @helper
 def limited(group: Group, function: Callable[..., Any], *sources: np.ndarray) -> np.ndarray:
-    """The function's float16 result, which MODE.FP16_OVFL limits to the largest finite number, unless a source is infinite."""
+    """Returns the function's float16 result. If MODE.FP16_OVFL is set, an overflowing result is limited to the largest finite
+    number, unless a source is infinite.
+    """
     result = function(*sources)
     if group.saturate:
         overflowed = np.isinf(result)
@@ -205,7 +211,7 @@ def limited(group: Group, function: Callable[..., Any], *sources: np.ndarray) ->
 
 
 def saturating(function: Callable[..., Any], type_: Type) -> Callable[..., Any]:
-    """Clamp of an integer operation: its exact result, saturated to the type's range. For results below 2**63."""
+    """Returns the function with clamp: the exact integer result, saturated to the type's range. Results must be below 2**63."""
     limits = np.iinfo(type_.dtype)
 
     def run(*sources: Any) -> Any:
@@ -216,7 +222,9 @@ def saturating(function: Callable[..., Any], type_: Type) -> Callable[..., Any]:
 
 
 def _output_modifier(site: Site, type_: Type) -> float | None:
-    """The factor of mul:2, mul:4 or div:2. Hardware ignores it if MODE.IEEE is set, or if denormal results are kept."""
+    """The factor of the modifier mul:2, mul:4 or div:2. Hardware ignores it if MODE.IEEE is set, or if denormal results are
+    kept.
+    """
     multiply, divide = site.take("mul"), site.take("div")
     if multiply is None and divide is None:
         return None
@@ -237,11 +245,11 @@ _BROADCAST = {"U": "broadcast_u32", "I": "broadcast_i32", "F": "broadcast_f32"}
 
 
 def source(site: Site, form: Form, type_: Type, operand: Operand, *, select: str = "", high: int = 0, moved: str = "") -> str:
-    """The expression that reads one source operand.
+    """Returns the Python expression that reads one source operand.
 
     Args:
-        select: SDWA's selection, ``"BYTE_1"``.
-        high: op_sel: 16-bit types read the upper half.
+        select: the part of the register that SDWA selects: ``"BYTE_1"``.
+        high: op_sel; 1 for the upper half of a 16-bit type.
         moved: an expression for the source's bits, already moved across lanes (DPP).
     """
     if (operand.absolute or operand.negate) and not type_.floating:
@@ -279,8 +287,8 @@ def _register(site: Site, form: Form, type_: Type, operand: Operand, select: str
 
 
 def moved_source(site: Site, form: Form, lines: list[str], operand: Operand, type_: Type) -> str:
-    """DPP: the first source, moved across lanes. Adds the statements that move the source, and returns the
-    expression for its bits.
+    """Handles DPP's first source, which is moved across lanes. Adds the statements that move the source, and returns the expression
+    for its bits.
     """
     form.values["plan"] = dpp_plan(site)
     lines.append(f"moved, written = dpp_read(g, g.U[{form.add(operand.index)}], plan)")
@@ -291,7 +299,7 @@ def moved_source(site: Site, form: Form, lines: list[str], operand: Operand, typ
 
 
 def getter(site: Site, operand: Operand, type_: Type, *, high: int = 0) -> Callable[[Group], Any]:
-    """A function that reads a source operand of a group. It returns one value per lane, or one for all lanes."""
+    """Returns a function that reads a source operand from a group: one value per lane, or one value for all lanes."""
     form = Form()
     return form.function(f"return {source(site, form, type_, operand, high=high)}")
 
@@ -305,13 +313,14 @@ class VectorOp:
 
     Attributes:
         function: computes the result from the sources, on numpy arrays. A ufunc may write in place.
-        destination, sources: types. Destination None means a compare: a bool per lane, to a pair of scalar registers.
+        destination, sources: the operands' types. A destination of None means a compare, which writes a bool per lane to scalar
+            registers.
         unit: ``"valu"`` or ``"trans"``.
-        accumulates: the destination is the last source too (v_fmac).
-        keeps_high: a 16-bit result leaves the upper half of the register alone.
+        accumulates: whether the destination is also the last source (v_fmac).
+        keeps_high: whether a 16-bit result leaves the upper half of the register unchanged.
         moves: see `Bound.moves`.
-        saturates: clamp limits the exact integer result; `function` must compute it if given int64.
-        overflows: a float16 result that overflows obeys MODE.FP16_OVFL.
+        saturates: whether clamp limits the exact integer result; `function` must then accept int64 sources.
+        overflows: whether a float16 result that overflows obeys MODE.FP16_OVFL.
     """
 
     name: str
@@ -327,7 +336,7 @@ class VectorOp:
 
 
 def vector_op(name: str, function: Callable[..., Any], destination: Type | None, *sources: Type, **flags: Any) -> None:
-    """Declares a vector instruction: see `VectorOp`."""
+    """Declares a vector instruction; the arguments are those of `VectorOp`."""
     op = VectorOp(name, function, destination, sources, **flags)
     if name in BINDERS:
         raise ValueError(f"{name} has two binders")
@@ -335,13 +344,13 @@ def vector_op(name: str, function: Callable[..., Any], destination: Type | None,
 
 
 def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) -> Bound:
-    """Binds an instruction of one destination in any encoding: VOP1, VOP2, VOP3, VOPC, DPP, SDWA.
+    """Binds an instruction with one destination, in any encoding: VOP1, VOP2, VOP3, VOPC, DPP, SDWA.
 
     Args:
         op: the operation.
         site: the instruction. `Site.operands` must hold the destination and the sources that `op` declares, and nothing else.
-        lanes: a pair of scalar registers (as an operand, or the number of the first), passed to `op.function` as last argument: one
-            bool per lane.
+        lanes: a pair of scalar registers, as an operand or as the number of the first register. It is passed to `op.function` as
+            the last argument, one bool per lane.
     """
     destination, *sources = site.operands
     if op.accumulates and len(sources) == len(op.sources) - 1:
@@ -367,7 +376,7 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     form.values["d"] = destination.index
     clamp = bool(site.take("clamp", False))
     call = ", ".join(arguments)
-    if op.destination is None:  # a compare's clamp only controls exceptions
+    if op.destination is None:  # the clamp of a compare only controls exceptions
         lines.append(f"set_compare(g, d, fn({call}))")
     else:
         result = f"fn({call})"
@@ -394,7 +403,9 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
 
 
 def _store(op: VectorOp, site: Site, result: str, in_place: str, dpp: bool, high: bool) -> str:
-    """The statements that write the result. `in_place`: the arguments of a ufunc that may write to the register itself."""
+    """Returns the statements that write the result. `in_place`: the arguments with which a ufunc writes directly to the destination
+    register.
+    """
     type_ = op.destination
     if site.encoding == "sdwa":
         shift, width = _SELECT[str(site.take("dst_sel", "DWORD"))]

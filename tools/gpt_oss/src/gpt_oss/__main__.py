@@ -21,7 +21,7 @@ from tokenspeed_kernel.workbench.benchmark import as_text
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="GPT-OSS through tokenspeed-kernel's public API.")
 
-# Exit statuses: the result differs from the reference; an option is wrong or the model cannot be run.
+# Exit statuses. DISAGREES: the result differs from the reference. UNUSABLE: an option is wrong or the model cannot be run.
 DISAGREES = 1
 UNUSABLE = 2
 
@@ -116,7 +116,7 @@ def demo(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Parses ``"1,4,16"`` to ints. Raises ValueError for anything else."""
+    """Parses ``"1,4,16"`` to ints. Raises ValueError for any other form."""
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -124,7 +124,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    """Parses ``"1x1024,8x1024"`` to pairs of ints. Raises ValueError for anything else."""
+    """Parses ``"1x1024,8x1024"`` to pairs of ints. Raises ValueError for any other form."""
     parts = [part.split("x") for part in text.split(",") if part]
     try:
         return tuple((int(batch), int(tokens)) for batch, tokens in parts)

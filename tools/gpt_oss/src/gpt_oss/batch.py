@@ -28,12 +28,12 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one sequence.
+    """A chunk of a pass: consecutive tokens of one sequence.
 
     Attributes:
         tokens: the token ids.
         start: position of the first token. Keys and values of earlier tokens are already in the cache.
-        pages: the sequence's pages in order; at least as many as its tokens need, these included.
+        pages: the sequence's pages in order; at least as many as the sequence needs with this chunk.
     """
 
     tokens: Sequence[int]
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of a forward pass, on the model's device. There are n tokens in b chunks.
+    """The tensors of a forward pass, on the model's device. The pass has n tokens in b chunks.
 
     Attributes:
         phase: the kind of the batch, see `Phase`.
@@ -56,12 +56,13 @@ class Batch:
         cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the chunks; None if the phase is decode.
         cu_seqlens_kv: int32 ``[b + 1]``, cumulative numbers of keys to which the chunks attend, the chunks themselves included;
             None if the phase is decode.
-        cache_seqlens: int32 ``[b]``, number of each sequence's tokens in the cache after this pass, the pass's own tokens included.
+        cache_seqlens: int32 ``[b]``, number of each sequence's tokens in the cache after this pass, including the pass's own
+            tokens.
         max_seqlen_q: length of the longest chunk.
         max_seqlen_k: upper bound of ``cache_seqlens``, a whole number of pages.
-        slot_mapping: int64 ``[n]``, the cache slot of each token's keys and values; None without a cache.
+        slot_mapping: int64 ``[n]``, the cache slot to which each token's keys and values are written; None without a cache.
         page_table: int32 ``[b, pages]``, the pages of each sequence; None without a cache.
-        logit_rows: int64 ``[rows]``, the tokens whose logits are returned; None for all.
+        logit_rows: int64 ``[rows]``, the indices of the tokens whose logits are returned; None for all tokens.
     """
 
     phase: Phase
@@ -124,7 +125,7 @@ def make_batch(
     decodes = phase is Phase.DECODE
     ends = cumulative([len(piece.tokens) for piece in pieces])
     page_size = cache.page_size if cache is not None else 1
-    # No Python loop runs over positions: long prompts have many positions, and the device would wait for the loop.
+    # No Python loop runs over positions. Long prompts have many positions, and the device would wait for the loop.
     tokens = torch.frombuffer(array("q", itertools.chain.from_iterable(piece.tokens for piece in pieces)), dtype=torch.int64)
     positions = sent(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]), device)
     cu_seqlens_q = None if decodes else ints(ends, torch.int32)

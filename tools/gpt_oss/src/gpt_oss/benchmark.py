@@ -1,8 +1,8 @@
 """Measures the runtime end to end: decode steps of the engine, and prefills, with random weights.
 
-A decode step is timed as a caller of the engine sees it. The bare pass, replayed on the device without the engine, is timed as
-well. The floor of a step is the time to read its data: weights of attention and of the routed experts, keys and values, and the
-output matrix. `breakdown` measures the operators of a pass.
+A decode step is timed as a caller of the engine sees it. The bare pass (the same pass without the engine, replayed on the device)
+is timed as well. The floor of a step is the time to read its data: weights of attention and of the routed experts, keys and values,
+and the output matrix. `breakdown` measures the operators of a pass.
 
 A result is also a benchmark report: `tokenspeed-kernel report` shows its kernels.
 """
@@ -47,12 +47,12 @@ class Variant:
     """A way to run the model.
 
     Attributes:
-        kernels: a context that restricts the registered kernels.
+        kernels: returns a context manager inside which only some registered kernels are eligible; by default all kernels.
         cache_dtype: dtype of keys and values; None for the model's dtype.
         activation_dtype: the format to which experts quantise their inputs; see `moe_apply.plan`.
     """
 
-    kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # all installed kernels
+    kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # by default all installed kernels are eligible
     cache_dtype: torch.dtype | None = None
     activation_dtype: str = "none"
 
@@ -65,11 +65,13 @@ VARIANTS = {
 }
 
 _WARM_STEPS = 4
-_REPLAYS = 30  # replays of the bare pass; each advances the position by one
+_REPLAYS = 30  # replays of the pass without the engine; each advances the position by one
 _PREFILL_TOKENS = 65536  # tokens per prefill pass before decode steps; limits the memory of a pass's activations
-# Layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not fit.
+# Number of layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not
+# fit.
 _PREFILL_LAYERS = 2
-# Sequences, and tokens of each, on whose second halves variants are compared; the first halves are in the cache.
+# Number of sequences, and of tokens of each, with which variants are compared. The first half of each sequence is in the cache, and
+# the logits of the second half are compared.
 _PROBES, _PROBE_TOKENS = 4, 256
 
 
@@ -152,16 +154,18 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The number of positions of the longest sequence."""
+        """The largest number of positions of a sequence in any measurement."""
         decoded = [self.length(context) for context in self.contexts if self.batches]
         return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
-        """The number of positions of a sequence at the end of its decode measurement."""
+        """The number of positions of a sequence at the end of a decode measurement that starts with ``context`` tokens."""
         return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
 
     def prefill_passes(self, context: int) -> int:
-        """The number of passes that prefill the largest batch. Sequences whose prefill is finished already decode meanwhile."""
+        """The number of passes that prefill the largest batch. Sequences whose prefill is finished decode in the remaining
+        passes.
+        """
         return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
 
 
@@ -204,7 +208,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     metadata = dataclasses.asdict(collect_metadata(command, device))
     result: dict[str, Any] = {
-        "format": 2,  # the format of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
+        "format": 2,  # the report format of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
         "rows": [],
         "roofline": None if roofline is None else dataclasses.asdict(roofline),
         "workload": asdict(workload),
@@ -248,7 +252,7 @@ def _free(on_gpu: bool) -> None:
 
 
 class _Measuring:
-    """The measurements of one variant."""
+    """All measurements of one variant."""
 
     def __init__(
         self,
@@ -296,9 +300,9 @@ class _Measuring:
             yield found
 
     def probed(self, first: Probed | None) -> tuple[Probed, dict[str, float]]:
-        """The variant's logits for a fixed set of tokens, and their divergence from the first variant's, with the variant's own
-        choice of experts and with the first variant's. The first variant is compared with itself in chunks of half the length,
-        which differ by rounding.
+        """The variant's logits for a fixed set of tokens, and their divergence from the first variant's logits. The divergence is
+        measured twice: with the experts that the variant selects, and with those that the first variant selects. The first variant
+        is compared with itself in chunks of half the length; the results differ by rounding.
         """
         half = min(_PROBE_TOKENS, self.model.max_positions) // 4 * 2
         run = functools.partial(probe, self.model, self._cache(_PROBES, 2 * half), self._prompts(_PROBES, 2 * half))
@@ -325,7 +329,7 @@ class _Measuring:
         while engine.steps[Phase.DECODE] < before + _WARM_STEPS:
             engine.step()
         seconds = [_seconds(engine.step) for _ in range(steps - 1)]
-        step = statistics.fmean(seconds)  # not the median: a step may return early, and the next one waits for both
+        step = statistics.fmean(seconds)  # the mean, not the median: a step may return early, and the next step then waits for both
         experts = self._experts(engine, batch)
         bare = self._bare(engine, batch)
         floor = self._floor(batch, context + steps // 2, experts)
@@ -347,7 +351,7 @@ class _Measuring:
         }
 
     def _prefill(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Measures a pass over whole prompts, from the request to the first token of each."""
+        """Measures a pass over whole prompts, from queueing the requests to the first token of each."""
         engine = self._engine(batch, tokens, tokens * batch, "eager")
         requests = [Request(prompt, 1) for prompt in self._prompts(batch, tokens)]
         with self._listening():
@@ -421,12 +425,12 @@ class _Measuring:
         return [len(ids.unique()) for ids in chosen]
 
     def _forward(self, engine: Engine, batch: int) -> None:
-        """Launches the model's part of a decode pass from Python."""
+        """Launches the model's part of a decode pass (all but sampling) from Python."""
         assert engine.decoder is not None
         engine.decoder.forward(batch)
 
     def _some_layers(self, engine: Engine, batch: int, tokens: int, layers: int) -> None:
-        """Runs a prefill pass through the first layers only, logits included."""
+        """Runs a prefill pass through the first ``layers`` layers only, logits included."""
         cache, whole = engine.cache, self.model.layers
         held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
         try:
@@ -441,17 +445,17 @@ class _Measuring:
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
         """Times the kernels of a pass, stores them for the report, and returns a row per family of operators."""
         parts = break_down(forward, name, torch.device(self.device), self.roofline)
-        # A report shows variants side by side, as it shows backends (solutions).
+        # A report shows variants side by side, in the way it shows backends (solutions).
         suffix = "" if self.name == "optimised" else f" ({self.name})"
         self.rows += [dataclasses.replace(part.row, kernel=part.row.kernel + suffix) for part in parts]
         return by_family(parts)
 
     def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
-        """Returns the floor of a decode step: the time to read the bytes that the step needs."""
+        """Returns the floor of a decode step: the time to read the bytes that the step must read."""
         config, size = self.config, self.dtype.itemsize
         weights = config.num_local_experts, config.hidden_size, config.intermediate_size
-        expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 for each 32
-        expert += size * (2 * weights[2] + weights[1])  # biases
+        expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 per 32 values
+        expert += size * (2 * weights[2] + weights[1])  # biases of both projections
         layer = self.model.layers[0]
         products = (layer.qkv, layer.output, layer.router)
         dense = sum(p.weight.numel() + (0 if p.bias is None else p.bias.numel()) for p in products) * size

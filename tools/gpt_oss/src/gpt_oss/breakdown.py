@@ -30,7 +30,7 @@ class Part:
         family: the operator's family.
         row: the average call as a row of a benchmark report. The row has no time if the calls cannot be repeated.
         calls: number of calls.
-        floor_us: the shortest time of all calls that the device's measured roofline allows; None without a roofline.
+        floor_us: the shortest total time of the calls that the device's measured roofline allows, in us; None without a roofline.
     """
 
     family: str
@@ -45,7 +45,7 @@ class Part:
 
 
 class _Recorded:
-    """The calls of one kernel."""
+    """The recorded calls of one kernel, with their arguments."""
 
     def __init__(self, operator: str, kernel: str) -> None:
         self.operator, self.kernel = operator, kernel
@@ -61,14 +61,14 @@ class _Recorded:
             self.costs.append(op.cost_of(call.arguments))
 
     def part(self, name: str, device: torch.device, roofline: Roofline | None) -> Part:
-        """Times the calls."""
+        """Times the recorded calls."""
         count = len(self.calls)
         family, _, _ = self.operator.partition(".")
         solution = KernelRegistry.get().get_by_name(self.kernel, self.operator).solution
         row = Row(self.kernel, self.operator, f"{name}, {count} calls", "measured", solution=solution)
         try:
             timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
-        except RuntimeError as error:  # a kernel that synchronises cannot be captured; other kernels are still timed
+        except RuntimeError as error:  # a kernel that synchronises cannot be captured in a graph; other kernels are still timed
             return Part(family, replace(row, status="error", reason=f"while timing: {error}"), count, None)
         row = replace(row, timing=timing.without_samples())
         if len(self.costs) < count:
@@ -79,12 +79,12 @@ class _Recorded:
             return Part(family, row, count, None)
         average = replace(self.costs[0], flops=flops, bytes=moved)
         row = replace(row, share=share_of(average, timing.median_us, self.operands, roofline))
-        # If a call that takes 1 us reaches the fraction f of the roofline, the roofline's time is f us.
+        # The fraction f of the roofline is computed for a call of 1 us. The roofline's time of this call is then f us.
         return Part(family, row, count, sum(share_of(cost, 1.0, self.operands, roofline).part for cost in self.costs))
 
 
 def break_down(forward: Callable[[], Any], name: str, device: torch.device, roofline: Roofline | None) -> list[Part]:
-    """Runs a pass, then times the calls of each of its kernels. Returns the kernels, that with the longest time first.
+    """Runs a pass, then times the calls of each of its kernels. Returns the kernels, longest total time first.
 
     Args:
         forward: function that launches the pass. The tensors of the pass are kept alive. The operators write their outputs
@@ -118,8 +118,8 @@ def break_down(forward: Callable[[], Any], name: str, device: torch.device, roof
 def by_family(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Returns a row per family of operators, the family with the longest time first.
 
-    A row has the number of calls, their total microseconds, their fraction of the time of all calls, and the fraction of the
-    roofline that they reach (None without a roofline).
+    A row has the family's number of calls, their total microseconds, their fraction of the time of all calls, and the fraction of
+    the roofline that they reach (None without a roofline).
     """
     whole = sum(part.total_us for part in parts)
     rows = []

@@ -13,7 +13,7 @@ from gpt_oss.transfer import sent
 
 
 class OutOfPages(RuntimeError):
-    """Fewer pages are free than were requested."""
+    """Too few pages of the cache are free for an allocation."""
 
 
 class PageAllocator:
@@ -24,8 +24,8 @@ class PageAllocator:
         page_size: number of tokens per page.
 
     Attributes:
-        free_pages: the free pages; the last one is allocated first. The tuple is replaced as a whole and never changed in place, so
-            that a single assignment is atomic.
+        free_pages: the free pages; the last one is allocated first. This attribute is replaced as a whole and never changed in
+            place, so that one assignment changes it atomically.
 
     Raises:
         TypeError, ValueError: an argument is not an int of at least 1.
@@ -43,7 +43,7 @@ class PageAllocator:
         return len(self.free_pages)
 
     def pages_for(self, tokens: int) -> int:
-        """The number of pages for this many tokens."""
+        """The number of pages that this many tokens of a sequence need."""
         return -(-tokens // self.page_size)
 
     def choose(self, count: int, free_pages: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -61,8 +61,9 @@ class PageAllocator:
         return free_pages[remaining:][::-1], free_pages[:remaining]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates pages. Raises OutOfPages if too few pages are free, and ValueError if the count is negative. If it raises, it
-        has allocated no page."""
+        """Allocates pages. Raises OutOfPages if too few pages are free, and ValueError if the count is negative. An error leaves
+        all pages unallocated.
+        """
         integer(0).check("count", count)
         taken, self.free_pages = self.choose(count, self.free_pages)
         return list(taken)
@@ -79,7 +80,7 @@ class PageAllocator:
 
 
 class PagedKVCache:
-    """The keys and values of all layers, in pages. A page number means the same page in every layer.
+    """The keys and values of all layers, in pages. A page index means the same page in every layer.
 
     Args:
         config: the model's configuration.

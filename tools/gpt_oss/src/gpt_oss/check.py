@@ -22,10 +22,10 @@ from gpt_oss.model import GptOss
 from gpt_oss.request import Completion
 from gpt_oss.sampling import sample
 
-# The relative error of a position's logits is measured in Euclidean norms. These are the limits of the median and of the mean over
-# all positions. In float32, the limit of the mean is larger, because at a few positions a rounding error changes the selected
-# expert. In half precision there are many such positions, more in deeper models and with more experts. So the limits for half
-# precision are measured: the median and mean error of the reference itself in this dtype against float32, times a factor. The
+# The relative error of a position's logits is measured in Euclidean norms. The two numbers are the limits of the median and of the
+# mean over all positions. In float32, the limit of the mean is larger, because at a few positions a rounding error changes the
+# selected expert. In half precision there are many such positions, more in deeper models and with more experts. So the limits for
+# half precision are measured: the median and mean error of the reference itself, in this dtype against float32, times a factor. The
 # factor is needed because about a hundred positions are a small sample.
 FLOAT32_TOLERANCES = (1e-5, 1e-2)
 HALF_PRECISION_FACTOR = 2.0
@@ -74,7 +74,7 @@ def compare_with_reference(
     """Recomputes the logits of completions with the reference of every operator, and compares them with the engine's logits.
 
     Args:
-        config, source: the model. It is built again here; in half precision twice, one after the other.
+        config, source: the model. It is built again by this function; in half precision twice, one after the other.
         completions: at least one completion. Each must come from a request with ``keep_logits``.
         dtype, device: dtype and device with which the completions were generated.
     """
@@ -115,7 +115,7 @@ def _reference_logits(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """Returns, for each completion, the reference's logits ``[tokens, vocab_size]`` of the completion's tokens."""
+    """Returns, for each completion, the reference's logits ``[tokens, vocab_size]`` for the completion's tokens."""
     longest = max(len(c.request.prompt) + len(c.tokens) for c in completions)
     logits = []
     with reference_only():

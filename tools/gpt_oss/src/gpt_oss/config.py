@@ -28,7 +28,8 @@ _LAYER_COUNT = integer(1, 10_000)  # a mistyped count must not fill the memory w
 _LAYER_TYPE = one_of(SLIDING, FULL)
 _CONTEXT = 131072
 
-# The valid values of fields that have the same name in config.json. config.json may omit fields that have a default in `Config`.
+# The valid values of the fields that have the same name in config.json. A config.json may omit the fields with a default in
+# `Config`.
 _REQUIRED: Mapping[str, Field] = dict.fromkeys((*_SIZES, "num_experts_per_tok"), _COUNT)
 _DEFAULTED: Mapping[str, Field] = {
     "sliding_window": _COUNT,
@@ -45,7 +46,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
-# The fields with other names in config.json.
+# The valid values of the fields that have other names in config.json.
 _RESPELLED: Mapping[str, Field] = {
     "layer_types": Field("a list or tuple of at least one layer type", _is_list, lambda types: len(types) > 0),
     "rope": Field("a RopeConfig", lambda value: isinstance(value, RopeConfig)),
@@ -62,7 +63,7 @@ _ROPE: Mapping[str, Field] = {
     "truncate": FLAG,
     "attention_factor": optional(number(SMALLEST)),
 }
-# The names of the fields of `RopeConfig` in config.json.
+# Names of `RopeConfig`'s fields in config.json.
 _ROPE_KEYS: Mapping[str, str] = {
     **{name: name for name in _ROPE},
     "theta": "rope_theta",
@@ -93,7 +94,7 @@ def _found(fields: Mapping[str, Field], values: Mapping[str, Any], spelled: Mapp
 
 
 def _make_floats(holder: object, fields: Iterable[str]) -> None:
-    """Converts ints in float fields to floats, in a frozen dataclass that is being constructed."""
+    """Converts the given fields of a frozen dataclass under construction from int to float."""
     for name in fields:
         if getattr(holder, name) is not None:
             object.__setattr__(holder, name, float(getattr(holder, name)))
@@ -109,8 +110,9 @@ def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Ite
 
 
 def _rope_table(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the field of a ``config.json`` that describes the rotary embedding, and the field's contents with the
-    newer names."""
+    """Returns the name of the config.json field that describes the rotary embedding, and the contents of this field with the newer
+    key names.
+    """
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     source = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name) not in (None, {})), None)
     if source is None:
@@ -138,8 +140,8 @@ class RopeConfig:
         original_max_positions: the context of training, in tokens.
         beta_fast, beta_slow: frequencies in rotations per context of training. Frequencies above ``beta_fast`` are kept.
             Frequencies below ``beta_slow`` are divided by ``factor``. In between, both results are mixed linearly.
-        truncate: whether the two ends of the mixed range are rounded outwards to whole dimensions.
-        attention_factor: factor of cos and sin; None means ``0.1 ln(factor) + 1``.
+        truncate: whether the two ends of the mixed range are rounded outwards to whole pairs of dimensions.
+        attention_factor: multiplies cos and sin; None means ``0.1 ln(factor) + 1``.
 
     Raises:
         ConfigError: a field is not as stated; the message names every such field.
@@ -228,10 +230,10 @@ class Config:
         eos_token_ids: the tokens that end a text.
         quantization: ``"mxfp4"`` if the experts are stored as MXFP4, otherwise None.
 
-    Sizes and counts are ints of at least 1, the other numbers ints or floats.
+    Sizes and counts are ints of at least 1; the other numbers are ints or floats.
 
     Raises:
-        ConfigError: a field is not as stated, or two contradict each other; the message lists all problems.
+        ConfigError: a field is not as stated, or two fields contradict each other; the message lists all problems.
     """
 
     vocab_size: int
@@ -280,7 +282,7 @@ class Config:
         return self.sliding_window - 1 if self.layer_types[layer] == SLIDING else -1
 
     def with_layers(self, layers: int) -> Config:
-        """Returns the same model with only its first layers, or with further layers of alternating types.
+        """Returns a model with another number of layers: only the first layers, or further layers of alternating types.
 
         Raises:
             ConfigError: the number of layers is not an int from 1 to 10000.
@@ -337,8 +339,8 @@ class Config:
     def from_directory(cls, directory: str | Path) -> Config:
         """Reads ``config.json`` in a checkpoint's directory.
 
-        The stop tokens come from ``generation_config.json`` if this file lists any. It lists all of them: the released models end a
-        tool call and an answer with different tokens.
+        The stop tokens come from ``generation_config.json`` if this file lists any. Only this file lists all stop tokens: the
+        released models end a tool call and an answer with different tokens.
 
         Raises:
             ConfigError: a file cannot be read, is not JSON, or is rejected by `from_hf`.

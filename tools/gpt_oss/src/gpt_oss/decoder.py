@@ -6,8 +6,8 @@ copied to the device. When sequences join or leave, the inputs are uploaded agai
 on the device.
 
 A step consists of two parts: the model's pass, and sampling. On a GPU each part is captured into a CUDA graph when the decoder is
-created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. The copies write nothing.
-They select the same experts as the original, so no additional weights are read.
+created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. These copies write nothing
+to the cache. They select the same experts as the first sequence, so no additional weights are read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
-    """Returns the captured batch sizes: 1, 2, 4, 8, then multiples of 8, and ``largest``. From 64 on, a step is a quarter of the
-    previous power of two."""
+    """Returns the batch sizes for which passes are captured: 1, 2, 4, 8, then multiples of 8, and ``largest``. From 64 on, the
+    distance between sizes is a quarter of the previous power of two.
+    """
     sizes, size = [], 1
     while size < largest:
         sizes.append(size)
@@ -43,12 +44,12 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 class _Rows:
-    """The inputs of a step, one row per sequence. All are in one contiguous allocation, so that one copy uploads them.
+    """The inputs of a step, one row per sequence. All rows are in one contiguous allocation, so that one copy uploads them.
 
     Attributes:
         tokens: int64 ``[rows]``, the input token.
         positions: int64 ``[rows]``, the input token's position in its sequence.
-        offsets: int64 ``[rows]``, number of tokens generated before the token to sample.
+        offsets: int64 ``[rows]``, number of tokens that the request generated before the token to sample.
         seeds: int64 ``[rows]``, the requests' seeds.
         sources: int64 ``[rows]``, the row of the pass in flight that produces the input token; -1 if ``tokens`` has the token.
         cache_seqlens: int32 ``[rows]``, number of tokens in the cache, the input token included.
@@ -83,12 +84,12 @@ class Decoder:
     Args:
         model: the model.
         cache: its key-value cache.
-        sizes: the batch sizes of passes, ascending.
+        sizes: the batch sizes of captured passes, ascending.
         capture: whether passes are captured into CUDA graphs now, and replayed later. If not, Python launches the same passes.
         console: shows the progress; None shows none.
 
     Attributes:
-        sizes: the batch sizes of passes, ascending.
+        sizes: the batch sizes of captured passes, ascending.
 
     Raises:
         RuntimeError: a pass cannot be captured, for example because a kernel synchronises with the device.
@@ -104,12 +105,12 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # The pages to which a pass writes. -1 means no page: in padding rows, and beyond a sequence's pages, where the last pass of
-        # a sequence may be.
+        # The pages to which a pass may write. -1 means no page: in padding rows, and past a sequence's pages, because the last pass
+        # of a sequence may be there.
         self._written_pages = torch.full_like(self._page_table, -1)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
-        # What the rows on the device hold: the batch size, and each sequence's number and length. None if unknown.
+        # What the rows on the device hold: the batch size, and the request number and length of each sequence. None if unknown.
         self._held: tuple[int, tuple[tuple[int, int], ...]] | None = None
         self._launches = 0
         self._page_rows: dict[int, Tensor] = {}
@@ -133,10 +134,10 @@ class Decoder:
             fed = None
             stale = wanted != self._held
             if stale and before is not None:
-                fed = before.on_device.clone()  # the next lines may overwrite these tokens
-            # The next lines change the rows. If a line fails, the contents of the rows are unknown, and the next launch uploads
-            # them again. The lines also overwrite the tokens of the last launch. The `Flight` of that launch detects this by the
-            # launch counter.
+                fed = before.on_device.clone()  # copied, because the next lines may overwrite these tokens
+            # The next lines change the rows. If a line fails, the contents of the rows are unknown, and the next launch uploads the
+            # rows again. The next lines also overwrite the tokens of the last launch. The `Flight` of that launch detects this by
+            # the launch counter.
             self._held, self._launches = None, self._launches + 1
             launch = self._launches
             if stale:
@@ -160,8 +161,9 @@ class Decoder:
             self._run(size, "sampled" if sampled else "greedy")
 
     def warm_up(self) -> None:
-        """Launches a pass of each size, unless the passes were captured. The passes write nothing to the cache. Only while no
-        sequence runs."""
+        """Launches a pass of each size, unless the passes were captured. These passes write nothing to the cache. Call this only
+        while no sequence runs.
+        """
         if not self._captured:
             with self._on_device():
                 for size in self.sizes:
@@ -176,15 +178,16 @@ class Decoder:
             self._launch(size, part)
 
     def _launch(self, size: int, part: str) -> None:
-        """Launches one part of a pass from Python. Each graph captures such a part."""
+        """Launches one part of a pass, the model or the sampling, from Python. Each graph captures one such part."""
         if part == "model":
             self.forward(size)
         else:
             self._choose(size, part == "greedy")
 
     def forward(self, size: int) -> None:
-        """Launches the model's pass from Python. It computes the logits from the rows and changes no row, so an extra launch is
-        safe, for example to record calls."""
+        """Launches the model's pass from Python. The pass computes the logits from the rows and changes no row. So an extra launch,
+        for example to record calls, is harmless.
+        """
         positions, page_size = self._rows.positions[:size], self._cache.page_size
         slots = self._model.ops.positions_to_slots(positions, self._written_pages[:size], page_size)
         self._model.forward(replace(self._batches[size], slot_mapping=slots), self._cache, out=self._logits[:size])
@@ -219,7 +222,7 @@ class Decoder:
     # -- contents of the rows -------------------------------------------------------------------------------------------------
 
     def _load(self, sequences: Sequence[Running], size: int, row_of: dict[int, int], fed: Tensor | None) -> None:
-        """Uploads the rows of a pass."""
+        """Uploads the rows of a pass: the inputs of its sequences, and copies of the first sequence as padding."""
         pinned = self._model.device.type == "cuda"
         filled = [*sequences, *[sequences[0]] * (size - len(sequences))]
         samplings = [s.request.sampling for s in filled]

@@ -71,7 +71,7 @@ class Options:
         layers: number of layers without a checkpoint; None for the preset's number.
         prompts: the texts to continue, at least one; by default `PROMPTS`.
         max_tokens: the largest number of tokens to generate per prompt.
-        sampling: the sampling parameters. Prompt number i uses the seed plus i.
+        sampling: the sampling parameters. The seed of prompt i is the seed in ``sampling`` plus i.
         mixed: whether every other prompt is continued greedily, whatever ``sampling`` says.
         chat: True: a prompt is a user's message in the checkpoint's chat template. False: a prompt is plain text to continue. None:
             True if the checkpoint has a chat template.
@@ -114,9 +114,9 @@ class Result:
     """The results of a run of the demo.
 
     Attributes:
-        seconds: duration of the run in seconds. An earlier run, which loads all kernels, does not count.
-        steps: number of passes of the run, by phase.
-        compilations: the number of programs that were compiled before this run, and during this run.
+        seconds: duration of the timed run in seconds, without the untimed run before it that loads all kernels.
+        steps: number of passes of the timed run, by phase.
+        compilations: the number of programs that were compiled before the timed run, and during the timed run.
     """
 
     options: Options
@@ -183,7 +183,7 @@ def run(options: Options, console: Console) -> Result:
         for number, prompt in enumerate(options.prompts)
     ]
     for request in requests:
-        checked_request(request, config.vocab_size, config.max_position_embeddings)  # raises before weights are loaded
+        checked_request(request, config.vocab_size, config.max_position_embeddings)  # raises an error before weights are loaded
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
     model = GptOss(config, source, options.dtype, options.device, max_positions=longest, console=console)
     cache = _cache_for(model, requests, options.page_size)
@@ -229,7 +229,7 @@ def _with_seed_plus(sampling: Sampling, number: int) -> Sampling:
 
 
 def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
-    """Creates a cache that holds all requests at once."""
+    """Creates a cache that holds the tokens of all requests at once."""
     pages = sum(-(-(len(request.prompt) + request.max_tokens) // page_size) for request in requests)
     return PagedKVCache(model.config, pages, page_size, model.dtype, model.device)
 

@@ -19,8 +19,8 @@ from gpt_oss.batch import Piece, make_batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
 
-# The results of `probe`: float32 logits [prompts * half, vocab_size] in host memory, and for each layer the top-k ids, int
-# [prompts, half, top_k].
+# The result of `probe`, for the second halves of the prompts: float32 logits [prompts * half, vocab_size] in host memory, and for
+# each layer the top-k ids, int [prompts, half, top_k].
 Probed = tuple[Tensor, list[Tensor]]
 
 
@@ -37,7 +37,7 @@ def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
 
 
 class _Routing:
-    """A wrapper of the operators that records the selected experts, or replaces them by given ones.
+    """A wrapper of the operators that records the selected experts, or replaces them by given experts.
 
     Args:
         ops: the operators.
@@ -67,8 +67,8 @@ class _Routing:
 def probe(
     model: GptOss, cache: PagedKVCache, prompts: Sequence[Sequence[int]], length: int, given: Sequence[Tensor] | None = None
 ) -> Probed:
-    """Runs prompts in chunks through a cache, and returns results for their second halves, which attend to the first halves in the
-    cache.
+    """Runs prompts in chunks through a cache. Returns results for the second half of each prompt, whose tokens attend to the first
+    half in the cache.
 
     Args:
         model: the model.

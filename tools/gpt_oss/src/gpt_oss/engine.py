@@ -6,7 +6,7 @@ there are enough free pages for its prompt and all tokens that it may generate. 
 
 On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the previous pass. The next pass
 does not need these tokens on the host, because they are passed on the device and all lengths are known. Only the end of a text is
-detected one pass late. By then one more token has been computed, and this token is dropped.
+detected one pass late. By then the device has computed one token too many, which is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tokenspeed_kernel import Compilation, compilations
 
 logger = logging.getLogger(__name__)
 
-# A sequence, and its input tokens in a pass.
+# A sequence, and its input tokens in a pass; None stands for a token that is still in flight.
 _Scheduled = tuple[Running, Sequence["int | None"]]
 
 DECODE_MODES = ("eager", "static", "graphs")
@@ -95,7 +95,7 @@ class Engine:
         optional(one_of(*DECODE_MODES)).check("decode", decode)
         optional(FLAG).check("overlap", overlap)
         optional(one_of("all")).check("warm", warm)
-        on_gpu = model.device.type == "cuda"  # AMD's GPUs too
+        on_gpu = model.device.type == "cuda"  # PyTorch's device type of AMD GPUs is also "cuda"
         if decode is None:
             decode = "graphs" if on_gpu else "eager"
         if decode == "graphs" and not on_gpu:
@@ -156,7 +156,7 @@ class Engine:
         If `step` raises for any reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing: no
         request has started, advanced or finished, and no page was allocated or freed. The failed pass may have written keys and
         values to cache slots that no request counts as filled. The next pass overwrites these slots before it reads them. So the
-        caller may call `step` again, or cancel requests before: every request gets the same tokens as without the failure.
+        caller may call `step` again, after cancelling requests or not: every request gets the same tokens as without the failure.
 
         There are two limits. If an error such as an illegal memory access has destroyed the GPU's context, this process cannot use
         the GPU any more. If an interrupt arrives after `step` has ended, but before the caller has the events, the step has
@@ -165,7 +165,7 @@ class Engine:
         Raises:
             OutOfPages: no request runs, and the first waiting request cannot start because other code has allocated the pages.
         """
-        # The first lines do everything that can fail. They read the state, and do not change it.
+        # The first lines do everything that can fail. They read the engine's state, and do not change it.
         before, pool = self._in_flight, self.cache.allocator
         waiting, running, free_pages = self._admitted()
         scheduled = self._scheduled(running)
@@ -179,20 +179,20 @@ class Engine:
         read, in_flight = (before, launched) if self.overlap else (launched, None)
         events = [] if read is None else _events(read, running)
         running, free_pages = _told(running, events, free_pages)
-        # Then the state changes. The next line assigns attributes and calls nothing. Python handles signals only at calls and loop
-        # iterations, so an interrupt happens either before or after all of these assignments.
+        # Then the engine's state changes. The next line assigns attributes and calls nothing. Python handles signals only at calls
+        # and loop iterations, so an interrupt happens either before or after all of these assignments.
         self._waiting, self._running, self._in_flight, self.steps, pool.free_pages = waiting, running, in_flight, steps, free_pages
         return events
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Queues requests and yields tokens as they are generated until nothing is left to do.
 
-        Tokens of requests that were queued earlier are yielded, too. If the iterator is closed early or a step raises, the requests
-        of this call are cancelled; requests that were queued earlier stay. Events of the current step that have not been yielded
-        are lost.
+        Tokens of requests that were queued before this call are yielded, too. If the iterator is closed early or a step raises, the
+        requests of this call are cancelled; requests that were queued before stay. Events of the current step that have not been
+        yielded are lost.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been queued.
+            TypeError, ValueError: a request is rejected, see `add`. If this happens, no request of this call has been queued.
         """
         checked = self._all_checked(requests)
         numbers = range(self._added, self._added + len(checked))
@@ -213,7 +213,7 @@ class Engine:
             on_event: called with each token as it is generated.
 
         Raises:
-            TypeError, ValueError: a request is rejected, see `add`. In this case no request has been started.
+            TypeError, ValueError: a request is rejected, see `add`. If this happens, no request of this call has been started.
             RuntimeError: the engine is not idle. The tokens of the other requests would be lost.
         """
         if not self.idle:
@@ -258,7 +258,7 @@ class Engine:
         return numbers
 
     def _drop(self, numbers: Collection[int]) -> None:
-        """Forgets requests and frees their pages."""
+        """Removes requests from the engine, waiting or running, and frees their pages."""
         waiting = tuple(entry for entry in self._waiting if entry[0] not in numbers)
         running = tuple(sequence for sequence in self._running if sequence.number not in numbers)
         dropped = [sequence for sequence in self._running if sequence.number in numbers]
@@ -272,14 +272,15 @@ class Engine:
         return self.cache.allocator.pages_for(len(request.prompt) + request.max_tokens - 1)
 
     def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[Running, ...], tuple[int, ...]]:
-        """Returns the waiting requests, the running ones, and the free pages, as they are after all requests that can start have
-        started."""
+        """Returns the waiting requests, the running sequences, and the free pages, as they are after every request that can start
+        has started.
+        """
         allocator = self.cache.allocator
         running, free_pages = list(self._running), allocator.free_pages
         started = 0
         for number, request in self._waiting:
             needed = self._pages_needed(request)
-            # A later, smaller request must not start first, because a large request could then wait for ever.
+            # A later, smaller request must not start first, because a large request could then wait forever.
             if len(running) >= self.max_sequences or (needed > len(free_pages) and running):
                 break
             pages, free_pages = allocator.choose(needed, free_pages)  # raises if no running request can free pages
@@ -302,12 +303,12 @@ class Engine:
         return scheduled
 
     def _launched(self, scheduled: Sequence[_Scheduled], before: Flight | None) -> tuple[Phase, Flight]:
-        """Launches a pass, and the sampling of the next tokens."""
+        """Launches a pass, and the sampling of the next tokens. Returns the kind of the pass, and the pass in flight."""
         keep_logits = any(sequence.request.keep_logits for sequence, _ in scheduled)
         decoder, decodes = self.decoder, all(sequence.generated for sequence, _ in scheduled)
         if decoder is not None and decodes and len(scheduled) <= decoder.sizes[-1]:
             return Phase.DECODE, decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
-        # A token in flight is 0 in the batch. `_feed` then copies the token on the device.
+        # A token that is in flight is 0 in the batch. `_feed` then copies the actual token on the device.
         pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
         ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
         ops = self.model.ops
@@ -322,7 +323,7 @@ class Engine:
         return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
 
     def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
-        """Copies tokens in flight, on the device, to their positions in a pass's input."""
+        """Copies tokens that are in flight, on the device, to their positions in the input of a pass."""
         numbers, places, place = [], [], 0
         for sequence, its in scheduled:
             if its[0] is None:
@@ -374,7 +375,7 @@ def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
 def _told(
     running: Iterable[Running], events: Iterable[Event], free_pages: tuple[int, ...]
 ) -> tuple[tuple[Running, ...], tuple[int, ...]]:
-    """Returns the sequences that are still running after these events, and the free pages."""
+    """Returns the sequences that are still running after these events, and the free pages with those of finished sequences."""
     given = {event.request: event for event in events}
     remaining, finished = [], []
     for sequence in running:

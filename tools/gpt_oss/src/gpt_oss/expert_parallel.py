@@ -1,9 +1,9 @@
 """An expert-parallel model: each GPU has some experts of every layer, and some attention heads.
 
-With few tokens, every rank has all tokens. Each rank runs its local experts for all tokens, and a sum over ranks follows. With many
-tokens, each rank has a slice of the tokens between one attention and the next. `reduce_scatter` sums attention's partial results
-and gives each rank its slice. `moe_dispatch` sends each token to the ranks of its experts. `moe_combine` returns the results.
-`all_gather` concatenates the tokens for the next layer's attention.
+With few tokens, every rank has all tokens. Each rank runs its local experts for all tokens, and the results are summed over ranks.
+With many tokens, each rank has a slice of the tokens between the attention of one layer and of the next. `reduce_scatter` sums
+attention's partial results and gives each rank its slice. `moe_dispatch` sends each token to the ranks of its experts.
+`moe_combine` returns the results. `all_gather` concatenates the tokens for the next layer's attention.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpt_oss.shards import ShardedGptOss, filled, slices_of
 
 
 class ExpertParallelGptOss(ShardedGptOss):
-    """One rank's attention heads and experts. The shard is used like a whole model, but every rank must run the same batches in the
-    same order. See `ShardedGptOss`.
+    """One rank's attention heads and experts. The object is used like a whole model, but every rank must run the same batches in
+    the same order. See `ShardedGptOss`.
 
     Attributes:
         dispatched_tokens: for batches of at least this many tokens, each token is sent to the ranks of its experts.
@@ -48,7 +48,7 @@ class ExpertParallelGptOss(ShardedGptOss):
     def _run_replicated(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs a layer on tokens that every rank has."""
+        """Runs a layer on tokens that every rank has, with each rank's experts on all tokens."""
         ops, group = self.ops, self.group
         product, residual = self._attend(layer, hidden, residual, batch, caches)
         normed, weights, ids, residual = self._route(layer, ops.all_reduce(product, group, product), residual)
@@ -59,7 +59,9 @@ class ExpertParallelGptOss(ShardedGptOss):
     def _run_dispatched(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs a layer on tokens that every rank has. The router and the experts run on each rank's slice of the tokens."""
+        """Runs a layer on tokens that every rank has. The router runs on this rank's slice of the tokens, and the experts on
+        dispatched tokens.
+        """
         ops, group, tokens = self.ops, self.group, len(hidden)
         product, residual = self._attend(layer, hidden, residual, batch, caches)
         count = -(-tokens // group.world_size)
@@ -70,6 +72,6 @@ class ExpertParallelGptOss(ShardedGptOss):
         experts = group.world_size * self.config.num_local_experts
         rows, row_weights, row_ids = ops.moe_dispatch(normed, weights, ids, experts, group)
         made = ops.moe_apply(rows, layer.experts, row_weights, row_ids, layer.plan)
-        # The residual stream is added here, so that only one tensor must be gathered.
+        # The residual stream is added here, so that the all-gather has one tensor only.
         combined = ops.moe_combine(made, row_ids, group).add_(total)
         return ops.all_gather(combined, group)[:tokens], None

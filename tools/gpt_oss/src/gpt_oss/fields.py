@@ -1,8 +1,8 @@
 """Validation of the fields of requests, configurations and options, and the errors for invalid values.
 
 The rules are strict, so that a mistake is reported where it is made. An int is a Python int; bools, floats, NumPy scalars and
-tensors are not accepted. A number is a Python int or float. Every message has the form
-``<field> must be <what it may be>, got <what it was>``.
+tensors are not accepted. A number is a Python int or float. Every message has the form ``<field> must be <valid values>, got
+<actual value>``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bounds of values that are stored as float32 on the device, within float32's normal range.
+# Bounds of values that are stored as float32 on the device; both are normal float32 numbers.
 SMALLEST, LARGEST = 1e-37, 1e38
 
 
@@ -58,7 +58,7 @@ class Field:
     fits: Callable[[Any], bool] = lambda value: True
 
     def problem(self, name: str, value: object) -> TypeError | ValueError | None:
-        """Returns (does not raise) the error for an invalid value; None for a valid one."""
+        """Returns (does not raise) the error for an invalid value; None for a valid value."""
         if not self.has_type(value):
             return TypeError(f"{name} must be {self.expected}, got {describe(value, with_type=True)}")
         if not self.fits(value):
@@ -95,7 +95,7 @@ def one_of(*allowed: str) -> Field:
 
 
 def instance(cls: type) -> Field:
-    """A field for an object of a class."""
+    """A field for an instance of a class."""
     return Field(f"a {cls.__name__}", lambda value: isinstance(value, cls))
 
 
@@ -117,6 +117,6 @@ FLOAT_DTYPE = Field(
 
 
 def check_fields(fields: Mapping[str, Field], holder: object) -> None:
-    """Checks the attributes of an object that ``fields`` names. Raises TypeError or ValueError for the first invalid one."""
+    """Checks the attributes named in ``fields`` of an object. Raises TypeError or ValueError for the first invalid attribute."""
     for name, field in fields.items():
         field.check(name, getattr(holder, name))

@@ -26,11 +26,11 @@ _PREFERRED = 19  # the highest priority that a kernel can have
 
 @dataclass
 class Heard:
-    """The calls of an operator for which one kernel was selected.
+    """One operator and one kernel that was selected for it, with the calls for which it was selected.
 
     Attributes:
-        explanation: the selection of the first such call.
-        calls: number of such calls.
+        explanation: the selection of the first of these calls.
+        calls: number of these calls.
     """
 
     explanation: Explanation
@@ -47,7 +47,9 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """Why this kernel was selected and the next best were not, as a receipt says it. The explanation has all reasons."""
+        """Why this kernel was selected and the next best kernels were not, in a receipt's words. ``explanation`` has all
+        reasons.
+        """
         row = row_of(self.explanation)
         return "; ".join((row.reason, *reasons_of(row)))
 
@@ -61,8 +63,9 @@ class Heard:
         }
 
     def _within_packages(self, value: Any) -> Any:
-        """Returns the value with shorter paths of source files: each path begins at its package, so that results do not show
-        installation folders."""
+        """Returns a value of a report in which paths of source files are shortened. Each path begins at its package, so that
+        results do not show installation folders.
+        """
         if isinstance(value, dict):
             return {key: self._within_packages(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -91,13 +94,13 @@ class Listener:
         return run
 
     def heard(self) -> list[Heard]:
-        """Returns one entry per pair of operator and kernel, sorted by name."""
+        """Returns one `Heard` for each pair of operator and kernel, sorted by name."""
         return [self._heard[key] for key in sorted(self._heard)]
 
 
 @contextlib.contextmanager
 def listen() -> Iterator[Listener]:
-    """Records the calls of operators inside the block, parts of composed operators included."""
+    """Records the calls of operators inside the block, including the calls that composed operators make."""
     listener = Listener()
     with watch_calls(listener):
         yield listener
@@ -105,7 +108,7 @@ def listen() -> Iterator[Listener]:
 
 @contextlib.contextmanager
 def portable_only() -> Iterator[None]:
-    """Inside the block, in every thread, only the core's own kernels are eligible, not those of vendor packages.
+    """Inside the block, in every thread, only the core's own kernels are eligible; kernels of vendor packages are not.
 
     A model that runs in the block must be created in it, because experts are prepared for the selected kernel.
     """
@@ -156,7 +159,7 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
-    """Runs every operator by its reference inside the block, in this thread.
+    """Inside the block, in this thread, every operator runs its reference.
 
     A model that runs in the block must be created in it, because experts are prepared for the selected kernel.
     """

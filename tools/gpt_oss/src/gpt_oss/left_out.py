@@ -1,10 +1,9 @@
 """Measures how much shorter a pass is without the calls of one kernel.
 
-Kernels overlap (PDL): a kernel starts and loads weights before the preceding one has ended. So the isolated times of kernels
-(`gpt_oss.breakdown`) do not add up to the time of a pass. Optimising a kernel can make a pass shorter by at most the time that
-leaving out the kernel saves. Results of an earlier pass replace the results of the kernel, so that all other kernels do the same
-work. Only the kernel's in-place changes are missing. This changes values, and so possibly which experts are selected, but not how
-many.
+Kernels overlap (PDL): a kernel starts and loads weights before the preceding kernel has ended. So the isolated times of kernels
+(`gpt_oss.breakdown`) do not add up to the time of a pass. Leaving out a kernel shows how much optimising it can save at most.
+Results of an earlier pass replace the results of the kernel, so that all other kernels do the same work. Only the kernel's in-place
+changes are missing. This changes values, and so perhaps which experts are selected, but not how many.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LeftOut:
         operator: the operator.
         kernel: the kernel's name.
         calls: number of calls per pass.
-        microseconds: the time that leaving out all these calls saves, in microseconds.
+        microseconds: by how many microseconds a pass is shorter without these calls.
     """
 
     operator: str
@@ -48,7 +47,7 @@ def leave_out(forward: Callable[[], Any], device: torch.device) -> tuple[float, 
         device: a GPU.
 
     Returns:
-        The microseconds of the pass, and its kernels, the most expensive first.
+        The microseconds of the pass, and its kernels, the kernel that saves most first.
     """
     results: dict[tuple[str, str], list[Any]] = {}
 

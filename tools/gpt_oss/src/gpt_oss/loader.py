@@ -26,9 +26,9 @@ from gpt_oss.transfer import Upload
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LISTED = 12  # an error names at most this many tensors per kind of problem
+_LISTED = 12  # an error names at most this many tensors for each kind of problem
 
-# PyTorch's names of dtypes, by safetensors' names: dtypes that weights may have, and some unsupported ones.
+# safetensors' dtype name -> PyTorch's name: dtypes that weights may have, and some unsupported dtypes for messages.
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -111,8 +111,9 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def reading_order(config: Config) -> list[str]:
-    """Returns the names of a model's tensors in approximately the order of reading. The output matrix and the final norm are
-    last."""
+    """Returns the names of a model's tensors in approximately the order in which the model reads them. The output matrix and the
+    final norm are last.
+    """
     late = ("model.norm.weight", "lm_head.weight")
     names = expected_tensors(config)
     return [*(name for name in names if name not in late), *(name for name in late if name in names)]
@@ -210,7 +211,8 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def read(self, name: str, upload: Upload | None = None) -> Tensor:
-        """Reads one tensor into new memory. This is faster than `get`, which maps the file, so that it is read page by page.
+        """Reads one tensor into new memory. This is faster than `get`, which maps the file so that the system reads it page by
+        page.
 
         Args:
             name: the tensor's name.
@@ -275,7 +277,7 @@ class RandomTensors:
     Args:
         config: the model's configuration.
         seed: seed of the random generator; any int.
-        dtype: dtype of all tensors except the MXFP4 ones; floating point.
+        dtype: floating-point dtype of all tensors except packed MXFP4 tensors.
         device: the device on which the tensors are created. The values differ between device types.
         bias: standard deviation of biases.
 
@@ -340,7 +342,7 @@ def save_checkpoint(directory: str | Path, config: Config, source: TensorSource,
         directory: the target; created if it does not exist.
         config: the configuration, written as ``config.json``.
         source: the tensors.
-        shard_bytes: when a file has this many bytes, a new file is started; None writes a single file.
+        shard_bytes: a new file is started when a file has at least this many bytes; None writes a single file.
 
     Raises:
         TypeError, ValueError: shard_bytes is not an int of at least 1. In this case nothing has been written.

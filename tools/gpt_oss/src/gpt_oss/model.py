@@ -1,8 +1,8 @@
 """The GPT-OSS model over a flat batch of tokens.
 
-The model calls tokenspeed-kernel's operators wherever one exists, and prefers operators that combine several steps: these run as a
-fused kernel if one is eligible, otherwise as the kernels of their parts. Nothing here depends on the device or on the selected
-kernels. PyTorch does the rest: embedding lookup, views, and row selection.
+The model calls tokenspeed-kernel's operators wherever one exists, and prefers operators that combine several steps. Such an
+operator runs as a fused kernel if one is eligible, otherwise as one kernel for each step. Nothing here depends on the device or on
+the selected kernels. PyTorch does the rest: embedding lookup, views, and row selection.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gpt_oss.rope import cos_sin_cache
 from gpt_oss.transfer import Upload
 
 Caches = tuple[Tensor, Tensor] | tuple[None, None]
-"""Keys and values of a layer."""
+"""The key cache and the value cache of a layer; two None without a cache."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``x @ weight + bias`` with weight ``[inputs, outputs]``, stored outputs first, and bias ``[outputs]`` or None."""
+    """A projection ``x @ weight + bias``: weight ``[inputs, outputs]``, stored outputs first, and bias ``[outputs]`` or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -61,9 +61,9 @@ class GptOss:
     """A model, ready to run.
 
     Args:
-        config: its configuration.
-        source: its tensors; see `gpt_oss.loader`. Each is read once. For a GPU a thread reads a checkpoint's tensors ahead;
-            on a CPU, tensors of the right dtype stay in the mapped files.
+        config: the model's configuration.
+        source: the model's tensors; see `gpt_oss.loader`. Each tensor is read once. For a GPU, a thread reads a checkpoint's
+            tensors ahead. On a CPU, tensors of the right dtype stay in the mapped files.
         dtype: floating-point dtype of weights and activations. MXFP4 experts stay packed.
         device: the model's device.
         max_positions: the length of the longest sequence. None, or more than the configuration's context, means the context.
@@ -114,7 +114,8 @@ class GptOss:
             out: receives the result.
 
         Returns:
-            Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
+            Logits in the model's dtype, ``[rows, vocab_size]``, of the tokens in ``batch.logit_rows``; of all tokens if that is
+            None.
         """
         hidden, residual = self._run_layers(self.embedding.index_select(0, batch.tokens), batch, cache)
         if batch.logit_rows is not None:
@@ -123,7 +124,7 @@ class GptOss:
         return self.unembedding(self.ops, self._norm_last(hidden, residual), out)
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        """The last layer's output and the residual stream to which it must be added; None if it was already added."""
+        """Returns the last layer's output, and the residual stream to which it must be added; None if it was already added."""
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -133,7 +134,7 @@ class GptOss:
         return hidden, residual
 
     def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
-        """The attention output that must be added to the residual stream, and that stream with all earlier outputs added."""
+        """Returns attention's output, and the residual stream before it, to which all earlier outputs are already added."""
         found = self.ops.rmsnorm_qkv_rope(
             hidden,
             layer.attention_norm,
@@ -153,7 +154,7 @@ class GptOss:
         return layer.output(self.ops, self._attention(layer, qkv, batch, *caches)), residual
 
     def _route(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The experts' input, the top-k weights and ids of each token, and the residual stream."""
+        """Returns the normalised tokens for the experts, the top-k weights and ids of each token, and the residual stream."""
         chosen: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.rmsnorm_moe_topk(
             attended,
             layer.mlp_norm,
@@ -265,7 +266,7 @@ class GptOss:
         )
 
     def _read_experts(self, prefix: str) -> tuple[Any, Any]:
-        """The plan of a layer's experts, and the weights prepared for it."""
+        """Returns the plan of a layer's experts, and the experts' weights prepared for this plan."""
         config = self.config
         packed = config.quantization == "mxfp4"
         plan = self.ops.moe_apply.plan(
@@ -291,10 +292,12 @@ class GptOss:
         return plan, self.ops.moe_apply.prepare(weights, plan)
 
     def _read_packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """Packed MXFP4 values ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""
+        """Returns the packed MXFP4 values of one projection, ``[experts, outputs, inputs / 2]``, and their scales, ``[experts,
+        outputs, inputs / 32]``. Both are uint8.
+        """
         blocks, scales = self._get(name + "_blocks"), self._get(name + "_scales")
         return blocks.flatten(2).to(self.device), scales.to(self.device)
 
     def _read_dense(self, name: str) -> tuple[Tensor, None]:
-        """``[experts, outputs, inputs]`` in the model's dtype, and no scales."""
+        """Returns one projection's weight ``[experts, outputs, inputs]`` in the model's dtype, and None for the scales."""
         return self._read(name).transpose(1, 2).contiguous(), None

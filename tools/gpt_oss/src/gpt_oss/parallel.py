@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m gpt_oss.parallel --model FOLDER
 
-A rank has a shard of every expert (`gpt_oss.tensor_parallel`) or some whole experts (`gpt_oss.expert_parallel`).
+A rank has a slice of every expert (`gpt_oss.tensor_parallel`) or some whole experts (`gpt_oss.expert_parallel`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 
 MODELS: Mapping[str, type[ShardedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
-"""The model's class, by which experts a rank has: a slice of every expert (``parts``) or some whole experts (``whole``)."""
+"""The option's value -> the model's class. ``parts``: a rank has a slice of every expert. ``whole``: a rank has some whole
+experts.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

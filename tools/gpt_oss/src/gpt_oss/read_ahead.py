@@ -24,13 +24,13 @@ def bytes_of(source: TensorSource) -> dict[str, int]:
 class ReadAhead:
     """A source whose tensors are read ahead by a thread, in a given order.
 
-    A context manager: the thread ends with the block. Tensors may be requested in any order, each once; requests in the given order
-    never block one another.
+    This object is a context manager; the thread ends with the block. Tensors may be requested in any order, each once. Requests in
+    the given order never wait for one another.
 
     Args:
         source: the underlying source.
-        names: the tensors that will be requested, in approximately that order. Other tensors are read on request.
-        most_bytes: the approximate limit of bytes that are read ahead and not requested yet.
+        names: names of the tensors that will be requested, in approximately that order. Other tensors are read on request.
+        most_bytes: the approximate limit of the bytes that are read ahead and not requested yet.
         upload: copies tensors to a device while they are read, if the source supports this (`Checkpoint.read`). Otherwise, and for
             a tensor that is requested before the thread has started to read it, tensors are in host memory.
     """
@@ -39,7 +39,7 @@ class ReadAhead:
         self._source, self._most = source, most_bytes
         self._sizes = bytes_of(source)
         read: Callable[..., Tensor] | None = getattr(source, "read", None)
-        # A tensor of a mapped file is read only when it is copied.
+        # A memory-mapped tensor is read from the file only when it is copied.
         self._read: Callable[[str], Tensor] = (
             (lambda name: source.get(name).clone()) if read is None else functools.partial(read, upload=upload)
         )
@@ -69,9 +69,9 @@ class ReadAhead:
         return self._source.dtypes()
 
     def get(self, name: str) -> Tensor:
-        """One tensor; see `TensorSource`. Raises the source's errors for this tensor."""
+        """Returns one tensor; see `TensorSource`. Raises the source's errors for this tensor."""
         with self._changed:
-            # While the thread is at its limit it does not reach this tensor, so the caller reads it instead.
+            # While the thread is at its byte limit it does not reach this tensor, so the caller reads the tensor instead.
             self._changed.wait_for(lambda: name in self._ready or (name != self._reading and not self._comes(name)))
             if name in self._ready:
                 found = self._ready.pop(name)

@@ -1,4 +1,4 @@
-"""Requests to the engine, and its events and completions."""
+"""Requests to the engine, and the events and completions of requests."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Event:
 
     Attributes:
         request: the number that `gpt_oss.Engine.add` returned.
-        index: number of tokens generated for the request before this one.
+        index: number of tokens that were generated for the request before this token.
         token: the token id.
-        finish_reason: on a request's last token ``"stop"`` (a stop token) or ``"length"`` (``max_tokens`` reached); else None.
+        finish_reason: for a request's last token ``"stop"`` (a stop token) or ``"length"`` (``max_tokens`` reached); else None.
         logits: float32 ``[vocab_size]`` in host memory if the request keeps its logits, else None.
     """
 
@@ -73,11 +73,11 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
     Args:
         request: the caller's request.
         vocab_size: the model's vocabulary size; token ids must be below it.
-        context: the most tokens of prompt and generated text together.
+        context: the largest number of tokens of prompt and generated text together.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: a field has an invalid value. Both errors name the field, what it must be, and what it was.
+        ValueError: a field has an invalid value. Both errors name the field, its valid values, and its actual value.
     """
     instance(Request).check("request", request)
     COUNT.check("max_tokens", request.max_tokens)
@@ -106,9 +106,9 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
 
 
 def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:
-    """The values as a tuple. Raises TypeError or ValueError for the first that is not a token id of the vocabulary."""
+    """The values as a tuple. Raises TypeError or ValueError for the first value that is not a token id of the vocabulary."""
     ids = tuple(values)
-    # Prompts may be long and the device waits meanwhile, so there is no Python loop over tokens.
+    # No Python loop runs over tokens. Prompts may be long, and the device waits meanwhile.
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     for index, token in enumerate(ids):

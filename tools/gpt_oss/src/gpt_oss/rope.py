@@ -22,7 +22,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return kept
 
     def dimension(rotations: float) -> float:
-        """The (fractional) index of the pair that makes this many rotations over the training context."""
+        """The (fractional) index of the dimension pair that makes this many rotations over the training context."""
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -30,13 +30,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp becomes a step; without this it would divide by zero
+        high += 0.001  # makes the ramp a step; the division below would otherwise be by zero
     stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return kept / rope.factor * stretched + kept * (1 - stretched)
 
 
 def cos_sin_cache(rope: RopeConfig, head_dim: int, positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 ``[positions, head_dim]``: for each position ``head_dim / 2`` cosines, then as many sines.
+    """The cosines and sines of every position: float32 ``[positions, head_dim]``, ``head_dim / 2`` cosines, then as many sines.
 
     Both are multiplied by YaRN's attention factor, so that q and k are each scaled by it.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt_oss.fields import SMALLEST, check_fields, integer, number
 from gpt_oss.transfer import to_device
 
-# The ranges are those of the tensors that hold the values: float32, int32 and int64.
+# Valid values of the fields. The ranges are those of the tensors that hold the values: float32, int32 and int64.
 _FIELDS = {
     "temperature": number(0),
     "top_k": integer(0, 2**31 - 1),
@@ -28,9 +28,9 @@ class Sampling:
     Attributes:
         temperature: divisor of the logits, from 0 to 1e38. 0 is greedy: the most likely token is selected, and the other fields
             have no effect.
-        top_k: only the k most likely tokens are sampled from; 0 for all of them. A k beyond the vocabulary is the same as 0.
-        top_p: only the most likely tokens that together reach this probability are sampled from, at most 1.
-        seed: an int64. A random choice depends only on the seed and on how many tokens the request has generated.
+        top_k: sample only from the k most likely tokens; 0 for all tokens. A k beyond the vocabulary is the same as 0.
+        top_p: at most 1. Sample only from the smallest set of most likely tokens whose total probability reaches top_p.
+        seed: an int64. A random choice depends only on the seed and on the number of tokens that the request has generated.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -48,19 +48,19 @@ class Sampling:
 def check_sampling(sampling: Sampling) -> None:
     """Raises TypeError or ValueError for the first field that is not as `Sampling` states.
 
-    The constructor of `Sampling` calls it. The engine calls it again, because unpickling does not.
+    The constructor of `Sampling` calls this function. The engine calls it again, because unpickling does not.
     """
     check_fields(_FIELDS, sampling)
 
 
 def sample(ops: Any, logits: Tensor, choices: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
-    """The next token of each row.
+    """Samples the next token of each row.
 
     Args:
         ops: the operators.
         logits: float ``[rows, vocab_size]``.
         choices: the sampling parameters of each row.
-        indices: for each row, how many tokens its request has generated so far.
+        indices: for each row, the number of tokens that its request has generated so far.
 
     Returns:
         Integer ``[rows]``, on the device of the logits.

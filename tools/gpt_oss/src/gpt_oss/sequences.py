@@ -12,15 +12,15 @@ from gpt_oss.transfer import Fetched
 
 
 class Running(NamedTuple):
-    """A started request, and its state after all launched passes complete. Immutable: updates replace it.
+    """A started request, with its state after all launched passes complete. Immutable: updates make a new object.
 
     Attributes:
         number: the request's number.
         request: the engine's own copy of the request.
-        pages: its pages.
-        cached: how many of its tokens have keys and values in the cache.
-        generated: number of generated tokens, a token in flight included.
-        last_token: the last generated token, which is not in the cache yet; None if it is in flight.
+        pages: the cache pages of the request.
+        cached: number of the request's tokens whose keys and values are in the cache.
+        generated: number of generated tokens, including a token in flight.
+        last_token: the last generated token, which is not in the cache yet; None if this token is in flight.
     """
 
     number: int
@@ -32,12 +32,13 @@ class Running(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether no more tokens can follow, whatever the token in flight is."""
+        """Whether the request ends at the latest with the token in flight, because ``max_tokens`` is reached."""
         return self.generated >= self.request.max_tokens
 
     def next_tokens(self, budget: int) -> Sequence[int | None]:
-        """The input tokens of the next pass: the last generated token, None if it is in flight; or at most ``budget`` tokens of the
-        prompt."""
+        """The input tokens of the next pass. While the request generates: its last token, None if that token is in flight. Before:
+        at most ``budget`` tokens of the prompt.
+        """
         if self.generated:
             return (self.last_token,)
         return self.request.prompt[self.cached : self.cached + budget]
@@ -54,10 +55,10 @@ class Flight:
     """A launched pass, which may still be running on the device; the host does not know its tokens until it completes.
 
     Args:
-        rows: for each sampled row, the request's number, and its number of generated tokens before that.
+        rows: for each sampled row, the request's number, and the number of tokens that it had generated before this one.
         tokens: int64 ``[at least the rows]``, on the device. Owned by this object, unless ``intact`` is given.
-        logits: the logits from which they were sampled, if requested.
-        intact: whether the tokens were not overwritten yet; without it they never are.
+        logits: the logits from which the tokens were sampled, if requested.
+        intact: returns whether later work has not overwritten ``tokens`` yet. None: no later work overwrites them.
     """
 
     def __init__(
@@ -79,15 +80,17 @@ class Flight:
 
     @property
     def on_device(self) -> Tensor:
-        """The tokens on the device, stream-ordered before later launches. Waits for the pass if the tokens were overwritten."""
+        """The sampled tokens on the device, stream-ordered before later launches. Waits for the pass if ``tokens`` was
+        overwritten.
+        """
         if self._intact is None or self._intact():
             return self._on_device
         return self._tokens.wait().to(self._on_device.device)
 
     def tokens(self) -> list[int]:
-        """The tokens of the rows. Waits for the pass."""
+        """The sampled tokens on the host. Waits for the pass."""
         return self._tokens.wait().tolist()
 
     def logits(self) -> Tensor | None:
-        """float32 ``[rows, vocab_size]`` in host memory, if they were kept. Waits for the pass."""
+        """The logits, float32 ``[rows, vocab_size]`` in host memory; None if they were not requested. Waits for the pass."""
         return None if self._logits is None else self._logits.wait()

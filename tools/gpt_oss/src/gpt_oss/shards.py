@@ -20,13 +20,13 @@ from gpt_oss.loader import Checkpoint, TensorSource, check_source, from_files
 from gpt_oss.model import GptOss, Linear
 from tokenspeed_kernel import ProcessGroup
 
-# The scale of padding blocks: 2 to the power of 0. Their elements are zeros.
+# e8m0 scale byte of padding blocks: 2 to the power of 0. The elements of these blocks are zeros.
 _UNIT_SCALE = 127
 
 
 def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
-    """The configuration of one rank's shard: its heads, and its experts or its intermediate features. Features that are not
-    divisible are padded.
+    """The configuration of one rank's shard: its heads, and either its experts or its intermediate features. If the features are
+    not divisible by the number of ranks, they are padded.
 
     Args:
         config: the whole model's configuration.
@@ -52,14 +52,14 @@ def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
 
 
 def _features(config: Config, size: int) -> int:
-    """A rank's intermediate features: whole blocks of 32, if they are quantised in blocks."""
+    """The number of intermediate features of a rank: whole blocks of 32, if weights are quantised in blocks."""
     unit = 32 if config.quantization == "mxfp4" else 1
     return -(-config.intermediate_size // (unit * size)) * unit
 
 
 @dataclass(frozen=True)
 class _ShardSlices:
-    """A rank's slices of a tensor: the axis, the count, and the padding value."""
+    """A rank's part of a tensor: the axis to slice, the number of slices per rank, and the padding value."""
 
     axis: int
     count: int
@@ -67,10 +67,10 @@ class _ShardSlices:
 
 
 class ShardedSource:
-    """One rank's shard of the tensors of a source, as described by `shard_of`, and its rows of the output matrix, padded if they
-    are not divisible. Router and embedding are whole. Only the shard is read from files.
+    """One rank's shard of a model's tensors, as `shard_of` describes it. The rows of the output matrix are divided among ranks,
+    with padding if necessary. Router and embedding are whole. Only the shard is read from files.
 
-    Biases of outputs that are summed over ranks are on the first rank only; the others have zeros.
+    If an output is summed over ranks, only the first rank has its bias; the other ranks have zeros.
 
     Args:
         config: the whole model's configuration.
@@ -109,7 +109,7 @@ class ShardedSource:
     def _slices(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         if isinstance(self._source, Checkpoint):
             return self._source.get_part(name, axis, start, stop)
-        # A copy, so that the whole tensor is freed.
+        # The slice is copied, so that the whole tensor is freed.
         return self._source.get(name).narrow(axis, start, stop - start).clone()
 
     @staticmethod
@@ -117,7 +117,7 @@ class ShardedSource:
         return shape if slices is None else (*shape[: slices.axis], slices.count, *shape[slices.axis + 1 :])
 
     def _shard_slices_of(self, name: str, shape: tuple[int, ...]) -> _ShardSlices | None:
-        """This rank's slices of a tensor; None for the whole tensor."""
+        """Describes this rank's slices of a tensor; None if every rank has the whole tensor."""
         if name == "lm_head.weight":
             return _ShardSlices(0, -(-shape[0] // self._size))
         if "experts." in name:
@@ -149,7 +149,7 @@ class ShardedSource:
 
 
 def slices_of(whole: int, count: int, rank: int) -> tuple[int, int]:
-    """The begin and end of a rank's slices, with ``count`` per rank; the last ranks may have fewer."""
+    """The begin and end of a rank's slices of an axis with ``whole`` slices, ``count`` per rank. The last ranks may have fewer."""
     start = min(rank * count, whole)
     return start, min(start + count, whole)
 
@@ -178,19 +178,20 @@ class GatheredLinear(Linear):
 
 
 class ShardedGptOss(GptOss):
-    """One rank's shard of a model: its tensors, with the logits gathered from all ranks.
+    """One rank's shard of a model: it has this rank's part of the tensors, and its logits are gathered from all ranks.
 
     Args:
         config: the whole model's configuration.
         source: the whole model's tensors. This rank reads and keeps only its shard of each.
-        group: the ranks; with peer memory, kernels can be captured and need no communication library.
+        group: the ranks. With peer memory, kernels can be captured into graphs and need no communication library.
         dtype, device, max_positions, options: as for `GptOss`.
 
     Attributes:
         config: the configuration of this rank's shard, from which a cache is created.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated, or a size is not divisible by the ranks; the message names it.
+        TypeError, ValueError: an argument is not as stated, or a size is not divisible by the number of ranks; the message names
+            it.
         CheckpointError: the tensors do not match the configuration.
     """
 

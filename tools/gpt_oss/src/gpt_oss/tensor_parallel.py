@@ -1,12 +1,12 @@
 """A tensor-parallel model: each GPU has a shard of every layer.
 
 Attention heads, the experts' intermediate features and the rows of the output matrix are divided among the ranks of a process
-group. Each rank runs its shard for the same batch. A sum over ranks follows the output projection of attention and the experts, and
-the ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must
-get the same requests in the same order.
+group. Each rank runs its shard for the same batch. The outputs of attention and of the experts are summed over ranks, and the
+ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must get
+the same requests in the same order.
 
-A sum is followed by a norm. With many tokens, one kernel does both. With few tokens, a kernel does the sum only, followed by the
-fused kernels of the single-GPU model, which include the norm.
+Each sum over ranks is followed by a norm. With many tokens, one kernel does both. With few tokens, one kernel does only the sum;
+the fused kernels of the single-GPU model, which include the norm, follow.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from gpt_oss.shards import ShardedGptOss
 
 
 class TensorParallelGptOss(ShardedGptOss):
-    """One rank's heads, and its slice of each expert. It runs like the whole model; every rank must run the same batches in the
-    same order. See `ShardedGptOss`.
+    """One rank's heads, and its slice of each expert. The object is used like a whole model, but every rank must run the same
+    batches in the same order. See `ShardedGptOss`.
 
     Attributes:
-        few_tokens: batches of up to this many tokens use a sum followed by the fused kernels; larger ones use a fused sum and norm.
+        few_tokens: batches of up to this many tokens use a separate sum over ranks; larger batches use a kernel that fuses sum and
+            norm.
     """
 
-    # GPT-OSS-120B on two H200s, ms per pass of 1, 2, 4 and 8 tokens: 1.69, 1.99, 2.57, 3.50 with a separate sum, and 1.78, 2.09,
-    # 2.60, 3.46 with fused sum and norm.
+    # GPT-OSS-120B on two H200s, ms per pass of 1, 2, 4 and 8 tokens: 1.69, 1.99, 2.57, 3.50 with a separate sum over ranks, and
+    # 1.78, 2.09, 2.60, 3.46 with a fused sum and norm.
     few_tokens = 4
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        """As in the base class, but the first result is this rank's partial sum."""
+        """As in the base class, but the first result is this rank's partial sum of the last layer's output."""
         run = self._run_few if len(hidden) <= self.few_tokens else self._run_many
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -43,7 +44,9 @@ class TensorParallelGptOss(ShardedGptOss):
     def _run_few(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer; hidden and the first result are this rank's partial sums, except that the embeddings are complete."""
+        """Runs a layer with a separate sum over ranks. ``hidden`` and the first result are this rank's partial sums. Only the
+        embeddings, the first layer's input, are complete.
+        """
         ops, group = self.ops, self.group
         if residual is not None:
             ops.all_reduce(hidden, group, hidden)
@@ -54,7 +57,7 @@ class TensorParallelGptOss(ShardedGptOss):
     def _run_many(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """As `_run_few`, with fused sum and norm."""
+        """Runs a layer as `_run_few` does, but with the sum over ranks and the norm in one kernel."""
         ops, group, config, eps = self.ops, self.group, self.config, self.config.rms_norm_eps
         if residual is None:
             normed, residual = ops.rmsnorm(hidden, layer.attention_norm, eps), hidden

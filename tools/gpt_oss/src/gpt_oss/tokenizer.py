@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def chat(self, message: str) -> list[int]:
-        """The tokens of a conversation with one user message, up to the start of the model's answer."""
+        """The tokens of a chat with one user message, up to the start of the model's answer."""
 
 
 class ByteTokenizer:
@@ -33,7 +33,7 @@ class ByteTokenizer:
         return [self.START, *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the bytes. Invalid UTF-8 bytes become �, and the two special tokens are omitted."""
+        """The text for these tokens. Invalid UTF-8 bytes become �, and the two special tokens are omitted."""
         return bytes(token for token in tokens if token < self.START).decode(errors="replace")
 
     def chat(self, message: str) -> list[int]:
@@ -69,10 +69,10 @@ class CheckpointTokenizer:
 
 
 def tokenizer_of(directory: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+    """Returns the tokenizer of a checkpoint.
 
-    It is `ByteTokenizer` if there is no checkpoint, or if the checkpoint has no tokenizer and a vocabulary of `ByteTokenizer`'s
-    size.
+    The result is `ByteTokenizer` if there is no checkpoint, or if the checkpoint has no tokenizer and its vocabulary has the size
+    of `ByteTokenizer`'s.
     """
     if directory is None or (vocab_size == ByteTokenizer.vocab_size and not list(Path(directory).glob("tokenizer*"))):
         return ByteTokenizer()

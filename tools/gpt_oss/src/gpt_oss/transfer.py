@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A new tensor ``[len(values)]`` on the device."""
+    """Copies values from the host to a new tensor ``[len(values)]`` on the device."""
     return sent(torch.tensor(values, dtype=dtype), device)
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of a host tensor on the device. On the CPU, the tensor itself."""
+    """Copies a host tensor to the device. On the CPU, returns the tensor itself."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Fetched:
-    """A copy of a tensor's current contents, in flight to the host.
+    """An asynchronous copy to the host of a tensor's current contents.
 
     Args:
         tensor: the tensor to copy. Work that is queued later on the same stream may overwrite it.
@@ -41,7 +41,7 @@ class Fetched:
             self._host, self._done = tensor.to("cpu", copy=True), None
 
     def wait(self) -> Tensor:
-        """Waits for the copy and returns it, in host memory."""
+        """Waits for the copy, and returns the copied tensor in host memory."""
         if self._done is not None:
             self._done.synchronize()
         return self._host
@@ -54,7 +54,7 @@ class Upload:
 
     Args:
         device: the GPU. Its current stream, in the thread that creates this object, is the stream that will use the copied data.
-        piece_bytes: the size of a buffer.
+        piece_bytes: the size of a pinned buffer, in bytes.
     """
 
     def __init__(self, device: torch.device | str, piece_bytes: int = 16 << 20) -> None:
@@ -70,7 +70,8 @@ class Upload:
             count: number of bytes.
             fill: called with chunks of host memory, uint8 ``[at most piece_bytes]``, in order; must fill each chunk.
         """
-        # This stream must not write to memory that the using stream may still read, so each stream has its own memory.
+        # The copying stream must not write to memory that the using stream may still read. So the copying stream has its own
+        # memory.
         with torch.cuda.stream(self._stream):
             sent = torch.empty(count, dtype=torch.uint8, device=self._device)
             for number, target in enumerate(sent.split(self._buffers[0][0].numel())):

@@ -1,8 +1,8 @@
 """Runs passes of every size class before the first request, so that no request waits for a kernel to be compiled or loaded.
 
 Kernels and their programs depend on the numbers of tokens and sequences, on the longest chunk, and on the upper bound of the
-lengths. They do not depend on values. So the passes here have zeros as tokens, short sequences with the bounds of long ones, and a
-layer of each kind instead of all layers. They write nothing to the cache.
+lengths. They do not depend on values. So the warm-up passes have zeros as tokens, short sequences with the bounds of long
+sequences, and one layer of each kind instead of all layers. The passes write nothing to the cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
     Attributes:
         phase: the kind of the pass.
         lengths: the number of tokens of each chunk.
-        max_seqlen_k: upper bound of the sequences' lengths; 0 for that of the chunks themselves.
+        max_seqlen_k: upper bound of the sequences' lengths; 0 means the lengths of the chunks themselves.
     """
 
     phase: Phase
@@ -75,7 +75,7 @@ def shapes(prefill_tokens: int, max_sequences: int, decoded: int, longest: int, 
 
     Args:
         prefill_tokens, max_sequences: see `Engine`.
-        decoded: the largest number of sequences of a pass of the decoder; 0 without a decoder.
+        decoded: the largest number of sequences of a decode pass of `Decoder`; 0 without a decoder.
         longest: number of tokens of the longest sequence.
         page_size: number of tokens per page.
     """
@@ -94,7 +94,7 @@ def shapes(prefill_tokens: int, max_sequences: int, decoded: int, longest: int, 
 def _chunks(most_tokens: int, longest: int, most: int, least: int) -> list[tuple[int, ...]]:
     """Returns the lengths of chunks for passes of ``least`` to ``most`` chunks of at most ``longest`` tokens.
 
-    All sizes of tokens occur with few and with many chunks, and all numbers of chunks with few and with many tokens. All
+    Every token count is combined with few and with many chunks, and every number of chunks with few and with many tokens. All
     combinations would take several times as long.
     """
     counts = [count for count in sizes_up_to(most) if count >= least]
@@ -155,7 +155,7 @@ def warm_up(
 
 
 def _batch(shape: Shape, model: GptOss, cache: PagedKVCache) -> Batch:
-    """Returns a pass of a size class. Its sequences begin with their chunks, and lie in page 0."""
+    """Makes the batch of a pass of a size class. Each chunk begins its sequence, and all pages are page 0."""
     width = -(-max(*shape.lengths, shape.max_seqlen_k) // cache.page_size)
     pieces = [Piece((0,) * length, pages=(0,) * width) for length in shape.lengths]
     everything = range(len(pieces))
@@ -164,13 +164,15 @@ def _batch(shape: Shape, model: GptOss, cache: PagedKVCache) -> Batch:
     return replace(
         batch,
         max_seqlen_k=max(batch.max_seqlen_k, shape.max_seqlen_k),
-        slot_mapping=torch.full_like(batch.slot_mapping, -1),  # nothing is written
+        slot_mapping=torch.full_like(batch.slot_mapping, -1),  # -1: nothing is written to the cache
     )
 
 
 @contextlib.contextmanager
 def _layer_of_each_kind(model: GptOss) -> Iterator[None]:
-    """Inside the block, the model has its first layer, which has no residual, and one layer of each kind of the others."""
+    """Inside the block, the model has only the first layer, which has no residual, and one layer of each kind of the other
+    layers.
+    """
     whole = model.layers
     first, *others = whole
     kinds = {(layer.window_left, layer.plan): layer for layer in others}

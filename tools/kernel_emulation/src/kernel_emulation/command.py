@@ -1,4 +1,6 @@
-"""Code that the emulators' command lines share. They run a function of a file on the emulator. Needs typer and rich."""
+"""Code that the emulators' command lines share. A command runs a function of a Python file on the emulator. Needs typer and
+rich.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def application(summary: str) -> typer.Typer:
 def execute(
     block: Callable[..., contextlib.AbstractContextManager[Running]], target: str, **settings: Any
 ) -> tuple[Running, float]:
-    """Calls the target in a block with these settings; an error of the kernel or the function ends the command.
+    """Calls the target inside the emulator's block with these settings. An error of the kernel or of the function ends the command.
 
     Returns:
         The emulator, and the seconds that the run took.
@@ -46,7 +48,7 @@ def execute(
         except EmulationError as error:
             fail(str(error))
         except Exception as error:
-            # The first entries are this file's.
+            # The first frames of the traceback are this file's.
             lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
             fail("".join(lines).rstrip())
     return emulator, time.perf_counter() - begin
@@ -56,14 +58,14 @@ def list_launches(emulator: Emulator[Any], what: str) -> None:
     """Prints each launch.
 
     Args:
-        what: describes the instructions that are counted.
+        what: describes the instructions that are counted, for the table's heading.
     """
     for launch in emulator.launches:
         report.console().print(f"{report.headline(launch)}, {report.number(launch.instructions)} {what}")
 
 
 def launches_of(emulator: Emulator[Report], kernel: str) -> list[Report]:
-    """The launches of kernels with ``kernel`` in their name. Ends the command if there are none."""
+    """The launches of kernels with ``kernel`` in their name. Ends the command with an error if there are none."""
     chosen = [launch for launch in emulator.launches if kernel in launch.kernel]
     if not chosen:
         fail(f"no kernel with {kernel!r} in its name was launched" if kernel else "no kernel was launched")

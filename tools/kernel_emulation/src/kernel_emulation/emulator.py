@@ -18,7 +18,7 @@ Edit = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class Allocation:
-    """``[start, end)`` in bytes, a name for messages, and the start of the containing memory block (0: the allocation itself)."""
+    """The byte range ``[start, end)``, a name for messages, and the start of the containing memory block (0: the range itself)."""
 
     start: int
     end: int
@@ -47,9 +47,9 @@ class LaunchReport:
     """One executed kernel launch.
 
     Attributes:
-        kernel: name.
-        grid: workgroups or CTAs in x, y, z.
-        instructions: instructions that the emulator executed.
+        kernel: the kernel's name.
+        grid: number of workgroups or CTAs in x, y, z.
+        instructions: number of instructions that the emulator executed.
     """
 
     kernel: str
@@ -58,7 +58,7 @@ class LaunchReport:
 
     @property
     def resources(self) -> str:
-        """The resources of each workgroup or CTA, in words."""
+        """The resources of each workgroup or CTA in words, for the report."""
         raise NotImplementedError
 
 
@@ -72,7 +72,7 @@ class Emulator(Generic[Report]):
     Attributes:
         sanitize, counters, bounds, edit: see the block's function.
         launches: reports of the launches so far.
-        extra: what `share` added.
+        extra: the memory ranges that `share` added.
     """
 
     sanitize: bool = True
@@ -91,7 +91,9 @@ class Emulator(Generic[Report]):
         self.extra.append(allocation_of(tensor, name, self.bounds))
 
     def edited(self, kernel: str, text: str) -> str:
-        """The text to execute for a kernel of this text."""
+        """The text of a kernel's instructions to execute: the given text, after the ``edit`` function of the block if there is
+        one.
+        """
         return text if self.edit is None else self.edit(kernel, text)
 
 

@@ -13,15 +13,15 @@ class Located(Protocol):
 
     @property
     def source(self) -> tuple[str, int] | None:
-        """``(file, line)`` of the kernel's source, or None."""
+        """``(file, line)`` of the kernel's source; None without debug information."""
 
     @property
     def where(self) -> str:
-        """The source line, if known, and the instruction as written, as the end of a sentence."""
+        """Where the instruction is: the source line, if known, and the instruction as written. It ends a sentence."""
 
 
 def describe(kernel: str, instruction: Located | None) -> str:
-    """``in kernel attend, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
+    """Names the kernel and the instruction: ``in kernel attend, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
     short = kernel if len(kernel) < _LONGEST_NAME else f"{kernel[:60]}...{kernel[-40:]}"
     return f"in kernel {short}" + ("" if instruction is None else instruction.where)
 
@@ -52,7 +52,7 @@ class UnknownInstruction(EmulationError):
 
 
 class SanitizerError(EmulationError):
-    """The kernel has an actual or potential error, which hardware may not report.
+    """The kernel has an actual or a potential error that hardware may not report.
 
     Attributes:
         kind: the kind of error: ``"out-of-bounds"``, ``"race"``, ``"deadlock"``, and others that the emulator's README lists.

@@ -1,4 +1,4 @@
-"""Starts an emulator's command line. Imports no third-party library itself, so that it can say which one is missing."""
+"""Starts an emulator's command line. Imports no third-party library itself, so that it can name a missing library."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def headline(report: LaunchReport) -> str:
 
 
 def new_table(title: str, *columns: str, left: tuple[int, ...] = (0,)) -> Table:
-    """A table; without a header row if all column titles are empty."""
+    """Makes a table; it has no header row if all column titles are empty."""
     made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="dim", show_header=any(columns))
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i in left else "right", overflow="fold", no_wrap=i not in left)

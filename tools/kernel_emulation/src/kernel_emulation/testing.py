@@ -13,7 +13,7 @@ def declare(config: pytest.Config, name: str, device: str, block: str) -> None:
     """Declares the marker of an emulator's fixture.
 
     Args:
-        config: pytest's.
+        config: pytest's configuration.
         name: name of the fixture and the marker.
         device: the emulated architecture.
         block: the function whose settings the marker takes.
@@ -23,7 +23,7 @@ def declare(config: pytest.Config, name: str, device: str, block: str) -> None:
 
 
 def put_first(items: list[pytest.Item], name: str) -> None:
-    """Adds the fixture to marked tests that do not name it. It comes before their other fixtures, which may launch kernels too."""
+    """Adds the fixture to marked tests that do not name it, before their other fixtures, because these may launch kernels too."""
     for item in items:
         names = getattr(item, "fixturenames", None)
         if names is not None and item.get_closest_marker(name) is not None:
@@ -33,7 +33,7 @@ def put_first(items: list[pytest.Item], name: str) -> None:
 
 
 def emulated(request: pytest.FixtureRequest, name: str, block: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]:
-    """The emulator that a test's kernels run on, with the marker's settings."""
+    """The emulator on which a test's kernels run, with the settings of the test's marker."""
     marker = request.node.get_closest_marker(name)
     if marker is not None and marker.args:
         raise pytest.UsageError(f"{request.node.nodeid}: the marker {name} takes keyword arguments only, got {marker.args}")

@@ -1,8 +1,8 @@
 """A Triton driver whose device is an emulator.
 
-Triton queries its driver for the compilation target, loads the binary through it, and calls its launcher with the kernel's
-arguments. This driver reports the emulated target and ignores the binary. It finds the text that Triton stored beside the binary.
-The emulator executes this text on CPU tensors.
+Triton queries its driver for the compilation target, loads the binary through the driver, and calls the driver's launcher with the
+kernel's arguments. This driver reports the emulated target and ignores the binary. It finds the assembly text that Triton stored
+beside the binary, and the emulator executes this text on CPU tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kernel_emulation.errors import EmulationError
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 
 Argument = tuple[str, str, Any]
-"""A label for messages, the type as in Triton's signatures, and the value."""
+"""A kernel argument: a label for messages, the type as in Triton's signatures, and the value."""
 
 
 def pack(type_: str, value: Any) -> bytes:
-    """The bytes of a scalar or pointer; bytes are returned as they are."""
+    """The bytes of a scalar or pointer argument. A value that is bytes already is returned unchanged."""
     if isinstance(value, bytes):
         return value
     if type_.startswith("*"):
@@ -49,11 +49,11 @@ def pack(type_: str, value: Any) -> bytes:
 
 @lru_cache(maxsize=256)
 def compiled_text(digest: str, function: str, kind: str) -> str:
-    """The text in Triton's cache for a compiled function, whatever the kernel's name in the text.
+    """The text (PTX or assembly) of a compiled function in Triton's cache, whatever the kernel's name in the text.
 
     Args:
-        digest: the hash of its metadata.
-        function: its name.
+        digest: the hash of the function's metadata.
+        function: the function's name.
         kind: the suffix of the text's file: ``"ptx"`` or ``"amdgcn"``.
     """
     file = function[:150]  # Triton truncates long names to this length
@@ -68,7 +68,7 @@ class Launcher(abc.ABC):
 
     Attributes:
         kind: the suffix of the text's file in Triton's cache.
-        metadata: the compiler's.
+        metadata: the compiler's metadata of the kernel.
         text: the text that the emulator executes.
     """
 
@@ -97,7 +97,7 @@ class Launcher(abc.ABC):
         """Runs the kernel.
 
         Args:
-            grid: its size, not empty.
+            grid: the number of workgroups or CTAs in x, y, z; none is 0.
             arguments: every scalar or pointer that the kernel takes, in order.
         """
 
@@ -118,7 +118,7 @@ class Launcher(abc.ABC):
 
 
 def _flattened(type_: Any, value: Any, label: str) -> Iterator[Argument]:
-    """The parts of an argument, which may be a nested tuple, without constants."""
+    """The elements of a kernel argument, which may be a nested tuple, without constants."""
     if isinstance(type_, (tuple, list)):
         for at, (of_type, of_value) in enumerate(zip(type_, value, strict=True)):
             yield from _flattened(of_type, of_value, f"{label}[{at}]")
@@ -127,7 +127,7 @@ def _flattened(type_: Any, value: Any, label: str) -> Iterator[Argument]:
 
 
 class _Utils:
-    """The device functions that Triton requires."""
+    """The functions of a device that Triton requires of a driver."""
 
     def __init__(self, properties: dict[str, Any]) -> None:
         self._properties = properties
@@ -148,7 +148,7 @@ class Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
     """Triton's view of an emulated device.
 
     Args:
-        launcher: runs its kernels.
+        launcher: the class that runs the device's kernels.
         target: the target that Triton compiles for.
         device: an index that no real device has, because Triton caches compiled kernels per device index.
         capability: the device's version.
@@ -203,7 +203,7 @@ class Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
 
 @contextlib.contextmanager
 def installed(driver: Driver) -> Iterator[None]:
-    """Inside the block, this is Triton's driver."""
+    """Inside the block, ``driver`` is Triton's active driver."""
     config = triton.runtime.driver
     previous = config._active  # reading `active` would initialise a GPU driver
     config.set_active(driver)

@@ -20,7 +20,7 @@ def register() -> None:
     """Registers the parts that the settings enable: the entry point ``tokenspeed_kernel`` of ``sglang.srt.plugins``.
 
     May be called any number of times. If the installed SGLang lacks the hook of a part, the part is skipped with one line in the
-    log. SGLang then works as without this part.
+    log. SGLang then uses its own code for this part.
 
     Raises:
         ValueError: a setting has an invalid value. The message names the setting and the value.
@@ -32,7 +32,9 @@ def register() -> None:
 
 
 def receipt() -> Receipt:
-    """Returns which layers of this process run on which kernels, and why others run on SGLang's own. ``str()`` is a table."""
+    """Returns which layers of this process run on which kernels, and why others run on SGLang's own kernels. ``str()`` is a
+    table.
+    """
     from tokenspeed_kernel_sglang.record import receipt_of_process
 
     return receipt_of_process()

@@ -18,13 +18,13 @@ class Metadata:
     """The metadata of a batch.
 
     Attributes:
-        seq_lens: int32 ``[batch]``, the length of each sequence, new tokens included.
+        seq_lens: int32 ``[batch]``, the length of each sequence, including new tokens.
         max_seq_len: an upper bound of seq_lens.
-        page_table: int32 ``[batch, pages]``, pages of the full pool.
-        window_table: likewise of the pool of sliding-window layers; page_table if there is one pool.
-        window_slots: ``[tokens]``, the slots of new tokens in that pool; None if there is one pool.
+        page_table: int32 ``[batch, pages]``, page indices in the KV pool of layers without a window (the full pool).
+        window_table: int32 ``[batch, pages]``, page indices in the pool of sliding-window layers; page_table if there is one pool.
+        window_slots: ``[tokens]``, the slots of new tokens in the pool of sliding-window layers; None if there is one pool.
         cu_seqlens_q: int32 ``[batch + 1]``, the first query row of each sequence; None for decode batches.
-        max_query_len: the largest number of new tokens of a sequence.
+        max_query_len: the largest number of new tokens of any sequence.
     """
 
     seq_lens: Tensor
@@ -37,7 +37,9 @@ class Metadata:
 
 
 class TokenspeedBackend(AttentionBackend):
-    """Attention of decoders with one KV head per group: extend with a cached prefix, and decode; also in CUDA graphs."""
+    """Attention of decoders with one KV head per group of query heads: extend with a cached prefix, and decode; also in CUDA
+    graphs.
+    """
 
     def __init__(self, runner: Any) -> None:
         """Finds the kernels of every layer of the model.
@@ -47,7 +49,7 @@ class TokenspeedBackend(AttentionBackend):
 
         Raises:
             NotServedError: the model or an option has an unsupported feature, or no kernel is eligible for a layer. The message
-                names it.
+                names the feature or the layer.
         """
         check_runner(runner)
         self.pool = runner.token_to_kv_pool
@@ -63,7 +65,7 @@ class TokenspeedBackend(AttentionBackend):
         self._graph: Metadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Makes the metadata of a batch that runs without a graph."""
+        """Makes the metadata of a batch that runs without a CUDA graph."""
         batch = len(forward_batch.seq_lens)
         if batch == 0 or forward_batch.forward_mode.is_idle():
             self.forward_metadata = None
@@ -101,7 +103,7 @@ class TokenspeedBackend(AttentionBackend):
         """Writes a decode batch's metadata to the buffers, before a capture and before each replay. Does not wait for the device.
 
         Raises:
-            ValueError: the graph is of prefills or of speculative decoding. The message names the option to change.
+            ValueError: the graph is for prefills or for speculative decoding. The message names the option to change.
         """
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise ValueError(
@@ -112,7 +114,7 @@ class TokenspeedBackend(AttentionBackend):
             raise RuntimeError("init_cuda_graph_state must run before graphs are captured")
         static, batch = self._graph, forward_batch.batch_size
         lengths = forward_batch.seq_lens[:batch]
-        # A capture reads no cache, so its tables keep their zeros.
+        # A capture does not depend on the cache's contents, so its page tables keep their zeros.
         longest = 1 if in_capture else int(forward_batch.seq_lens_cpu[:batch].max())
         static.seq_lens[:batch].copy_(lengths)
         table, window_table = self._tables(forward_batch.req_pool_indices[:batch], longest)
@@ -157,7 +159,7 @@ class TokenspeedBackend(AttentionBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
-        """Likewise with several new tokens after a cached prefix. See `forward_decode`."""
+        """Like `forward_decode`, but with several new tokens of each sequence after a cached prefix."""
         return self._run(q, k, v, layer, forward_batch, save_kv_cache, options)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save: bool, options: dict[str, Any]) -> Tensor:
@@ -211,7 +213,7 @@ class TokenspeedBackend(AttentionBackend):
         return self.pool.translate_loc_from_full_to_swa(slots) if self.two_pools else None
 
     def _caches(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values as ``[pages, page_size, kv_heads, dim]``."""
+        """Returns the keys and values of a layer as caches ``[pages, page_size, kv_heads, dim]``."""
         k, v = (get(layer.layer_id) for get in (self.pool.get_key_buffer, self.pool.get_value_buffer))
         return k.unflatten(0, (-1, self.page_size)), v.unflatten(0, (-1, self.page_size))
 

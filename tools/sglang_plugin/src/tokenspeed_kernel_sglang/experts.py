@@ -1,4 +1,4 @@
-"""The quantisation ``mxfp4``: experts of GPT-OSS run on the core's kernels if one is eligible, otherwise on SGLang's."""
+"""The quantisation ``mxfp4``: experts of GPT-OSS run on the core's kernels if one is eligible, otherwise on SGLang's kernels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_sglang.record import record
 
-# Operators are overloaded for type checkers.
+# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
-# Values per scale, and values per byte.
+# Number of values that share a scale, and number of values per byte.
 BLOCK, PACKED = 32, 2
-# A rank's features are rounded up to this size, as SGLang's loader of GPT-OSS expects.
+# A rank's intermediate features are rounded up to a multiple of this number, as SGLang's loader of GPT-OSS expects.
 ROUNDING = 64
-# The runner backends with which SGLang's router returns the weights and ids of experts. In newer releases the method decides.
+# The runner backends with which SGLang's router returns top-k weights and ids. In newer releases the quantisation method determines
+# what the router returns.
 STANDARD = ("auto", "triton")
 
 
@@ -30,7 +31,9 @@ class GptOssConfig(Mxfp4Config):
     """SGLang's configuration of MXFP4 checkpoints, but experts with an eligible kernel of ours run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns the method of a layer. If experts fall back to SGLang's own method, one line of the log gives the reason."""
+        """Returns the quantisation method of a layer. If experts fall back to SGLang's own method, one line of the log gives the
+        reason.
+        """
         own = super().get_quant_method(layer, prefix)
         if not isinstance(own, Mxfp4MoEMethod):
             return own
@@ -54,7 +57,7 @@ class GptOssExperts(FusedMoEMethodBase):
             layer: SGLang's `FusedMoE`. Its weights need not exist yet.
 
         Raises:
-            NotServedError: the layer has an unsupported feature, or no kernel is eligible. The message names it.
+            NotServedError: the layer has an unsupported feature, or no kernel is eligible. The message has the reason.
         """
         super().__init__()
         self.plan = plan_of(layer)
@@ -87,11 +90,13 @@ class GptOssExperts(FusedMoEMethodBase):
             set_weight_attrs(parameter, extra_weight_attrs)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Keeps SGLang's configuration. No runner of SGLang is needed."""
+        """Stores SGLang's configuration. None of SGLang's runners is needed."""
         self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rearranges the weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory."""
+        """Rearranges the weights for the plan's kernel. Original weights that the kernel does not need are dropped to save
+        memory.
+        """
         names = [f"{part}_{name}" for part in ("w13", "w2") for name in ("weight", "weight_scale", "weight_bias")]
         given = [getattr(layer, name).data for name in names]
         self.weights = OPS.moe_apply.prepare(OPS.MoEWeights(*given), self.plan)
@@ -109,7 +114,8 @@ class GptOssExperts(FusedMoEMethodBase):
                 experts of other ranks are -1.
 
         Returns:
-            SGLang's result, with ``[tokens, hidden]`` without the experts and shards of other ranks, which SGLang adds.
+            SGLang's result object, with ``[tokens, hidden]`` of this rank's experts and shards. SGLang adds the results of other
+            ranks.
 
         Raises:
             ValueError: the router returned another form.
@@ -139,7 +145,7 @@ def plan_of(layer: Any) -> Any:
     config = layer.moe_runner_config
     backend = getattr(get_moe_runner_backend(), "value", "of another plug-in")
     asked = {
-        # Here the router has its form from the backend's name, not from the method.
+        # In this release, the runner backend's name determines what the router returns, not the quantisation method.
         f"the expert routing of --moe-runner-backend {backend} (choose triton)": (
             backend not in STANDARD and not hasattr(FusedMoEMethodBase, "get_moe_runner_backend")
         ),

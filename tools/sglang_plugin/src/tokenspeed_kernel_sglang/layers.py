@@ -16,18 +16,19 @@ from torch import Tensor
 from tokenspeed_kernel_base.served import NotServedError, kernel_for
 from tokenspeed_kernel_sglang.record import record
 
-# Operators are overloaded for type checkers; calls with options in a dict match none of the overloads.
+# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
 
 def rms_norm(original: Callable[..., Any], norm: Any, x: Tensor, residual: Tensor | None = None, *more: Any, **options: Any) -> Any:
-    """Runs SGLang's ``RMSNorm``. With a residual, the result and the sum are written to x and to the residual, as SGLang does.
+    """Runs SGLang's ``RMSNorm``. With a residual, the normalised result is written to x and the sum to the residual, as SGLang
+    does.
 
     Args:
         original: SGLang's method.
         norm: the module.
         x: ``[..., hidden]``.
-        residual: x's shape; added before the norm.
+        residual: x's shape; added to x before the norm.
         more, options: ``post_residual_addition``, which is added to the residual first; any other argument runs SGLang's method.
     """
     added = more[0] if more else options.get("post_residual_addition")
@@ -53,7 +54,7 @@ def rms_norm(original: Callable[..., Any], norm: Any, x: Tensor, residual: Tenso
 
 
 def silu_and_mul(original: Callable[..., Any], activation: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-    """Runs SGLang's ``SiluAndMul``: ``[..., 2 * d]`` to ``[..., d]``."""
+    """Runs SGLang's ``SiluAndMul``, which maps ``[..., 2 * d]`` to ``[..., d]``."""
     features = {"further arguments": bool(more or options), "rows that are not contiguous": x.stride(-1) != 1}
     if x.numel() == 0 or not _served("activations", type(activation).__name__, features, "silu_and_mul", x):
         return original(activation, x, *more, **options)
@@ -61,7 +62,7 @@ def silu_and_mul(original: Callable[..., Any], activation: Any, x: Tensor, *more
 
 
 def gelu_and_mul(original: Callable[..., Any], activation: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-    """Runs SGLang's ``GeluAndMul``: ``[..., 2 * d]`` to ``[..., d]``."""
+    """Runs SGLang's ``GeluAndMul``, which maps ``[..., 2 * d]`` to ``[..., d]``."""
     features = {"further arguments": bool(more or options), "rows that are not contiguous": x.stride(-1) != 1}
     kind = f"{type(activation).__name__}, {activation.approximate}"
     if x.numel() == 0 or not _served("activations", kind, features, "gelu_and_mul", x, approximate=activation.approximate):
@@ -79,7 +80,8 @@ def rope(
         rotary: the module, with ``cos_sin_cache`` of float32 ``[max_positions, rotary_dim]``.
         positions: ``[tokens]``.
         query, key: ``[tokens, heads * head_dim]``, which may be slices of qkv's rows.
-        more, options: any further argument runs SGLang's method, such as the cache that SGLang's fused kernel also writes.
+        more, options: with any further argument SGLang's method runs, for example with a cache that SGLang's fused kernel also
+            writes.
     """
     size = rotary.head_size
     features = {
@@ -96,7 +98,7 @@ def rope(
     return query, key
 
 
-# The methods of SGLang that call ours instead.
+# Part -> SGLang's methods that are hooked, each with our function.
 HOOKS: dict[str, dict[str, Callable[..., Any]]] = {
     "norms": {"sglang.srt.layers.layernorm.RMSNorm.forward_cuda": rms_norm},
     "activations": {
@@ -114,7 +116,7 @@ def _batch_invariant() -> bool:
 
 
 def _served(part: str, kind: str, features: dict[str, bool], operator: str, x: Tensor, **facts: Any) -> bool:
-    """Returns whether a call runs on our kernels. Each new kind of call is recorded."""
+    """Returns whether a call runs on our kernels. Each new kind of call is recorded for the receipt."""
     wanted = tuple(feature for feature, asked in features.items() if asked)
     return _decide(part, kind, wanted, operator, x.shape[-1], x.dtype, x.device, tuple(facts.items()))
 
@@ -143,7 +145,7 @@ def _decide(
 
 
 def _arguments(operator: str, width: int, dtype: torch.dtype, device: torch.device, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call with one token."""
+    """Returns the arguments of a call of ``operator`` with one token."""
     make = functools.partial(torch.empty, dtype=dtype, device=device)
     if operator == "rmsnorm":
         return {"x": make(1, width), "weight": make(facts["weight"]), "residual": make(1, width)}

@@ -12,13 +12,13 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_sglang.record import logger, record
 from tokenspeed_kernel_sglang.settings import Settings
 
-# The name of our attention backend, and the backend of SGLang that runs models that ours does not support.
+# The name of our attention backend, and the backend of SGLang for models that our backend does not support.
 BACKEND, FALLBACK = "tokenspeed", "triton"
-# The quantisation of GPT-OSS's experts.
+# The name of the quantisation of GPT-OSS's experts.
 QUANTIZATION = "mxfp4"
-# Built-in backends whose names select ours in this process.
+# SGLang's built-in backends whose names select our backend in this process.
 _replaced: set[str] = set()
-# Methods with a hook of ours in this process.
+# SGLang's methods that have a hook of ours in this process.
 _hooked: set[str] = set()
 
 
@@ -28,7 +28,7 @@ def register_parts(settings: Settings) -> None:
     for found in wrong:
         logger.error("tokenspeed_kernel_sglang: %s; %s", found, found.remedy)
     if any(found.name == "tokenspeed-kernel" for found in wrong):
-        return  # another project's functions have other meanings
+        return  # the other project's functions with the same names have other meanings
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(settings.attention_replaces)),
         ("experts", settings.experts, _register_experts),
@@ -62,7 +62,9 @@ def _register_attention(replaced: tuple[str, ...]) -> None:
 
 
 def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a factory of our backend, which makes SGLang's backend for models that ours does not support."""
+    """Returns a factory of our backend. For models that our backend does not support, the factory makes SGLang's backend
+    ``own``.
+    """
 
     def create(runner: Any) -> Any:
         from tokenspeed_kernel_sglang.attention import TokenspeedBackend
@@ -95,7 +97,7 @@ def _register_layers(part: str) -> None:
     from tokenspeed_kernel_sglang.layers import HOOKS
 
     for target, hook in HOOKS[part].items():
-        pkgutil.resolve_name(target)  # raises for a missing method, which SGLang would only log
+        pkgutil.resolve_name(target)  # raises an error for a missing method, which SGLang itself would only log
         if target not in _hooked:
             _hooked.add(target)
             HookRegistry.register(target, hook, HookType.AROUND)

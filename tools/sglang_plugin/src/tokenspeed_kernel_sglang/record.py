@@ -1,4 +1,4 @@
-"""Records which layers run on which kernels. Each new decision is one line of the log; all of them are the receipt."""
+"""Records which layers run on which kernels. Each new decision is one line of the log; all decisions together are the receipt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _rows: dict[tuple[str, str, tuple[str, ...], str], Row] = {}
 
 
 def record(part: str, kind: str, kernels: tuple[str, ...] = (), reason: str = "", layers: int = 1) -> None:
-    """Records and logs the decision for layers of a kind. A decision that is recorded already gets more layers, and no log line."""
+    """Records and logs a decision for layers of one kind. If the decision is recorded already, only its number of layers grows, and
+    nothing is logged.
+    """
     key = (part, kind, kernels, reason)
     known = _rows.get(key)
     _rows[key] = row = Row(part, kind, layers + (known.layers if known else 0), kernels, reason)

@@ -1,4 +1,4 @@
-"""Finds the kernels of a model's attention layers, and names what is not supported."""
+"""Finds the kernels of a model's attention layers, and names the features that are not supported."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LayerShape:
     """The properties that decide which kernels are eligible for a layer.
 
     Attributes:
-        heads, kv_heads, head_dim, v_head_dim: sizes on this rank.
+        heads, kv_heads, head_dim, v_head_dim: numbers of heads and head widths on this rank.
         dtype: dtype of queries and outputs.
         cache_dtype: dtype of keys and values in the cache.
-        page_size: tokens of a page.
+        page_size: number of tokens per page.
         window_left: number of visible tokens before the token itself; -1 for all.
         logit_cap: soft cap of the scores; 0 for none.
         sinks: whether each head has a sink.
@@ -47,7 +47,7 @@ class LayerShape:
     def of(
         cls, layer: Any, dtype: torch.dtype, cache_dtype: torch.dtype, page_size: int, sinks: bool, device: torch.device
     ) -> LayerShape:
-        """Returns the shape of a `RadixAttention`. SGLang's window does not include the token itself, as ``window_left``."""
+        """Returns the shape of a `RadixAttention`. SGLang's window, like ``window_left``, does not include the token itself."""
         return cls(
             heads=layer.tp_q_head_num,
             kv_heads=layer.tp_k_head_num,
@@ -64,7 +64,7 @@ class LayerShape:
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are quantised, with a scale."""
+        """Whether the cache holds quantised keys and values, with a scale."""
         return self.cache_dtype != self.dtype
 
     def __str__(self) -> str:
@@ -80,11 +80,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Serving:
-    """The functions of a layer.
+    """The operators and kernels of an attention layer.
 
     Attributes:
         extend: the operator for batches with prefixes: `mha_with_kvcache` or `mha_extend_with_kvcache`.
-        extend_options: its further arguments.
+        extend_options: further arguments of that operator.
         kernels: the names of the kernels that are selected for a call with one token.
     """
 
@@ -94,10 +94,10 @@ class Serving:
 
 
 def find_serving(shape: LayerShape) -> Serving:
-    """Finds the functions of a layer.
+    """Finds the operators and kernels of an attention layer.
 
     Raises:
-        NotServedError: no kernel is eligible for decode, for extend or for the cache's writes. The message says why.
+        NotServedError: no kernel is eligible for decode, for extend or for writing the cache. The message has the reason.
     """
     decode = kernel_for(OPS.mha_decode_with_kvcache, _arguments(shape, "mha_decode_with_kvcache"))
     store = kernel_for(OPS.store_kv_cache, _arguments(shape, "store_kv_cache"))
@@ -116,7 +116,7 @@ def find_serving(shape: LayerShape) -> Serving:
 
 
 def shapes_of_layers(runner: Any) -> Counter[LayerShape]:
-    """Returns the attention layers of a model by shape.
+    """Returns the shapes of a model's attention layers, with the number of layers of each shape.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -147,7 +147,7 @@ def shapes_of_layers(runner: Any) -> Counter[LayerShape]:
     return shapes
 
 
-# Options of the engine whose values our backend does not support, with the value that means "off".
+# Options of the engine that our backend does not support, with the value that means "off".
 OPTIONS: dict[str, tuple[str, Any]] = {
     "speculative_algorithm": ("speculative decoding", None),
     "dcp_size": ("decode context parallelism", 1),
@@ -158,7 +158,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 
 def check_runner(runner: Any) -> None:
-    """Raises NotServedError if the model or an option of the engine needs what the backend does not support."""
+    """Raises NotServedError if the model or an option of the engine needs a feature that our backend does not support."""
     model, arguments = runner.model_config, runner.server_args
     _refuse(
         {
@@ -177,7 +177,7 @@ def _refuse(asked: dict[str, bool]) -> None:
 
 
 def _arguments(shape: LayerShape, name: str) -> dict[str, Any]:
-    """Returns the arguments of a call with one sequence of one new token."""
+    """Returns the arguments of an operator's call with one sequence and one new token."""
     device, pages, kv_heads = shape.device, 2, shape.kv_heads
     k_cache, v_cache = (
         torch.empty(pages, shape.page_size, kv_heads, dim, dtype=shape.cache_dtype, device=device)

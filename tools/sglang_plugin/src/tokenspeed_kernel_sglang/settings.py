@@ -1,4 +1,4 @@
-"""The switches of this package. They are environment variables, because SGLang's processes inherit these."""
+"""The switches of this package. They are environment variables, because SGLang's processes inherit the environment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Settings:
         attention_replaces: built-in attention backends whose names also select ours (``TOKENSPEED_SGLANG_ATTENTION_REPLACES``,
             separated by commas). SGLang accepts only built-in names for some models, such as GPT-OSS.
         experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_SGLANG_EXPERTS``).
-        norms: whether RMS norms do (``TOKENSPEED_SGLANG_NORMS``).
-        activations: whether gated SiLU and GELU do (``TOKENSPEED_SGLANG_ACTIVATIONS``).
-        rope: whether rotary embeddings do (``TOKENSPEED_SGLANG_ROPE``).
+        norms: whether RMS norms run on our kernels if one is eligible (``TOKENSPEED_SGLANG_NORMS``).
+        activations: whether gated SiLU and GELU run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ACTIVATIONS``).
+        rope: whether rotary embeddings run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ROPE``).
     """
 
     attention: bool = True
@@ -39,7 +39,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads the environment.
 
     Raises:
-        ValueError: a variable has an invalid value, or has our prefix and is unknown.
+        ValueError: a variable has an invalid value, or a variable with our prefix is unknown.
     """
     env = os.environ if environ is None else environ
     names = {PREFIX + name for name in (*_SWITCHES, _REPLACES)}

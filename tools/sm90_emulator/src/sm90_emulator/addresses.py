@@ -1,6 +1,7 @@
 """The global memory that kernels may access: the memory of tensors whose address was taken.
 
-A launch gets the address of a tensor from the tensor itself, as an argument, or as a number from ``Tensor.data_ptr()``.
+A launch gets the address of a tensor in one of two ways: from the tensor itself, as an argument, or from ``Tensor.data_ptr()``, as
+    a number.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernel_emulation.emulator import Allocation, Bounds, allocation_of
 
-# The dictionary's keys are the memory of views. An entry whose storage was freed is removed before it is read.
+# Byte range of a view -> its storage, and the byte range of the storage. If a storage was freed, its item is removed before use.
 _taken: dict[Allocation, tuple[StorageWeakRef, Allocation]] = {}
 
 
 def add(tensor: torch.Tensor) -> None:
-    """Makes the memory of a CPU tensor accessible as long as it exists."""
+    """Makes the memory of a CPU tensor accessible to kernels as long as the tensor's storage exists."""
     view, storage = (allocation_of(tensor, "tensor", bounds) for bounds in ("view", "storage"))
     _taken[view] = StorageWeakRef(tensor.untyped_storage()), storage
 
 
 def accessible(bounds: Bounds) -> list[Allocation]:
-    """The accessible memory."""
+    """Returns the byte ranges that kernels may access."""
     for freed in [view for view, (storage, _) in _taken.items() if storage.expired()]:
         del _taken[freed]
     return [view if bounds == "view" else storage for view, (_, storage) in _taken.items()]
@@ -34,7 +35,7 @@ def accessible(bounds: Bounds) -> list[Allocation]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Inside the block, ``Tensor.data_ptr()`` makes a CPU tensor's memory accessible."""
+    """Inside the block, a call of ``Tensor.data_ptr()`` makes the CPU tensor's memory accessible to kernels."""
     data_ptr = torch.Tensor.data_ptr
 
     def recording(tensor: Any) -> int:

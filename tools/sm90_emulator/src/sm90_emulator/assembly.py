@@ -14,7 +14,7 @@ _VARIABLE = re.compile(
 )
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)\s*\((.*?)\)\s*(.*?)\{", re.DOTALL)
 _DIRECTIVE = re.compile(r"\.(maxnreg|reqntid|maxntid|minnctapersm)\s+(\d+(?:\s*,\s*\d+)*)")
-_REGISTERS_OF_ALL = 65536  # registers of an SM
+_REGISTERS_OF_ALL = 65536  # number of 32-bit registers of an SM
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[^,]*?)?\s+([$\w]+)(?:\[(\d+)\])?(?=\s*(?:,|$))")
 
 
@@ -29,7 +29,7 @@ def bits_of(kind: str) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel parameter: the position of its bytes in the parameter buffer."""
+    """A kernel parameter, and the range of its bytes in the parameter buffer."""
 
     name: str
     offset: int
@@ -46,13 +46,13 @@ class Register:
 
 @dataclass(frozen=True)
 class Statement:
-    """An instruction.
+    """An instruction of a kernel.
 
     Attributes:
         name: the mnemonic with its modifiers: ``add.s32``.
         operands: the operands as written.
         guard: the guard predicate, and whether it is negated.
-        scope: the scope of its names.
+        scope: the scope in which its names are looked up.
         text: the instruction as written.
         source: ``(file, line)`` of the kernel's source, or None.
     """
@@ -72,7 +72,7 @@ class Statement:
 
 @dataclass(eq=False)
 class Scope:
-    """The names declared in a pair of braces."""
+    """The names that are declared in a pair of braces."""
 
     outer: Scope | None
     number: int
@@ -81,7 +81,7 @@ class Scope:
     labels: dict[str, int] = field(default_factory=dict)
 
     def register(self, name: str) -> Register | None:
-        """The register with this name in this scope."""
+        """Returns the register that a name refers to in this scope; None if there is none."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.kinds:
@@ -93,7 +93,7 @@ class Scope:
         return None
 
     def label(self, name: str) -> int | None:
-        """The index of the statement that a label refers to."""
+        """Returns the index of the statement that a label refers to in this scope; None if there is none."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.labels:
@@ -104,19 +104,19 @@ class Scope:
 
 @dataclass
 class Kernel:
-    """An entry of a module.
+    """A kernel: an entry point of a PTX module.
 
     Attributes:
         name: the entry's name.
-        parameters: the parameters in order.
-        parameter_bytes: bytes of all parameters.
+        parameters: the kernel's parameters in order.
+        parameter_bytes: size of all parameters together.
         shared: offsets of variables in shared memory; dynamic shared memory begins at ``static_bytes``.
-        static_bytes: bytes of static shared memory.
+        static_bytes: size of static shared memory, in bytes.
         local: offsets of variables in local memory.
-        local_bytes: bytes of local memory per thread.
+        local_bytes: size of local memory per thread, in bytes.
         statements: all instructions.
-        registers: registers per thread at kernel start, derived from the threads and CTAs per SM in the kernel's directives; 0
-            without such directives.
+        registers: number of registers per thread at kernel start, computed from the kernel's directives on threads and CTAs per SM;
+            0 without such directives.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Kernel:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """Splits at commas outside of braces, brackets and parentheses."""
+    """Splits a list of operands at the commas outside of braces, brackets and parentheses."""
     parts, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "{[(":
@@ -146,7 +146,7 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """The kernels of a PTX module, by name."""
+    """Parses a PTX module, and returns its kernels by name."""
     text = re.sub(r"/\*.*?\*/", "", re.sub(r"//[^\n]*", "", text), flags=re.DOTALL)
     text = re.sub(r"^\s*\.(?:loc|file)\b[^\n]*$", "", text, flags=re.MULTILINE)
     first = _ENTRY.search(text)
@@ -180,7 +180,9 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
 
 
 def _registers(directives: str) -> int:
-    """The initial registers per thread: an SM's registers divided among its threads, rounded to multiples of 8."""
+    """The number of registers per thread at kernel start: an SM's registers divided among its threads, rounded to a multiple of
+    8.
+    """
     given = {found[1]: math.prod(map(int, found[2].split(","))) for found in _DIRECTIVE.finditer(directives)}
     if "maxnreg" in given:
         return given["maxnreg"]
@@ -189,7 +191,7 @@ def _registers(directives: str) -> int:
 
 
 def _declare(kernel: Kernel, found: re.Match[str], dynamic: list[tuple[str, int]]) -> None:
-    """Assigns a variable its offset."""
+    """Assigns an offset to a variable in shared or local memory."""
     space, align, kind, name, sizes = found.groups()
     element = bits_of(kind) // 8
     lengths = re.findall(r"\[(\d*)\]", sizes)

@@ -1,4 +1,4 @@
-"""Compiles the C part once, and keeps the library in the user's cache directory."""
+"""Compiles the emulator's C code once, and keeps the library in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _processor() -> str:
 
 
 def _compiler() -> list[str]:
-    """The command of a C compiler."""
+    """The command that runs a C compiler."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return [name]
@@ -49,7 +49,7 @@ def _compiler() -> list[str]:
 
 
 def compiled(name: str, units: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """Compiles C into a shared library, unless the cache has it."""
+    """Compiles C files into a shared library, unless the cache has this library. Returns the library's path."""
     compiler = _compiler()
     digest = hashlib.sha256(f"{compiler} {flags} {_processor()}".encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -70,7 +70,7 @@ def compiled(name: str, units: tuple[str, ...], flags: tuple[str, ...]) -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The emulator's machine."""
+    """The shared library of the emulator's machine, which executes instructions."""
     loaded = ctypes.CDLL(str(compiled("machine", _UNITS, (*_FLAGS, "-march=native"))))
     loaded.operation_name.restype = ctypes.c_char_p
     loaded.run_launch.restype = ctypes.c_int
@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> dict[str, int]:
-    """The machine's operation codes by name."""
+    """Maps the name of each operation of the machine to the operation's code."""
     names: dict[str, int] = {}
     while (name := library().operation_name(len(names))) is not None:
         names[name.decode()] = len(names)

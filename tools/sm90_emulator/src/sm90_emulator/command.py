@@ -1,4 +1,4 @@
-"""The command line: runs a function of a file on the emulator, and shows its kernels' statistics. Needs typer and rich."""
+"""The command line: runs a function of a Python file on the emulator, and shows its kernels' statistics. Needs typer and rich."""
 
 from __future__ import annotations
 

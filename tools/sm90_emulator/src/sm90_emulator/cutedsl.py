@@ -1,8 +1,8 @@
-"""The device of CuteDSL's programs.
+"""The emulator as the device of CuteDSL's programs.
 
-A program compiled by CuteDSL consists of host code and a fat binary. The host code computes the launch and calls CuteDSL's runtime
-for everything that needs a device. `native/runtime.c` replaces these functions, and forwards launches to this module. This module
-finds the PTX from which the binary was compiled.
+A program that CuteDSL has compiled consists of host code and a fat binary. The host code computes the launch, and calls CuteDSL's
+runtime for everything that needs a device. `native/runtime.c` replaces these runtime functions, and forwards launches to this
+module. This module finds the PTX from which the binary was compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _handles = itertools.count(1)
 
 
 def ptx_directory() -> Path:
-    """The folder with the PTX of compiled programs, named by the hash of their machine code."""
+    """The folder with the PTX of compiled programs. Each file's name is the hash of the program's machine code."""
     return cache_directory() / "ptx"
 
 
@@ -49,7 +49,7 @@ def keep(cubin: bytes, ptx: str) -> None:
 
 
 def cubin_of(image: int) -> bytes:
-    """The machine code in a fat binary; ``image`` itself if it is machine code."""
+    """Returns the machine code in the fat binary at address ``image``; if ``image`` is machine code itself, returns that."""
     head = ctypes.string_at(image, 16)
     if head[:4] == _ELF:
         return _elf(image)
@@ -76,7 +76,9 @@ def _elf(image: int) -> bytes:
 
 
 def _guarded(function: Callable[..., int]) -> Callable[..., int]:
-    """Wraps a callback: exceptions cannot pass through C, so they are stored in the emulator until the program returns."""
+    """Wraps a callback from C. Exceptions cannot pass through C code, so they are stored in the emulator until the program
+    returns.
+    """
 
     @functools.wraps(function)
     def call(*arguments: Any) -> int:
@@ -142,7 +144,7 @@ _callbacks = _LoadLibrary(_load_library), _FindKernel(_find_kernel), _LaunchKern
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """The replacement runtime, which takes precedence over CuteDSL's for all libraries that are loaded later."""
+    """Loads the replacement of CuteDSL's runtime. It takes precedence over CuteDSL's in all libraries that are loaded later."""
     path = compiled("runtime", ("runtime.c",), ("-O2", "-fPIC", "-fvisibility=hidden", "-w"))
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
@@ -156,7 +158,7 @@ def replace_runtime(multiprocessors: int) -> None:
 
 
 class _Lent:
-    """A CPU tensor exported through DLPack as if on a CUDA device."""
+    """A CPU tensor that DLPack exports as if it were on a CUDA device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -178,7 +180,7 @@ _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def on_device(value: Any) -> Any:
-    """A CPU tensor disguised as a device tensor, as programs require it; anything else unchanged."""
+    """Returns a CPU tensor disguised as a device tensor, because programs require one; returns any other value unchanged."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
     import tvm_ffi
@@ -188,7 +190,7 @@ def on_device(value: Any) -> Any:
 
 
 def launching(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a compiled program: it takes CPU tensors, and raises the emulator's errors."""
+    """Wraps a compiled program. The wrapper takes CPU tensors, and raises the emulator's errors."""
 
     def launch(*arguments: Any) -> Any:
         running = BLOCK.active()

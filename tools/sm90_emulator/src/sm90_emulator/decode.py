@@ -1,7 +1,7 @@
-"""Binds PTX to the machine's operations, once per kernel: elementwise instructions and branches.
+"""Binds PTX instructions to the machine's operations, once per kernel: elementwise instructions and branches.
 
-Memory, barriers and tensor cores are in `decode_memory` and `decode_matrix`. An instruction or modifier that no binder knows raises
-`UnknownInstruction`.
+`decode_memory` and `decode_matrix` bind memory, barrier and tensor-core instructions. An instruction or modifier that no binder
+knows raises `UnknownInstruction`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _pack(decoder: Decoder, to: int, sources: list[str], bits: int) -> None:
             decoder.emit("pack_16", d=halves[-1], a=places[2 * half], b=places[2 * half + 1])
         decoder.emit("pack_32", d=to, a=halves[0], b=halves[1])
     elif (bits, each) in ((64, 32), (32, 16), (16, 8)):
-        # The target may also be a source, because the operation reads all sources of a lane before it writes the lane.
+        # The target register may also be a source, because the operation reads all sources of a lane before it writes the lane.
         decoder.emit(f"pack_{bits}", d=to, a=places[0], b=places[1])
     else:
         raise decoder.unknown()
@@ -118,14 +118,14 @@ def _select(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _operation(decoder: Decoder, statement: Statement, name: str, kinds: list[str]) -> None:
-    """Emits an operation with a destination register and source operands of the given types."""
+    """Emits an operation with a destination register, and with source operands of the given types."""
     places = [decoder.read(operand, kind) for operand, kind in zip(statement.operands[1:], kinds, strict=True)]
     fields = dict(zip("abc", places, strict=False))
     decoder.emit(name, d=decoder.write(statement.operands[0]), **fields)
 
 
 def _words(decoder: Decoder, words: list[str], *known: str) -> set[str]:
-    """The modifiers between the first word and the type. Modifiers without effect are left out."""
+    """The modifiers between an instruction's first word and its type. Modifiers without effect are left out."""
     given = {word for word in words[1:-1] if word not in _IGNORED}
     if given - set(known):
         raise decoder.unknown(f"modifier {', '.join(sorted(given - set(known)))}")

@@ -16,9 +16,9 @@ from sm90_emulator.registers import room_of
 
 _INTEGERS = re.compile(r"[sub](8|16|32|64)")
 _COMBINED = {"and": 1, "or": 2, "xor": 3}
-# The unsigned comparisons and their aliases.
+# Unsigned comparisons, and the comparisons that they are aliases of.
 _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-# As in numbers.h.
+# The codes of rounding modes; they must equal those in numbers.h.
 _ROUNDINGS = {"rn": 0, "rni": 0, "rz": 1, "rzi": 1, "rm": 2, "rmi": 2, "rp": 3, "rpi": 3, "rna": 4}
 _TO_ODD, _SPECIAL = 5, 8
 _TRUE = {"f16": 0x3C00, "bf16": 0x3F80, "f32": 0x3F800000}
@@ -32,7 +32,7 @@ def _set_predicate(decoder: Decoder, statement: Statement, words: list[str]) -> 
     targets = [decoder.write(name.strip()) for name in statement.operands[0].split("|")]
     comparison, combined, kind = _comparison(decoder, words[1:-1]), _combined(decoder, statement, words), words[-1]
     (x, *more_x), (y, *more_y) = _halves(decoder, statement, kind, words)
-    if more_x:  # one predicate per packed element
+    if more_x:  # packed operands: one predicate per packed element
         for target, a, b in zip(targets, (x, *more_x), (y, *more_y), strict=True):
             decoder.emit(_compares(comparison, kind), d=target, a=a, b=b, **combined)
         return
@@ -43,7 +43,7 @@ def _set_predicate(decoder: Decoder, statement: Statement, words: list[str]) -> 
 
 @binder("set")
 def _set(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    """`set`: the result of a comparison as a value: 1.0 for a float, all bits set for an integer."""
+    """Binds `set`, which writes the result of a comparison as a value: 1.0 for a float, all bits set for an integer."""
     *modifiers, to, kind = words[1:]
     comparison, combined = _comparison(decoder, modifiers), _combined(decoder, statement, words)
     number = to.removesuffix("x2")
@@ -62,7 +62,7 @@ def _set(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _comparison(decoder: Decoder, words: list[str]) -> str:
-    """The comparison operator, the first modifier."""
+    """Returns the comparison operator, which is the first modifier."""
     comparison, *modifiers = words
     if set(modifiers) - {"ftz", *_COMBINED}:
         raise decoder.unknown(f"modifier {', '.join(modifiers)}")
@@ -70,7 +70,7 @@ def _comparison(decoder: Decoder, words: list[str]) -> str:
 
 
 def _combined(decoder: Decoder, statement: Statement, words: list[str]) -> dict[str, int]:
-    """The fields for the predicate with which the result is combined."""
+    """Returns the operation's fields for the predicate with which the comparison's result is combined."""
     how = next((_COMBINED[word] for word in words if word in _COMBINED), 0)
     if not how:
         return {}
@@ -79,7 +79,7 @@ def _combined(decoder: Decoder, statement: Statement, words: list[str]) -> dict[
 
 
 def _halves(decoder: Decoder, statement: Statement, kind: str, words: list[str]) -> tuple[list[int], list[int]]:
-    """The compared values; a register of a packed type holds two."""
+    """Returns the registers of the compared values; a register of a packed type holds two values, which are unpacked first."""
     places = [decoder.read(operand, kind) for operand in statement.operands[1:3]]
     if kind.endswith("x2"):
         return _unpacked(decoder, places[0]), _unpacked(decoder, places[1])
@@ -93,7 +93,7 @@ def _unpacked(decoder: Decoder, place: int) -> list[int]:
 
 
 def _compares(comparison: str, kind: str) -> str:
-    """The operation of a comparison."""
+    """Returns the name of the machine's operation for a comparison."""
     kind = kind.removesuffix("x2")
     if not _INTEGERS.fullmatch(kind):
         return f"{comparison}_{kind}"
@@ -146,14 +146,14 @@ def _convert_eight_bits(decoder: Decoder, statement: Statement, to: str, source:
 
 
 def _emitted(decoder: Decoder, name: str, place: int, kind: str, **fields: int) -> int:
-    """Emits an operation on one operand; returns the new register with the result."""
+    """Emits an operation on one operand. Returns the new register that holds the result."""
     result = decoder.registers.temporary(kind)
     decoder.emit(name, d=result, a=place, **fields)
     return result
 
 
 def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[str]) -> int:
-    """Converts a value to another type, where at least one of the types is a float; returns the result's register."""
+    """Emits the conversion of a value to another type; at least one of the types is a float. Returns the register of the result."""
     if given <= {"rn"} and f"cvt_{to}_{source}" in operations():
         return _emitted(decoder, f"cvt_{to}_{source}", place, to)
     if (to, source, given) == ("tf32", "f32", {"rna"}):
@@ -162,7 +162,7 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
     wide = place
     if "ftz" in given and source == "f32":
         wide = _emitted(decoder, "ftz_f32", wide, "f32")
-    if source in ("s64", "u64"):  # float64 may not represent the integer exactly, so it is converted directly, with one rounding
+    if source in ("s64", "u64"):  # float64 may not represent the integer, so the integer is converted directly, with one rounding
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64", more=rounding if to == "f64" else _TO_ODD)
     elif source != "f64":
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64")
@@ -181,7 +181,9 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
 
 
 def _resized(decoder: Decoder, place: int, to: str, source: str, given: set[str]) -> tuple[int, str]:
-    """An integer resized to another width, and the type that determines its extension: the narrower of the two types."""
+    """Emits the resizing of an integer. Returns its register, and the type that determines its extension: the narrower of the
+    two.
+    """
     if given == {"sat"}:
         wide = place if bits_of(source) == 64 else _emitted(decoder, f"widen_{source}_64", place, "b64")
         place = _emitted(decoder, f"sat_{source[0]}64", wide, "b64", more=bits_of(to) | (to[0] == "s") << 8)
@@ -194,7 +196,7 @@ def _resized(decoder: Decoder, place: int, to: str, source: str, given: set[str]
 
 
 def _put(decoder: Decoder, operand: str, place: int, kind: str) -> None:
-    """Writes a value of a type to a register, extended if the register is wider."""
+    """Emits the write of a value to a register; the value is extended if the register is wider."""
     target, room, bits = decoder.write(operand), bits_of(decoder.declared(operand)), bits_of(kind)
     if bits == room or (bits, room) == (64, 64):
         name = "low_of_32" if bits == 16 else f"mov_{bits}"

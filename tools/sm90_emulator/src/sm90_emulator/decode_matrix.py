@@ -7,7 +7,7 @@ import re
 from sm90_emulator.assembly import Statement
 from sm90_emulator.decoder import Decoder, binder, elements
 
-# As in matrices.h.
+# The codes of element types and accumulator types; they must equal those in matrices.h.
 _KINDS = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 5, "u8": 6}
 _SUMS = {"f32": 0, "f16": 1, "s32": 2}
 _ELEMENT_BYTES = (2, 2, 4, 1, 1, 1, 1)

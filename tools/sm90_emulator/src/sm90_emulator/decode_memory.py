@@ -7,7 +7,7 @@ from sm90_emulator.decoder import Decoder, binder, elements
 from sm90_emulator.registers import SINK
 
 _SPACES = {"global": 1, "shared": 2, "const": 1, "local": 4}
-# As in copies.h.
+# The codes of reductions; they must equal those in copies.h.
 _REDUCTIONS = {"add": 1, "min": 2, "max": 3, "inc": 4, "dec": 5, "and": 6, "or": 7, "xor": 8}
 _TYPES = {
     "u8": 0, "u16": 1, "u32": 2, "b32": 2, "s32": 3, "u64": 4, "b64": 4, "s64": 5, "f16": 6, "f16x2": 6, "f32": 7, "f64": 8,
@@ -46,7 +46,7 @@ def _load(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 @binder("fence", "membar")
 def _fence(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    """A fence. Memory is always ordered here, but the fence waits for loads in flight."""
+    """Binds a fence. The emulator's memory is always ordered, but a fence waits for loads in flight."""
     decoder.emit("fence")
 
 
@@ -117,7 +117,8 @@ def _is_space(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     decoder.emit("is_space", d=decoder.write(statement.operands[0]), a=decoder.read(statement.operands[1], "b64"), kind=space)
 
 
-# -- between lanes -----------------------------------------------------------------------------------------------------------------
+# -- exchanges between lanes
+# --------------------------------------------------------------------------------------------------------
 
 
 @binder("shfl")
@@ -218,7 +219,7 @@ def _mbarrier(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _other(decoder: Decoder, operand: str) -> dict[str, int]:
-    """The fields of a copy's second address."""
+    """Returns the operation's fields for the second address of a copy."""
     found = decoder.address(operand)
     return {"b": found["a"], "imm_other": found["imm"]}
 
@@ -249,13 +250,13 @@ def _copy_of_lane(decoder: Decoder, statement: Statement) -> None:
         kind = decoder.registers.kind_of(rest[0], statement.scope)
         if kind == "pred":
             fields["e"] = decoder.predicate(rest[0])[0]
-        elif kind != "b64":  # a cache policy
+        elif kind != "b64":  # a b64 operand is a cache policy
             fields["c"] = decoder.read(rest[0], "b32")
     decoder.emit("cp_async", more=int(size, 0), **fields)
 
 
 def _barrier_of(decoder: Decoder, operand: str) -> tuple[int, int]:
-    """The register of an mbarrier's address, and the offset to add to it, as in `more`."""
+    """Returns the register of an mbarrier's address, and the offset to add to this address, encoded as in the field `more`."""
     found = decoder.address(operand)
     return found["a"], found["imm"] << 32
 
@@ -296,7 +297,7 @@ def _bulk(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _source(decoder: Decoder, operand: str, tensor: bool) -> dict[str, int]:
-    """The global side: an address, or a tensor map with coordinates."""
+    """Returns the fields for the global-memory side of a copy: an address, or a tensor map with coordinates."""
     if not tensor:
         return _other(decoder, operand)
     inside = operand.strip("[] ")

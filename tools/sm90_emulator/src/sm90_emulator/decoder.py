@@ -1,4 +1,4 @@
-"""Binding of instructions to operations of the machine: the decoder that binders write to, and the table of binders."""
+"""Binding of PTX instructions to operations of the machine: the decoder to which binders write, and the table of binders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sm90_emulator.registers import NONE, SINK, Registers, room_of
 
 Binder = Callable[["Decoder", Statement, list[str]], None]
 BINDERS: dict[str, Binder] = {}
-"""Binders, by the first word of their instructions."""
+"""First word of an instruction -> its binder."""
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
-    """Registers a binder for instructions with one of these first words."""
+    """Returns a decorator that registers a binder for instructions with one of these first words."""
 
     def declare(function: Binder) -> Binder:
         for name in names:
@@ -29,7 +29,7 @@ def binder(*names: str) -> Callable[[Binder], Binder]:
 
 @dataclass
 class Decoder:
-    """Collects the operations that binders emit."""
+    """Collects the machine's operations that binders emit for one kernel."""
 
     kernel: Kernel
     registers: Registers
@@ -39,7 +39,7 @@ class Decoder:
     now: Statement | None = None
 
     def emit(self, op: str, **fields: int) -> None:
-        """Adds an operation with the current statement's guard."""
+        """Appends an operation, with the guard of the current statement."""
         statement = self.statement
         number = operations().get(op)
         if number is None:
@@ -53,18 +53,19 @@ class Decoder:
 
     @property
     def statement(self) -> Statement:
-        """The current statement."""
+        """The statement that is being bound."""
         assert self.now is not None
         return self.now
 
     def unknown(self, why: str = "unknown form of an instruction") -> UnknownInstruction:
-        """An error about the current statement."""
+        """Makes an error about the current statement."""
         return UnknownInstruction(why, self.kernel.name, self.statement)
 
     def read(self, operand: str, kind: str) -> int:
-        """The offset of an operand. A symbol's address is loaded into a register first. The lower half of a 64-bit register is also
-        loaded into a register, if the instruction reads fewer bits: `ld`, `st` and `cvt` may have registers wider than their
-        type."""
+        """Returns the offset of a source operand. A symbol's address is loaded into a register first. If the instruction reads
+        fewer bits than a 64-bit register has, the register's lower half is loaded into another register: `ld`, `st` and `cvt` may
+        have registers wider than their type.
+        """
         scope = self.statement.scope
         register = scope.register(operand)
         if register is None:
@@ -73,7 +74,7 @@ class Decoder:
             if operand in self.kernel.local:
                 return self.symbol_address(kind, "<local>", self.kernel.local[operand])
             if operand in self.kernel.parameters:
-                return self.registers.constant(self.kernel.parameters[operand].offset, room_of(kind))  # until cvta makes it generic
+                return self.registers.constant(self.kernel.parameters[operand].offset, room_of(kind))  # cvta makes it generic
             if operand.startswith(("%clock", "%globaltimer")):
                 to = self.registers.temporary(kind)
                 self.emit("clock", d=to, more=8 if bits_of(kind) == 64 else 4)
@@ -88,7 +89,7 @@ class Decoder:
         return lower
 
     def symbol_address(self, kind: str, base: str, offset: int) -> int:
-        """A register with the address of a variable in its own space."""
+        """Returns a register that holds the address of a variable in the variable's own state space."""
         place = self.registers.symbol(base)
         if offset:
             slot, place = place, self.registers.temporary("b32")
@@ -99,29 +100,29 @@ class Decoder:
         return place
 
     def write(self, operand: str) -> int:
-        """The offset of a register that is written."""
+        """Returns the offset of a destination register."""
         return self.registers.write(operand, self.statement.scope, self.statement.text)
 
     def predicate(self, operand: str) -> tuple[int, int]:
-        """The offset of a predicate, and whether it is negated."""
+        """Returns the offset of a predicate register, and whether the predicate is negated."""
         name = operand.lstrip("!").strip()
         return self.registers.read(name, "pred", self.statement.scope), int(operand.startswith("!"))
 
     def declared(self, operand: str) -> str:
-        """The declared type of a register."""
+        """Returns the declared type of a register."""
         kind = self.registers.kind_of(operand, self.statement.scope)
         if kind is None:
             raise self.unknown(f"{operand} is no register")
         return kind
 
     def listed(self, places: list[int]) -> dict[str, int]:
-        """Puts operands into the pool."""
+        """Stores operands in the pool. Returns the fields that refer to them."""
         at = len(self.pool)
         self.pool += places
         return {"list": at, "count": len(places)}
 
     def address(self, operand: str) -> dict[str, int]:
-        """The fields of an address in brackets: a register or symbol, and an immediate offset."""
+        """Returns the operation's fields for an address in brackets: a register or symbol, and an immediate offset."""
         inside = operand.strip("[] ")
         found = re.fullmatch(r"(.*?)\s*(?:([+-])\s*(-?\w+))?", inside)
         assert found is not None
@@ -140,5 +141,5 @@ class Decoder:
 
 
 def elements(operand: str) -> list[str]:
-    """The elements of a vector in braces, or the operand alone."""
+    """Splits a vector operand in braces into its elements; any other operand is the only element."""
     return [part.strip() for part in operand.strip("{}").split(",")] if operand.startswith("{") else [operand]

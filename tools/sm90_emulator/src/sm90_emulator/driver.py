@@ -45,24 +45,25 @@ def emulated_sm90(
         seed: 0 runs warps in order. Any other seed schedules warps randomly, for a random number of instructions.
         copies: when asynchronous copies and wgmma are performed: ``"early"``, at issue; ``"late"``, as late as permitted; or
             ``"random"``. None means "early" with seed 0, and "random" with other seeds.
-        uninitialised: loads of shared memory that was never written are errors. Otherwise such loads return all ones, which is NaN
-            in all float types. Tensor-core loads always return NaN instead of an error, because kernels load more than they use.
-        limited_fp8_accumulation: FP8 wgmma accumulates as Hopper's tensor cores do: products are aligned to the largest exponent
-            and keep 13 fraction bits.
-        resident: the most CTAs that are resident at once. Another CTA starts when no running CTA can proceed.
-        together: CTAs that start at once; None means 1 with seed 0, otherwise 4.
+        uninitialised: whether loads of shared memory that was never written are errors. If not, such loads return all ones, which
+            is NaN in all float types. Tensor-core loads always return NaN instead of an error, because kernels load more than they
+            use.
+        limited_fp8_accumulation: whether FP8 wgmma accumulates as Hopper's tensor cores do: products are aligned to the largest
+            exponent and keep 13 fraction bits.
+        resident: the largest number of CTAs that are resident together. Another CTA starts when no running CTA can proceed.
+        together: number of CTAs that start together; None means 1 with seed 0, otherwise 4.
         multiprocessors: the number of SMs that the device reports.
-        sanitize: in a PDL launch, accesses of memory written by the preceding kernel are errors before `griddepcontrol.wait`.
-            Other errors are found regardless of this setting.
-        counters: count how often each instruction is executed, for `LaunchReport.counts`.
+        sanitize: whether, in a PDL launch, it is an error to access memory that the preceding kernel wrote before
+            `griddepcontrol.wait`. Other errors are found regardless of this setting.
+        counters: whether to count how often each instruction is executed, for `LaunchReport.counts`.
         bounds: which bytes of a tensor a kernel may access: ``"view"``, from its first to its last element, or ``"storage"``, all
             of the underlying memory, as on a GPU.
         edit: ``edit(kernel_name, text)`` returns the PTX to execute instead.
         triton: whether Triton compiles for the emulator too. Triton must be installed.
 
     Raises:
-        RuntimeError: inside another such block; or in a process that uses a GPU, because CuteDSL programs that are loaded later
-            would use the emulator instead of CuteDSL's runtime.
+        RuntimeError: this block is inside another such block; or this process uses a GPU. CuteDSL programs that are loaded later
+            would then use the emulator instead of CuteDSL's runtime.
         ValueError: ``copies`` or ``bounds`` is invalid.
     """
     if torch.cuda.is_initialized():
@@ -94,7 +95,7 @@ def emulated_sm90(
 
 @contextlib.contextmanager
 def _device(multiprocessors: int) -> Iterator[None]:
-    """Inside the block, PyTorch describes an H200."""
+    """Inside the block, PyTorch reports the properties of an H200."""
 
     def properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(

@@ -16,15 +16,15 @@ class Emulator(emulator.Emulator[LaunchReport]):
     """The result of `emulated_sm90`: settings that may be changed between launches, and the list of launches.
 
     Attributes:
-        machine: how the machine runs launches.
-        error: the exception that a launch raised whose caller is C code.
+        machine: the settings with which the machine runs launches.
+        error: the exception of a launch that C code has called; it is raised when the C code returns.
     """
 
     machine: Settings
     error: BaseException | None = None
 
     def run(self, text: str, kernel: str, geometry: Geometry, parameters: bytes) -> None:
-        """Runs a kernel of a PTX text and stores the report.
+        """Runs a kernel of a PTX text, and stores the launch's report.
 
         Raises:
             EmulationError: the kernel failed.

@@ -14,12 +14,12 @@ from sm90_emulator.memory import Memory
 from sm90_emulator.program import load
 
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)")
-# The most dynamic shared memory of a CTA.
+# The largest dynamic shared memory of a CTA, in bytes.
 SHARED_BYTES = 227 * 1024
 
 
 def pack(kernel: Kernel, arguments: Sequence[int | float]) -> bytes:
-    """The bytes of a kernel's parameters, each an integer, an address or a float32.
+    """Packs a kernel's arguments into bytes. Each argument is an integer, an address or a float32.
 
     Raises:
         TypeError: the number of arguments differs from the kernel's parameters.
@@ -59,19 +59,19 @@ def launch(
     """Runs the only kernel of a PTX text.
 
     Args:
-        text: PTX.
+        text: the PTX text.
         arguments: the kernel's arguments, one per parameter.
-        threads: threads per CTA.
-        grid: CTAs along x, y and z; omitted axes are 1.
-        memory: the accessible global memory.
-        cluster: CTAs per cluster, along x.
+        threads: number of threads per CTA.
+        grid: number of CTAs along x, y and z; omitted axes are 1.
+        memory: the global memory that the kernel may access.
+        cluster: number of CTAs per cluster, along x.
         shared_bytes: bytes of dynamic shared memory.
         early: whether this is a PDL launch, which may start while the preceding kernel still runs.
         shared_byte: the initial value of every byte of shared memory. The default is NaN in all float types.
         seed, copies, resident, uninitialised, limited_fp8_accumulation: see `sm90_emulator.emulated_sm90`.
 
     Raises:
-        EmulationError: the kernel violated a rule of the hardware or waits forever, or the text has several kernels.
+        EmulationError: the kernel violated a rule of the hardware or waits forever, or the text does not have exactly one kernel.
     """
     names = _ENTRY.findall(text)
     if len(names) != 1:

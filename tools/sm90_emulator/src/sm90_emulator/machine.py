@@ -1,4 +1,4 @@
-"""Runs a bound kernel: fills the machine's launch structure, and converts the machine's errors to exceptions."""
+"""Runs a bound kernel: fills the machine's launch structure, and converts the machine's errors to Python exceptions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a launch: CTAs, threads per CTA, CTAs per cluster, bytes of dynamic shared memory.
+    """The shape of a launch: CTAs, threads per CTA, CTAs per cluster, and bytes of dynamic shared memory.
 
     ``early``: whether this is a PDL launch, which may start while the preceding kernel still runs.
     """
@@ -78,14 +78,14 @@ class Settings:
 
 @dataclass(kw_only=True)
 class LaunchReport(emulator.LaunchReport):
-    """A launch that was run.
+    """The report of a launch.
 
     Attributes:
         geometry: grid, block, cluster and shared memory.
-        instructions: warp instructions; an instruction that only some lanes of a warp execute counts once.
-        thread_instructions: thread instructions.
-        products: wgmma instructions, counted once per warp.
-        copied_bytes: bytes that bulk copies wrote to shared memory.
+        instructions: number of warp instructions; an instruction that only some lanes of a warp execute counts once.
+        thread_instructions: number of thread instructions.
+        products: number of wgmma instructions, counted once per warp.
+        copied_bytes: number of bytes that bulk copies wrote to shared memory.
         counts: how many warps executed each instruction of ``program``, and how many threads, if requested.
     """
 
@@ -115,9 +115,9 @@ def run(
 
     Args:
         program: the kernel.
-        geometry: the launch's geometry.
+        geometry: the shape of the launch.
         parameters: the bytes of all parameters, in the kernel's layout.
-        ranges: accessible global memory, as (begin, end); None for all memory.
+        ranges: the accessible global memory, as (begin, end) addresses; None for all memory.
         settings: the launch settings.
 
     Raises:
@@ -131,7 +131,7 @@ def run(
             raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
     if not 0 < threads <= 1024:
         raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
-    # Without ranges, the machine checks nothing. An empty range, above all memory, stands for no memory at all.
+    # Without ranges, the machine checks nothing. No memory at all is expressed by an empty range above all memory.
     limits = np.array([] if ranges is None else merged(ranges) or [(2**64 - 1, 2**64 - 1)], np.uint64).reshape(-1)
     place = np.zeros(len(parameters) + 128, np.uint8)
     start = -place.ctypes.data % 64

@@ -1,4 +1,4 @@
-"""Global memory for launches of PTX text, with the bounds of all arrays in it."""
+"""Global memory for launches of PTX text, with bounds for each array in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ALIGNMENT = 256
 
 
 class Memory:
-    """Bytes that kernels may access. All bits are initially one, which is NaN in all float types.
+    """Memory that kernels may access. All bits are initially one, which is NaN in all float types.
 
     Args:
-        size: bytes of all arrays and of the gaps between them.
+        size: number of bytes for all arrays and for the gaps between them.
     """
 
     def __init__(self, size: int) -> None:
@@ -29,7 +29,7 @@ class Memory:
             The array's address.
 
         Raises:
-            MemoryError: there is not enough room.
+            MemoryError: the memory has too little room.
         """
         content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         address = self._top
@@ -42,7 +42,7 @@ class Memory:
         return address
 
     def get(self, address: int, dtype: Any, *shape: int) -> Any:
-        """A copy of the memory at an address, as an array."""
+        """Returns a copy of the memory at an address, as an array."""
         at = address - self._base
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._room[at : at + size].copy().view(dtype).reshape(shape)

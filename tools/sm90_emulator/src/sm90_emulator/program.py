@@ -1,4 +1,4 @@
-"""Kernels in the machine's form: parsed, with every instruction bound."""
+"""Kernels in the form that the machine runs: parsed, with every instruction bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sm90_emulator.assembly import Kernel, Statement, parse
 from sm90_emulator.decoder import BINDERS, Decoder
 from sm90_emulator.registers import Registers
 
-# As in machine.h.
+# The layout of an operation; it must equal the structure in machine.h.
 INSTRUCTION = np.dtype(
     [
         ("op", "<u2"), ("negated", "u1"), ("kind", "u1"), ("guard", "<i4"), ("wide", "<i4"), ("target", "<i4"), ("d", "<i4"),
@@ -21,7 +21,7 @@ INSTRUCTION = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-# Hints.
+# Instructions that are only hints, and do nothing.
 _NOTHING = {
     "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
 }  # fmt: skip
@@ -33,8 +33,8 @@ class Program:
 
     Attributes:
         kernel: the parsed kernel.
-        code: one `INSTRUCTION` per operation.
-        pool: operands in braces.
+        code: one `INSTRUCTION` for each operation of the machine.
+        pool: operands of lists in braces.
         registers: the register allocation.
         constants: the bytes of all constants.
         origins: the PTX statement of each operation.

@@ -13,7 +13,7 @@ from tokenspeed_kernel_nvidia.program_backend import Backend, Launch
 
 
 class _Emulator(Backend):
-    """Compiles programs, and stores their PTX. Loaded programs take CPU tensors."""
+    """A backend that compiles programs and stores their PTX. Its loaded programs take CPU tensors, and run on the emulator."""
 
     def directory(self) -> Path:
         return cache_directory() / "programs"

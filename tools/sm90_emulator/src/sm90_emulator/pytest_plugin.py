@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def emulated_hopper(request: pytest.FixtureRequest) -> Iterator[Emulator]:
-    """The emulator that the test's kernels run on."""
+    """The emulator on which the test's kernels run."""
     from sm90_emulator.driver import emulated_sm90
 
     yield from testing.emulated(request, _NAME, emulated_sm90)

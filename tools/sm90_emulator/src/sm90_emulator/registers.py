@@ -1,4 +1,4 @@
-"""Allocation of operands: a warp's registers, constants, and special registers."""
+"""Allocation of operands in memory: the registers of a warp, constants, and special registers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LANES = 32
 NONE = -(2**31)
 SINK = -1
 _AXES = "xyz"
-# The order is that of the enumeration in machine.h.
+# Special registers, in the order of the enumeration in machine.h.
 SPECIAL = (
     *(f"%tid.{axis}" for axis in _AXES), *(f"%ntid.{axis}" for axis in _AXES), *(f"%ctaid.{axis}" for axis in _AXES),
     *(f"%nctaid.{axis}" for axis in _AXES), "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid",
@@ -37,13 +37,13 @@ _FLOATS = {"f16": "<e", "f32": "<f", "f64": "<d"}
 
 
 def room_of(kind: str) -> int:
-    """The bytes of a register of a whole warp."""
+    """The number of bytes that a register occupies for a whole warp."""
     bits = bits_of(kind)
     return 4 if bits == 1 else LANES * (8 if bits == 64 else 4)
 
 
 class Registers:
-    """Offsets of registers and constants, assigned at first use. Offsets of constants are negative, see `machine.h`."""
+    """Offsets of registers and constants, assigned at first use. Offsets of constants are negative; see `machine.h`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -57,12 +57,12 @@ class Registers:
 
     @property
     def size(self) -> int:
-        """The bytes of all registers of a warp."""
+        """The number of bytes of all registers of a warp."""
         return self._top
 
     @property
     def constants(self) -> NDArray[np.uint8]:
-        """All constants, aligned."""
+        """The bytes of all constants, aligned."""
         room = np.zeros(len(self._pool) + 64, np.uint8)
         start = -room.ctypes.data % 64
         aligned = room[start : start + len(self._pool)]
@@ -70,7 +70,7 @@ class Registers:
         return aligned
 
     def place(self, name: str, kind: str) -> int:
-        """The offset of a register, which is assigned at first use."""
+        """Returns the offset of a register, assigned at first use."""
         if name not in self._places:
             self.kinds[name] = kind
             if kind == "pred":
@@ -84,11 +84,13 @@ class Registers:
         return self._places[name]
 
     def temporary(self, kind: str) -> int:
-        """A new register."""
+        """Returns the offset of a new register."""
         return self.place(f"<{len(self._places)}>", kind)
 
     def constant(self, value: int, room: int) -> int:
-        """An integer in all lanes. ``room`` is its number of bytes per warp: 4 for a predicate (all its bits), 128 or 256."""
+        """Returns the offset of an integer constant that is equal in all lanes. ``room`` is its number of bytes per warp: 4 for a
+        predicate (all its bits), 128 or 256.
+        """
         if room == 4:
             return self._kept(struct.pack("<I", value & 0xFFFFFFFF) * 16)
         size = room // LANES
@@ -106,14 +108,14 @@ class Registers:
         return None if found is None else found.kind
 
     def symbol(self, name: str) -> int:
-        """The slot of a special register."""
+        """Returns the offset of the register that holds a special register's value."""
         index = SPECIAL.index(name)
         if self.special[index] < 0:
             self.special[index] = self.place(name, "b64" if name == "<parameters>" else "b32")
         return self.special[index]
 
     def read(self, operand: str, kind: str, scope: Scope, text: str = "") -> int:
-        """The offset of a source operand: a register, a constant or a special register.
+        """Returns the offset of a source operand: a register, a constant or a special register.
 
         Raises:
             UnknownInstruction: the operand is none of these.
@@ -133,7 +135,7 @@ class Registers:
         return self.constant(value, room_of(kind))
 
     def write(self, operand: str, scope: Scope, text: str = "") -> int:
-        """The offset of a destination register; SINK for ``_``."""
+        """Returns the offset of a destination register; SINK for ``_``."""
         if operand == "_":
             return SINK
         found = scope.register(operand)
@@ -143,7 +145,7 @@ class Registers:
 
 
 def immediate(operand: str, kind: str) -> int | None:
-    """The bits of a literal for a type; None if the operand is no literal."""
+    """Returns the bits of a literal, as a value of a type; None if the operand is no literal."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         bits = int(operand[2:], 16)
         if kind == "f64":

@@ -1,4 +1,4 @@
-"""Tables of a launch's counters for a terminal. Needs rich."""
+"""Tables of a launch's counters, for a terminal. Needs rich."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stats(report: LaunchReport, top: int) -> RenderableType:
     threads: Counter[int] = Counter()
     texts = {}
     for statement, (warps, active) in zip(report.program.origins, report.counts.tolist(), strict=True):
-        # A statement may consist of several operations of the machine, which the same warps execute.
+        # A statement may consist of several operations of the machine, all executed by the same warps.
         statements[id(statement)] = max(statements[id(statement)], warps)
         threads[id(statement)] = max(threads[id(statement)], active)
         texts[id(statement)] = statement

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 from kernel_emulation.errors import EmulationError
 
-# Bytes of an element, by the number of its type in CUDA's driver API.
+# Bytes per element; the index is the element type's number in CUDA's driver API.
 _BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 4, 2, 4, 4)
 
 
 def tensor_map(
     address: int, kind: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 0, nan: bool = False
 ) -> bytes:
-    """The 128-byte tensor map as CUDA's driver encodes it; see `tensor_map` in native/copies.h for its layout.
+    """Makes the 128-byte tensor map that CUDA's driver would make; `tensor_map` in native/copies.h has its layout.
 
     Args:
         address: address of the first element.
         kind: element type, a number of ``CUtensorMapDataType``.
-        sizes: sizes of the axes, the contiguous one last.
+        sizes: sizes of the axes, the contiguous axis last.
         strides: strides of the axes, in bytes.
-        box: sizes of a tile.
+        box: sizes of a tile, in elements.
         swizzle: 0: none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes.
-        nan: elements outside of the tensor are NaN instead of 0.
+        nan: whether elements outside of the tensor are NaN instead of 0.
 
     Raises:
         EmulationError: the driver would reject such a map.

@@ -1,4 +1,4 @@
-"""The emulator as the device of Triton's kernels: executes the PTX of Triton's cache."""
+"""The emulator as the device of Triton's kernels. It executes the PTX in Triton's cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Launcher(triton_driver.Launcher):
 
 
 def _described(descriptor: Any, meta: dict[str, Any]) -> bytes:
-    """The tensor map of a descriptor, with the tile sizes and swizzle that the compiler chose."""
+    """Makes the tensor map of a tensor descriptor, with the tile sizes and swizzle that the compiler chose."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     if meta["fp4_padded"] or meta.get("is_im2col"):
@@ -66,7 +66,7 @@ def _described(descriptor: Any, meta: dict[str, Any]) -> bytes:
 
 
 def installed(multiprocessors: int) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, Triton's device is the emulator."""
+    """Inside the block, the emulator is Triton's device."""
     properties = {
         "max_shared_mem": SHARED_BYTES, "multiprocessor_count": multiprocessors, "warpSize": LANES, "max_num_regs": 65536,
     }  # fmt: skip

@@ -35,8 +35,8 @@ def register() -> None:
 
 
 def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True) -> Receipt:
-    """Puts the layers of a loaded model on our kernels, where kernels are eligible on its device. All other layers remain as they
-    were.
+    """Puts the layers of a loaded model on our kernels, if kernels are eligible on the model's device. All other layers remain as
+    they were.
 
     Args:
         model: a `PreTrainedModel` with its weights, on its device, in its dtype.
@@ -47,7 +47,7 @@ def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: b
         gated_mlps: whether gated MLPs run on our kernels.
 
     Returns:
-        The layers with their kernels, and the reasons why other layers run on none of our kernels; ``str()`` is a table, which is
+        The layers with their kernels, and the reasons why other layers run on none of our kernels. ``str()`` is a table, which is
         also logged.
     """
     from tokenspeed_kernel_transformers.enabling import enable_parts

@@ -1,5 +1,6 @@
-"""Attention of a layer, for transformers' ``AttentionInterface``. Batches that `masks.attention_mask` describes run on our
-kernels."""
+"""Attention of a layer, for transformers' ``AttentionInterface``. Our kernels run batches for which the mask function
+`masks.attention_mask` made a `Batch`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def attention_forward(
     Args:
         module: the layer.
         query: ``[batch, heads, q_length, head_dim]``.
-        key, value: ``[batch, kv_heads, kv_length, dim]``, with the new tokens; for a static cache, all of its slots.
+        key, value: ``[batch, kv_heads, kv_length, dim]``, including the new tokens; for a static cache, all of its slots.
         attention_mask: the result of `masks.attention_mask`; with any other mask, transformers' own attention runs.
         dropout: the dropout probability, which is 0 unless the model is trained.
         scaling: the factor of the dot products q·k; None means ``1 / sqrt(head_dim)``.
@@ -63,7 +64,7 @@ def attention_forward(
 
 
 def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any]) -> Tensor:
-    """Computes a prefill. If there are several rows, keys and values are copied, because rows are not adjacent in a cache."""
+    """Computes a prefill. If the batch has several rows, keys and values are copied, because rows are not adjacent in a cache."""
     tokens = query.shape[2]
     q, k, v = (_rows(states[:, :, :tokens]) for states in (query, key, value))
     out: Tensor = OPS.mha_prefill(q, k, v, batch.table, max_seqlen=tokens, **options)
@@ -74,7 +75,7 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dic
     """Computes attention of new tokens after cached tokens. The cache is viewed as pages of one token; a contiguous cache is not
     copied.
 
-    ``row`` is the number of pages from one row of the batch to the next, as the mask function assumed.
+    ``row`` is the number of pages from one row of the batch to the next. The mask function assumed this number.
     """
     rows, _, tokens, _ = query.shape
     _, heads, length, _ = key.shape
@@ -94,14 +95,15 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dic
 
 
 def _rows(states: Tensor) -> Tensor:
-    """Returns ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    """Returns queries, keys or values ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
     return states.transpose(1, 2).flatten(0, 1)
 
 
 def _pages(states: Tensor) -> Tensor:
-    """Views ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of head 0.
+    """Views a cache ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of
+    head 0.
 
-    A page table names only pages that begin in head 0. So the named pages do not overlap.
+    A page table names only pages that begin in head 0 of some row. So the named pages do not overlap.
     """
     rows, heads, tokens, dim = states.shape
     row = row_pages(heads, tokens)

@@ -1,4 +1,5 @@
-"""The description of a batch: one int32 tensor from the mask function to the attention function, one per forward and kind of layer.
+"""The description of a batch: an int32 tensor that the mask function passes to the attention function. There is one tensor for each
+forward pass and kind of layer.
 
 transformers carries a mask from the mask function to the layers only if it is a tensor of four dimensions. A batch is such a
 tensor, ``[1, layout, window, entries]``. ``entries`` is the size of a table of integers. ``layout`` and ``window`` are expanded
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Values of `Batch.layout`. They differ from 1, the size of this dimension in ordinary masks.
+# Values of `Batch.layout`, the size of a dimension. Both differ from 1, the size of this dimension in ordinary masks.
 RAGGED, PAGED = 2, 3
 
 
@@ -24,7 +25,7 @@ class Batch:
 
     Attributes:
         layout: RAGGED: the keys are those of the query tokens only. PAGED: the keys are in a cache with pages of one token.
-        window_left: number of visible tokens before each token; -1 means all.
+        window_left: number of visible tokens before each token; -1 means all of them.
         table: int32. RAGGED: ``[sequences + 1]``, the cumulative lengths of the sequences. PAGED: ``[batch * (1 + tokens)]``, the
             number of visible tokens of each row, then the page numbers of each row, oldest token first.
     """
@@ -52,5 +53,5 @@ def row_pages(heads: int, tokens: int) -> int:
 
 
 def kv_heads_of(config: Any) -> int:
-    """Returns the number of KV heads in a model's configuration; a layer may have another number."""
+    """Returns the number of KV heads in a model's configuration; single layers may have another number."""
     return getattr(config, "num_key_value_heads", None) or 1

@@ -66,7 +66,7 @@ def _attention_layers(model: Any) -> list[Any]:
 
 
 def _attention(model: Any) -> list[Row]:
-    """Switches the attention of the whole model, if kernels are eligible for all layers of the model."""
+    """Switches the attention of the whole model to our kernels, if kernels are eligible for all of its layers."""
     counts = Counter(_shape_of(layer) for layer in _attention_layers(model))
     outcomes: dict[_Shape, tuple[tuple[str, ...], str]] = {}
     for shape in counts:
@@ -91,7 +91,7 @@ def _shape_of(layer: Any) -> _Shape:
     config = layer.config
     heads = config.num_attention_heads
     head_dim = getattr(layer, "qk_head_dim", None) or layer.head_dim
-    # If a model's configuration names no kinds of layers, all layers have the same window.
+    # If the model's configuration does not list the types of layers, all layers have the same window.
     default = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     window = getattr(layer, "sliding_window", default)
     return _Shape(
@@ -107,7 +107,9 @@ def _shape_of(layer: Any) -> _Shape:
 
 
 def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Returns the kernels of a prefill, of a decode step, and of several new tokens after cached tokens, each with one sequence."""
+    """Returns the kernels of three calls, each with one sequence: a prefill, a decode step, and several new tokens after cached
+    tokens.
+    """
 
     def made(*sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=dtype, device=device)
@@ -142,7 +144,7 @@ def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) 
 
 
 def _mixers(model: Any) -> list[Row]:
-    """Lists the layers with a state instead of attention."""
+    """Lists the layers that have a recurrent state instead of attention. They stay on transformers' code."""
     attention = set(map(id, _attention_layers(model)))
     counts = Counter(
         type(module).__name__
@@ -158,8 +160,9 @@ def _experts_layers(model: Any) -> list[Any]:
 
 
 def _experts(model: Any) -> list[Row]:
-    """Arranges the weights of all experts. If a kernel is eligible for each layer, switches the model's experts to these
-    kernels."""
+    """Arranges the weights of all experts. If a kernel is eligible for each layer of experts, switches all experts of the model to
+    these kernels.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
     for layer in _experts_layers(model):
@@ -189,7 +192,7 @@ def _top_k_of(config: Any) -> int:
 
 
 def _replaced(model: Any, part: str, found: Iterable[tuple[str, Any]], replacement: Callable[[Any], Any]) -> list[Row]:
-    """Replaces modules one by one. Modules for which no kernel is eligible remain."""
+    """Replaces the modules of a part one by one. Modules for which no kernel is eligible remain."""
     kernels: dict[tuple[str, str], str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for name, own in found:

@@ -15,13 +15,13 @@ from tokenspeed_kernel_transformers.kernels import OPS
 
 # The number of elements that share a scale in MXFP4.
 _BLOCK = 32
-# The attribute of a layer that holds its `Arranged` weights.
+# The attribute in which a layer's module stores its `Arranged` weights.
 _ATTRIBUTE = "tokenspeed_arranged"
 
 
 @dataclass
 class Arranged:
-    """A layer's weights in the layout that its kernel reads.
+    """A layer's weights in the layout that the selected kernel reads, and the plan with this kernel.
 
     Attributes:
         plan: the core's `MoEPlan`.
@@ -33,7 +33,7 @@ class Arranged:
 
 
 def experts_forward(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Returns the weighted sum over the top-k experts.
+    """Returns the weighted sum over each token's top-k experts.
 
     Args:
         module: the layer's experts. The first call arranges their weights, unless `arrange` has been called.
@@ -70,8 +70,8 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     layer: Any = module
     refused = {
         "experts without a gate": not layer.has_gate,
-        # Older releases lack these two attributes. Without these attributes, it is unknown whether experts are divided over ranks,
-        # so any process group counts as expert parallelism.
+        # Older releases lack these two attributes. Then it is unknown whether experts are divided among ranks, so any process group
+        # counts as expert parallelism.
         "a norm after each expert": getattr(layer, "has_post_expert_norm", False),
         "experts divided among ranks": getattr(layer, "_is_expert_parallel", torch.distributed.is_initialized()),
         f"weights of {layer.gate_up_proj.dtype}": not layer.gate_up_proj.is_floating_point() or layer.gate_up_proj.itemsize < 2,
@@ -81,7 +81,7 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     if found:
         raise NotServedError(f"it does not run {', '.join(found)}")
     parameters = [layer.gate_up_proj, layer.down_proj, *((layer.gate_up_proj_bias, layer.down_proj_bias) if layer.has_bias else ())]
-    # Out-features come first, as in torch.nn.Linear.
+    # In w13 and w2 the out-features come first, as in torch.nn.Linear.
     w13, w2 = (weight.data.mT if layer.is_transposed else weight.data for weight in parameters[:2])
     biases = [bias.data for bias in parameters[2:]] or [None, None]
     options: dict[str, Any] = {"dtype": w13.dtype, "bias": layer.has_bias, **_activation(layer)}
@@ -110,7 +110,9 @@ def forget(module: torch.nn.Module) -> None:
 
 
 def _activation(layer: Any) -> dict[str, Any]:
-    """Returns the plan's options for a layer's activation. The layer's activation is compared with the core's on a few values."""
+    """Returns the plan's options for a layer's activation. To find them, the layer's activation is compared with the core's on a
+    few values.
+    """
     interleaved = not layer.is_concatenated
     candidates = [{"alpha": 1.0, "limit": None, "beta": 0.0}]
     if hasattr(layer, "alpha") and hasattr(layer, "limit"):
@@ -127,7 +129,7 @@ def _activation(layer: Any) -> dict[str, Any]:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the weight in MXFP4, ``(values, scales)``; None if MXFP4 does not represent the weight exactly.
+    """Returns a layer's weight packed as MXFP4, ``(values, scales)``; None if MXFP4 does not represent the weight exactly.
 
     Experts are packed one at a time. So the check needs little memory, and stops at the first expert that is not exact.
     """

@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.served import NotServedError, kernel_for
 
 __all__ = ["OPS", "NotServedError", "kernel_of"]
 
-# Operators are overloaded for type checkers; calls with options in a dict match none of the overloads.
+# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
 

@@ -1,6 +1,6 @@
 """Norms and gated MLPs that replace a model's own modules, by PyTorch's ``set_submodule``.
 
-The parameters keep their names, so saving and loading work as before. A module is recognised by its results, not by its class: the
+The parameters keep their names, so saving and loading work as before. The class of a module does not tell its formula. So the
 module is called once, and its results are compared with our formula.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tokenspeed_kernel_transformers.kernels import OPS, NotServedError, kernel_of
 
-# For each activation: PyTorch's function, and our operator with its options.
+# For each activation: our operator, the operator's options, and PyTorch's function.
 _ACTIVATIONS: tuple[tuple[str, dict[str, str], Callable[[Tensor], Tensor]], ...] = (
     ("silu_and_mul", {}, functional.silu),
     ("gelu_and_mul", {"approximate": "none"}, functional.gelu),
@@ -41,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = _parameter(own, "weight")
         self.eps = self.variance_epsilon = _eps(own)
         self.own = [own]  # in a list, so that its parameter is not registered twice
-        # Some norms multiply by 1 + weight.
+        # Some norms multiply by 1 + weight instead of weight.
         self.offset = self._offset()
         self.kernel = kernel_of("rmsnorm", x=self.weight.new_empty(1, len(self.weight)), weight=self.weight.data, eps=self.eps)
 
@@ -56,7 +56,7 @@ class RMSNorm(torch.nn.Module):
         raise NotServedError("it computes something else than an RMS norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last axis of x."""
+        """Normalises x over its last axis."""
         if torch.is_grad_enabled():
             own: Tensor = self.own[0](x)
             return own
@@ -66,7 +66,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedMLP(torch.nn.Module):
-    """``down(act(gate(x)) * up(x))``, with both projections in one tensor for `silu_and_mul` or `gelu_and_mul`."""
+    """``down(act(gate(x)) * up(x))``. Gate and up are written to one tensor, which `silu_and_mul` or `gelu_and_mul` reads."""
 
     gate_proj: torch.nn.Linear
     up_proj: torch.nn.Linear
@@ -111,7 +111,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., hidden]`` to ``[..., hidden]``."""
-        # torch.compile cannot trace writes to a slice of a tensor. It fuses the activation itself.
+        # torch.compile cannot trace writes to a slice of a tensor, and fuses the activation itself.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._formula(x)
         rows = x.flatten(0, -2)
@@ -138,7 +138,7 @@ def is_gated_mlp(module: Any) -> bool:
 
 
 def _parameter(module: Any, name: str) -> torch.nn.Parameter:
-    """Returns a parameter, which must be an ordinary parameter on a device."""
+    """Returns a parameter of a module. Raises NotServedError unless it is an ordinary parameter on a device."""
     parameter = getattr(module, name, None)
     if not isinstance(parameter, torch.nn.Parameter) or type(parameter.data) is not Tensor or parameter.is_meta:
         raise NotServedError(f"its {name} is not an ordinary parameter on a device")

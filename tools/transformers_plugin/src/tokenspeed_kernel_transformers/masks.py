@@ -1,5 +1,4 @@
-"""The mask function, which describes a batch for `attention.attention_forward`, or makes the mask of transformers' own
-attention."""
+"""The mask function. It describes a batch for `attention.attention_forward`, or makes a mask for transformers' own attention."""
 
 from __future__ import annotations
 
@@ -32,16 +31,16 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor:
-    """Returns the mask of a forward, for transformers' ``AttentionMaskInterface``.
+    """Returns the mask of a forward pass, for transformers' ``AttentionMaskInterface``.
 
     Args:
         batch_size, q_length: number of rows, and number of query tokens of each row.
-        kv_length: number of tokens of the key states, free slots of a static cache included.
+        kv_length: number of tokens of the key states, including free slots of a static cache.
         q_offset: position of the first query; a tensor for static caches.
         kv_offset: position of the first key.
         mask_function: the pattern of visible tokens, as a function of positions.
         attention_mask: bool ``[batch, positions]``, False for padding. None if there is no padding.
-        local_size: the window of layers with a sliding window, the token itself included.
+        local_size: the window of layers with a sliding window, in tokens, including the token itself.
         device: where the mask is made.
         config: the model's configuration.
         others: further arguments of transformers' ``sdpa_mask``.
@@ -79,7 +78,7 @@ def attention_mask(
 
 
 def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_length: int) -> int:
-    """Returns ``window_left`` of a causal pattern. Raises NotServedError for every other pattern."""
+    """Returns ``window_left`` of a causal mask pattern. Raises NotServedError for every other pattern."""
     if torch.is_grad_enabled():
         raise NotServedError("gradients are enabled, and kernels are for inference: call the model under torch.inference_mode()")
     if local_size is None:
@@ -104,8 +103,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_first(q_offset: int | Tensor) -> bool:
-    """Returns whether no token was cached before. With a static cache, it waits for the device once per prefill, as transformers
-    does."""
+    """Returns whether the cache held no token before. With a static cache, this function waits for the device once per prefill, as
+    transformers does.
+    """
     if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
         raise NotServedError("the length of a static cache cannot be read while torch.compile traces a prefill")
     return int(q_offset) == 0
@@ -159,8 +159,9 @@ def _paged(
 
 
 def _contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> bool:
-    """Returns whether the valid tokens of each row are exactly those from begin to end. It waits for the device, as transformers'
-    own masks do."""
+    """Returns whether the valid tokens of each row are exactly those from ``begin`` to ``end``. This function waits for the device,
+    as transformers' own masks do.
+    """
     if torch.compiler.is_compiling():
         raise NotServedError("padding cannot be read while torch.compile traces the mask")
     token = torch.arange(known.shape[1], device=known.device)

@@ -14,7 +14,7 @@ def register() -> None:
     """Registers the parts that the settings enable: the entry point ``tokenspeed_kernel`` of ``vllm.general_plugins``.
 
     May be called any number of times. If the installed vLLM lacks the hook of a part, the part is skipped with one line in the log.
-    vLLM then works as without this part.
+    vLLM then uses its own code for this part.
 
     Raises:
         ValueError: a setting has an invalid value. The message names the setting and the value.

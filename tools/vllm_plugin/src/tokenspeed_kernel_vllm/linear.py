@@ -11,12 +11,14 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinea
 
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 
-# The name of GPT-OSS's routers. vLLM builds them without the model's quantisation, unlike all other linear layers.
+# The end of the names of GPT-OSS's routers. vLLM builds routers without the model's quantisation, unlike all other linear layers.
 ROUTER = ".mlp.router"
 
 
 class Linear(UnquantizedLinearMethod):
-    """vLLM's method of unquantised linear layers, with the core's `mm` as the GEMM. The number of tokens determines the kernel."""
+    """vLLM's method of unquantised linear layers, with the core's `mm` as the GEMM. `mm` selects a kernel for each number of
+    tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class Linear(UnquantizedLinearMethod):
         """
         weight: Any = layer.weight
         product: Tensor = self.ops.mm(x.flatten(0, -2), weight.t(), bias=bias)
-        # `len(weight)` would not do: PyTorch 2.11 cannot trace it for vLLM's parameter class.
+        # `len(weight)` cannot be used here: PyTorch 2.11 cannot trace it for vLLM's parameter class.
         return product.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -46,7 +48,7 @@ class RouterLinear(ReplicatedLinear):
     """vLLM's replicated linear layer, with the core's `mm` if the layer is a router of GPT-OSS."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See vLLM's `ReplicatedLinear`."""
+        """The arguments are those of vLLM's `ReplicatedLinear`."""
         super().__init__(*args, **options)
         method: Any = self.quant_method
         if self.prefix.endswith(ROUTER) and type(method) is UnquantizedLinearMethod and read_settings().linear:

@@ -1,7 +1,7 @@
 """fp8 linear layers that use the core's `linear`: checkpoints of the formats ``fp8`` and ``compressed-tensors``.
 
-vLLM's registry of GEMM kernels (`register_linear_kernel`) appends to a list, from which vLLM takes the first kernel that supports a
-layer. So a registered kernel would never precede vLLM's own. The configurations of these formats are replaced instead.
+vLLM takes the first kernel in a list that supports a layer, and `register_linear_kernel` appends to this list. So a registered
+kernel would never precede vLLM's own kernels. Therefore the configurations of these formats are replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tokenspeed_kernel_vllm.settings import CORE, core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
-BLOCK = 128  # rows and columns of a scale block
+BLOCK = 128  # number of rows and of columns of a scale block
 _SCALES = {"tensor": PerTensorScaleParameter, "channel": ChannelQuantScaleParameter, "block": BlockQuantScaleParameter}
-# vLLM reads this layer's weight to expand keys and values of latent attention.
+# The layer whose weight vLLM itself reads, to expand keys and values of latent attention.
 _READ_BY_VLLM = "kv_b_proj"
-_UNSET = torch.finfo(torch.float32).min  # the value of scales that a checkpoint lacks
+_UNSET = torch.finfo(torch.float32).min  # the value that vLLM's loader leaves in scales that a checkpoint lacks
 
 
 @register_weight_loader_v2_supported_method
@@ -45,8 +45,8 @@ class Fp8Linear(LinearMethodBase):
         """
         Args:
             own: vLLM's method.
-            scales: what a weight scale belongs to: ``tensor``, ``channel`` or ``block``.
-            static: whether the checkpoint has a scale of the activations.
+            scales: the part of a weight that shares a scale: ``tensor``, ``channel`` or ``block``.
+            static: whether the checkpoint has a static scale for the activations.
             scale_name: the weight scales' name in checkpoints.
         """
         self.own = own
@@ -67,7 +67,9 @@ class Fp8Linear(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM's loader fills. If vLLM's method runs the layer, one line of the log gives the reason."""
+        """Adds the parameters that vLLM's loader fills. If the layer falls back to vLLM's method, one line of the log gives the
+        reason.
+        """
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype)
         try:
             self.plan = self._plan(input_size_per_partition, sum(output_partition_sizes), params_dtype)
@@ -104,30 +106,30 @@ class Fp8Linear(LinearMethodBase):
             raise NotServedError("this device's fp8 is e4m3fnuz, which linear does not support")
         from tokenspeed_kernel import get_operator
 
-        device = torch.get_default_device()  # vLLM builds a model on its device
+        device = torch.get_default_device()  # vLLM builds a model with the model's device as PyTorch's default device
         formats = {"weight_format": "fp8_channel", "activation_dtype": "fp8_static" if self.static else "fp8"}
         if self.scales == "block":
             formats = {"weight_format": "fp8_block", "activation_dtype": "fp8_block"}
         return plan_for(get_operator("linear").function, in_features, out_features, dtype=dtype, device=device, **formats)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Arranges the weights for the plan's kernel. A scale per tensor becomes equal scales of its rows, without rounding."""
+        """Arranges the weights for the plan's kernel. A per-tensor scale is repeated for each row, which changes no value."""
         if self.plan is None:
             self.own.process_weights_after_loading(layer)
             return
         scale = getattr(layer, self.scale_name).data
         if self.scales == "tensor":
-            # A fused layer has a scale per part, or one if the checkpoint has it fused.
+            # A fused layer has one scale for each of its parts; if the checkpoint stores the fused layer, it has one scale.
             each = torch.where(scale == _UNSET, scale[0], scale)
             scale = each.repeat_interleave(torch.tensor(layer.logical_widths, device=scale.device)).unsqueeze(1)
         input_scale = layer.input_scale.data.max().view(1) if self.static else None
         given = self.ops.LinearWeights(layer.weight.data, scale, input_scale=input_scale)
         self.weights = self.ops.linear.prepare(given, self.plan)
-        if self.weights.weight.data_ptr() != layer.weight.data_ptr():  # rearranged: the original is not needed
+        if self.weights.weight.data_ptr() != layer.weight.data_ptr():  # the weight was rearranged, so the original is not needed
             replace_parameter(layer, "weight", layer.weight.data.new_empty(0))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes ``x @ weight.T``, rounds it to x's dtype, and adds the bias.
+        """Computes ``x @ weight.T``, rounds the result to x's dtype, and adds the bias.
 
         Args:
             layer: the layer.
@@ -145,7 +147,7 @@ class Fp8Linear(LinearMethodBase):
 
 
 def fp8_linear(own: QuantizeMethodBase | None, prefix: str, config: Any) -> QuantizeMethodBase | None:
-    """Returns our method for a linear layer of the format ``fp8``, or ``own`` if it is another layer's, or the setting is off.
+    """Returns our method for a linear layer of the format ``fp8``. Returns ``own`` for other layers, or if the setting is off.
 
     Args:
         own: vLLM's method.
@@ -165,10 +167,10 @@ def fp8_linear(own: QuantizeMethodBase | None, prefix: str, config: Any) -> Quan
 
 
 class Fp8CompressedConfig(CompressedTensorsConfig):
-    """vLLM's configuration of compressed-tensors checkpoints, but fp8 linear layers use the core's `linear`."""
+    """vLLM's configuration of compressed-tensors checkpoints, in which fp8 linear layers use the core's `linear`."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method of a layer."""
+        """Returns the quantisation method of a layer."""
         own = super().get_quant_method(layer, prefix)
         scheme: Any = getattr(layer, "scheme", None)
         ours = type(own) is CompressedTensorsLinearMethod and isinstance(scheme, CompressedTensorsW8A8Fp8)

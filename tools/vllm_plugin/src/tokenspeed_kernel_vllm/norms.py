@@ -1,4 +1,4 @@
-"""RMS norms of the core, as a provider of vLLM's IR. vLLM uses the provider if the option ``--ir-op-priority`` names it.
+"""The core's RMS norms as a provider of vLLM's IR. vLLM uses the provider if the option ``--ir-op-priority`` names it.
 
 Importing this module registers the provider, which has no effect by itself.
 """
@@ -18,7 +18,7 @@ _INSTALLED = core_is_there()
 
 
 def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    """Whether the call is supported: the whole row is normalised, and multiplied by a weight of the same dtype."""
+    """Whether our kernel supports the call: it normalises the whole row, and multiplies by a weight of x's dtype."""
     return weight is not None and weight.dtype == x.dtype and variance_size is None and x.stride(-1) == 1
 
 
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual to x. Returns the norm of the sum, and the sum. See `rms_norm`."""
+    """Adds the residual to x. Returns the normalised sum, and the sum. See `rms_norm`."""
     out, total = _rmsnorm(x, weight, epsilon, residual=x_residual)
     return out, total
 

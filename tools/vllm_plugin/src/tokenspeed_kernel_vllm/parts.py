@@ -18,7 +18,7 @@ BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
 MLA_BACKEND = "tokenspeed_kernel_vllm.mla.backend.LatentBackend"
 MLA_PREFILL = "tokenspeed_kernel_vllm.mla.prefill.LatentPrefill"
 QUANTIZATION = "gpt_oss_mxfp4"
-# vLLM classes that are replaced as a whole.
+# Names of the vLLM classes that this plugin replaces as a whole.
 DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
 
 
@@ -60,8 +60,8 @@ def _register_mla_prefill() -> None:
 
 
 def _name_backend(kind: str, path: str, custom: Any, register: Callable[[Any, str], Any]) -> None:
-    """Makes a class vLLM's backend CUSTOM of a kind, unless another class has taken this entry."""
-    # vLLM gets the name of the class, and imports the class when a layer needs it. Importing the module here makes a failure
+    """Registers a class as vLLM's backend CUSTOM of some kind, unless another class is registered under this name."""
+    # vLLM gets the class's name, and imports the class when a layer needs it. Importing the module here makes an import failure
     # visible now.
     import_module(path.rpartition(".")[0])
     taken = custom.get_path() if custom.is_overridden() else path
@@ -101,7 +101,7 @@ def _register_norms() -> None:
 
 
 def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
-    """Replaces vLLM's class with this name by ours, unless another replacement is registered."""
+    """Replaces vLLM's class with this name by our class, unless another replacement is registered."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     if name not in op_registry_oot:

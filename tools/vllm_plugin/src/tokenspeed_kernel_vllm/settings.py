@@ -11,10 +11,10 @@ from pathlib import Path
 from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
-CORE = "tokenspeed_kernel"  # the package that has all operators
+CORE = "tokenspeed_kernel"  # the package that has all operators, which is called the core
 _NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "PACKAGE", "WARMUP", "RECEIPTS")
 _FLAGS = {"1": True, "0": False}
-# Rounding of the experts' activations that needs no scales from the checkpoint.
+# Formats to which experts can round activations without scales from the checkpoint.
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 
 
@@ -29,7 +29,7 @@ class Settings:
 
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
-        mla: whether the attention backend is the one for multi-head latent attention, not the one for other models
+        mla: whether the backend for multi-head latent attention is registered, instead of the backend for other models
             (``TOKENSPEED_VLLM_MLA``, 0 by default).
         experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
         other_experts: whether unquantised experts and fp8 experts with block scales run on our kernels if one is eligible
@@ -61,7 +61,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads the environment.
 
     Raises:
-        ValueError: a variable has an invalid value, or has our prefix and is unknown.
+        ValueError: a variable has an invalid value, or a variable with our prefix is unknown.
     """
     env = os.environ if environ is None else environ
     names = {PREFIX + name for name in _NAMES}

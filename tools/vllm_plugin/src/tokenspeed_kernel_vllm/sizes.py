@@ -1,7 +1,7 @@
 """The batch sizes of the warm-up before the first request, so that no request waits for a kernel to be compiled or loaded.
 
-The kernel of a call, and its specialisation, depend on the numbers of tokens and requests. vLLM's own warm-up runs do not include
-attention, and run experts only with the largest batch and with the captured batch sizes.
+The kernel of a call, and the kernel's specialisation, depend on the numbers of tokens and requests. vLLM's own warm-up runs do not
+include attention. They run experts only with the largest batch and with the captured batch sizes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def sizes_up_to(most: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def warming(what: str) -> Iterator[None]:
-    """Logs the duration of its block and the number of programs that the block compiled, then calls `write_receipt`.
+    """Logs the duration of the block, and the number of programs that the block compiled. Then calls `write_receipt`.
 
-    Warm-up is most of the start-up time that this package adds to vLLM. The compile policy applies: if it forbids compiling and no
-    pack has a program, vLLM does not start.
+    Warm-up is most of the start-up time that this package adds to vLLM. The compile policy applies: if it forbids compiling, and no
+    pack has a needed program, vLLM does not start.
 
     Args:
         what: the name of the warmed-up layers, for the log.
@@ -51,7 +51,7 @@ def warming(what: str) -> Iterator[None]:
 def write_receipt() -> None:
     """Writes a receipt of this process's kernels so far, if the settings name a folder, and logs its summary.
 
-    Each warm-up writes the file again, so the last one has the kernels of all layers.
+    Each warm-up writes the file again, so the file after the last warm-up has the kernels of all layers.
 
     Raises:
         OSError: the file cannot be written.

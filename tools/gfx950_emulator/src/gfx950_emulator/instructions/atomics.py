@@ -1,4 +1,4 @@
-"""Atomics of global memory and LDS. Lanes are applied in order, so that results are reproducible."""
+"""Atomics of global memory and LDS. They are applied lane by lane in lane order, so that results are reproducible."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def _to_f16(value: np.float16) -> int:
 
 @cache
 def operations(bits: int) -> dict[str, Callable[[int, int], int]]:
-    """Functions from an atomic's old value and operand, both as bits, to the stored value. If either is a NaN, floating-point
-    minimum and maximum keep the old value (the ISA document's ``src < tmp ? src : tmp``)."""
+    """Returns functions of an atomic's old value and operand, both as bits, that return the value to store. If either is a NaN,
+    floating-point minimum and maximum keep the old value (the ISA document's ``src < tmp ? src : tmp``).
+    """
     dtype, unsigned = (np.float32, np.uint32) if bits == 32 else (np.float64, np.uint64)
     table: dict[str, Callable[[int, int], int]] = {
         "swap": lambda old, new: new,
@@ -109,17 +110,18 @@ def apply_in_order(
     Args:
         cells: the memory, uint8.
         places: int64 [N], the first byte of each lane.
-        inside: lanes whose address is in range, None for all. Other lanes read zero and write nothing.
+        inside: lanes whose address is in range; None for all lanes. Lanes out of range read zero and write nothing.
         kind: a name of `operations`, or ``"cmpswap"``.
         operand: uint32 or uint64 [N].
         compare: uint32 or uint64 [N], the values with which a ``"cmpswap"`` compares.
-        changeable: uint32 or uint64 [N], the bits that are in bounds. Other bits read as zero and are kept. None for all.
+        changeable: uint32 or uint64 [N], a mask of the bits that are in bounds. Other bits read as zero and are kept. None for all
+            bits.
 
     Returns:
-        The old values, in the operand's type, and whether memory changed: a wave that polls with an atomic changes nothing.
+        The old values, in the operand's type, and whether memory changed. (A wave that polls with an atomic changes nothing.)
     """
     size = operand.dtype.itemsize
-    apply: Any = operations(8 * size).get(kind)  # None if the operand is compared instead
+    apply: Any = operations(8 * size).get(kind)  # None for "cmpswap", which compares the operand
     before, changed = np.zeros_like(operand), False
     for i, place in enumerate(places.tolist()):
         if inside is not None and not inside[i]:
@@ -138,13 +140,13 @@ def apply_in_order(
 
 
 def operand_of(g: Group, row: int, lanes: np.ndarray | None, words: int) -> np.ndarray:
-    """One register as uint32, or two as uint64, of lanes (None: all)."""
+    """Reads an operand of the given lanes (None: all lanes): one register as uint32, or two registers as uint64."""
     values = g.U[row] if words == 1 else g.pair(row)
     return values if lanes is None else values[lanes]
 
 
 def write_before(g: Group, row: int, lanes: np.ndarray | None, before: np.ndarray) -> None:
-    """Writes an atomic's result, the old value."""
+    """Writes the result of an atomic, which is the old value, to a register."""
     words = np.ascontiguousarray(before).view(np.uint32).reshape(len(before), -1).T
     rows = g.registers[row : row + len(words)]
     if lanes is None:

@@ -96,7 +96,7 @@ def _barrier(site: Site) -> Bound:
 
 
 def _wait_limits(site: Site) -> dict[str, int]:
-    """The counters that an s_waitcnt names, or the fields of its numeric immediate."""
+    """Reads the counters and their limits that an s_waitcnt names, or the fields of its numeric immediate."""
     limits: dict[str, int] = {}
     for text in (*site.instruction.operands, *site.modifiers):
         if match := re.fullmatch(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", text):
@@ -131,7 +131,7 @@ def _wait(site: Site) -> Bound:
     "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol",
 )  # fmt: skip
 def _no_operation(site: Site) -> Bound:
-    """Has no visible effect, because caches are coherent in the emulator, and priorities do not matter."""
+    """Binds an instruction without visible effect: caches are coherent in the emulator, and priorities do not matter."""
     site.modifiers.clear()
     return Bound(_nothing, unit="nop")
 
@@ -146,7 +146,7 @@ def _trap(site: Site) -> Bound:
 
 @binder("s_memtime", "s_memrealtime")
 def _time(site: Site) -> Bound:
-    """A clock that counts executed instructions and advances once per basic block."""
+    """Binds a read of the clock. The emulated clock counts executed instructions and advances once per basic block."""
     to = site.operands[0].index
 
     def run(g: Group) -> None:
@@ -181,8 +181,9 @@ def _getreg(site: Site) -> Bound:
 
 @binder("s_setreg_imm32_b32", "s_setreg_b32")
 def _setreg(site: Site) -> Bound:
-    """Writes to MODE may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not change. All
-    other fields control exceptions and clamping."""
+    """Binds a write to MODE. It may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not
+    change. All other fields control exceptions and clamping.
+    """
     name, offset, size = _hardware_register(site, site.instruction.operands[0])
     text = site.instruction.operands[1]
     if name != "HW_REG_MODE" or not re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", text):

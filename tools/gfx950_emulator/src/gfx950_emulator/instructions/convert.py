@@ -1,4 +1,4 @@
-"""Conversions between number formats. Arithmetic and facts on rounding, overflow and scales: `gfx950_emulator.formats`.
+"""Conversions between number formats. `gfx950_emulator.formats` has the arithmetic, and facts on rounding, overflow and scales.
 
 Definitions: V_CVT_* in chapters VOP1 and VOP3 of AMD's CDNA4 ISA document. MODE.FP16_OVFL is read when an instruction runs, because
 kernels set it. If op_sel places a result in a part of a register, the rest of the register is kept.
@@ -25,7 +25,7 @@ Reader = Callable[[Group], Any]
 
 
 def _to_integer(low: int, high: int, dtype: type) -> Callable[[Array], Array]:
-    """Rounds towards zero; out-of-range values saturate, NaN becomes 0."""
+    """A conversion to an integer type: rounds towards zero; out-of-range values saturate, NaN becomes 0."""
 
     def convert(a: Array) -> Array:
         a = a.astype(np.float64)
@@ -70,7 +70,7 @@ def _pack_toward_zero(a: Array, b: Array) -> Array:
 
 
 def _saturate_bytes(a: Array) -> Array:
-    """Saturates two int16 to two unsigned bytes."""
+    """Saturates the two int16 of a register to two unsigned bytes, packed in 16 bits."""
     low, high = (np.clip(x.astype(np.uint16).view(np.int16), 0, 255).astype(np.uint16) for x in (a, a >> np.uint32(16)))
     return low | high << np.uint16(8)
 
@@ -93,7 +93,7 @@ def _pack16(site: Site) -> Bound:
         else:
             group_write(g, row, _pack(formats.f32_to_f16(low, saturate), formats.f32_to_f16(high, saturate)))
 
-    # If only the lower half of the result is used, compilers write a scalar as second source. It may be undefined.
+    # If a kernel uses only the lower half of the result, compilers write a scalar as second source. This scalar may be undefined.
     return Bound(run, site.ids([destination]), site.ids([first] if second.file == "s" else [first, second]))
 
 
@@ -104,13 +104,13 @@ _WIDE = ("f32", "f16", "bf16")
 
 
 def _op_sel(site: Site) -> tuple[int, int, int, int]:
-    """op_sel, padded with zeros. Bits 0 and 1 belong to sources; the destination's bit follows the last source's."""
+    """Reads op_sel, padded with zeros. Bits 0 and 1 belong to sources; the destination's bit follows the last source's bit."""
     given = tuple(site.take("op_sel", ()))
     return (*given, *(0,) * (4 - len(given)))
 
 
 def _half(site: Site, op_sel: tuple[int, ...]) -> tuple[int, int]:
-    """The written half of the destination: its first bit and its width."""
+    """Returns the half of the destination register that is written: its first bit and its width."""
     return 16 * op_sel[len(site.operands) - 1], 16
 
 
@@ -126,7 +126,9 @@ def _write_part(g: Group, row: int, bits: Array, part: tuple[int, int]) -> None:
 
 
 def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[[Group], list[Array]]:
-    """An operand's values as float32: one value, the two of a packed register, or those of consecutive registers."""
+    """A function that reads an operand's values as float32: one value, two of a packed register, or those of consecutive
+    registers.
+    """
     if operand.count <= 1 and wide == "f32":
         get = getter(site, operand, F32)
         return lambda g: [per_lane(g, get(g))]
@@ -141,12 +143,12 @@ def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[
 
 
 def _exponent(site: Site, operand: Operand) -> Reader:
-    """The scale byte in a float32 operand."""
+    """A function that reads the scale byte from a float32 operand."""
     get = getter(site, operand, F32)
     return lambda g: formats.scale_exponent(get(g).view(np.uint32))
 
 
-# To narrow formats
+# Conversions to narrow formats
 
 
 def _nearest(form: Format, numbers: list[Array], exponent: Any, saturate: bool) -> list[Array]:
@@ -218,8 +220,9 @@ _PACKED_SOURCES += [f"v_cvt_scalef32_2xpk16_{narrow}_f32" for narrow in ("fp6", 
 
 @binder(*_PACKED_SOURCES)
 def _narrow_scaled(site: Site) -> Bound:
-    """Converts values, divided by the scale of the last source, to a narrow format. The values of two sources (float32)
-    alternate."""
+    """Converts values, divided by the scale in the last source, to a narrow format. If there are two float32 sources, their values
+    alternate in the result.
+    """
     narrow, wide = site.mnemonic.split("_")[4:]
     *sources, scale = site.operands[1:]
     reads = [_numbers(site, operand, wide, False) for operand in sources]
@@ -245,7 +248,7 @@ def _narrow_stochastic(site: Site) -> Bound:
     return _narrow(site, _NARROW[narrow], read, getter(site, random, U32), _exponent(site, scale))
 
 
-# From narrow formats
+# Conversions from narrow formats
 
 
 def _store_wide(g: Group, row: int, numbers: list[Array], wide: str) -> None:
@@ -262,7 +265,7 @@ def _store_wide(g: Group, row: int, numbers: list[Array], wide: str) -> None:
 
 @binder("v_cvt_f32_fp8", "v_cvt_f32_bf8", "v_cvt_pk_f32_fp8", "v_cvt_pk_f32_bf8")
 def _widen(site: Site) -> Bound:
-    """Converts one byte, or the two bytes of one half, selected by SDWA, to float32."""
+    """Converts one byte, or the two bytes of one register half, to float32. SDWA selects the byte or the half."""
     if site.encoding.endswith("dpp"):
         raise site.unknown(f"DPP of {site.mnemonic} is not implemented")
     form = _NARROW[site.mnemonic.split("_")[-1]]
@@ -290,7 +293,9 @@ _SCALED_SINGLE = [f"v_cvt_scalef32_{wide}_{narrow}" for narrow, wide in product(
 
 @binder(*_SCALED_PAIRS)
 def _widen_pair(site: Site) -> Bound:
-    """Widens two values and multiplies them by the scale of S1. fp8, bf8: op_sel[0] selects the half; fp4: op_sel[1:0] the byte."""
+    """Converts two values to a wider format and multiplies them by the scale in S1. For fp8 and bf8, op_sel[0] selects the half of
+    the source; for fp4, op_sel[1:0] selects the byte.
+    """
     wide, narrow = site.mnemonic.split("_")[4:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands
@@ -307,7 +312,7 @@ def _widen_pair(site: Site) -> Bound:
 
 @binder(*_SCALED_32)
 def _widen_32(site: Site) -> Bound:
-    """Widens the 32 values of six registers and multiplies them by the scale of S1."""
+    """Converts the 32 values of six registers to a wider format and multiplies them by the scale in S1."""
     wide, narrow = site.mnemonic.split("_")[4:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands
@@ -322,8 +327,9 @@ def _widen_32(site: Site) -> Bound:
 
 @binder(*_SCALED_SINGLE)
 def _widen_single(site: Site) -> Bound:
-    """Widens the byte that op_sel[1:0] selects, and multiplies it by the scale of S1. A float16 result goes to the half that op_sel
-    selects."""
+    """Converts the byte that op_sel[1:0] selects to a wider format and multiplies it by the scale in S1. A float16 result goes to
+    the half that op_sel selects.
+    """
     wide, narrow = site.mnemonic.split("_")[3:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands

@@ -2,7 +2,7 @@
 
 LLVM divides in five steps: scale both operands (v_div_scale), compute a reciprocal, run Newton steps, scale back (v_div_fmas), and
 handle special cases (v_div_fixup). Some operands would make intermediate results overflow or become denormal. Scaling moves them
-into range, and VCC says that the quotient must be scaled back.
+into range, and VCC tells that the quotient must be scaled back.
 
 Definitions: V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of AMD's CDNA4 ISA document. The following interpretations are needed for the
 correctly rounded quotient that IEEE 754, OpenCL and LLVM require:
@@ -39,7 +39,7 @@ from gfx950_emulator.vector import (
 
 Array = Any
 
-# Constants by the type's size in bytes
+# Constants, by the size of the floating-point type in bytes
 _EXPONENT_MASK, _LOWEST_EXPONENT = {4: 0xFF, 8: 0x7FF}, {4: -126, 8: -1022}
 _SCALE = {4: 64, 8: 128}
 _TINY_NUMERATOR, _FAR_APART = {4: 23, 8: 53}, {4: 96, 8: 768}
@@ -59,7 +59,7 @@ def _quotient_is_denormal(numerator: Array, denominator: Array) -> Array:
 
 
 def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """The scaled ``value``, which is the denominator or the numerator, and whether the quotient must be scaled back."""
+    """Returns the scaled ``value``, which is the denominator or the numerator, and whether the quotient must be scaled back."""
     dtype = value.dtype.type
     size = value.dtype.itemsize
     smallest = SMALLEST_NORMAL[size]
@@ -135,7 +135,7 @@ def _div_fmas(site: Site) -> Bound:
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with special cases corrected; S0 quotient, S1 denominator, S2 numerator."""
+    """Corrects special cases of the quotient. S0 is the quotient, S1 the denominator, S2 the numerator."""
     dtype, size = quotient.dtype.type, quotient.dtype.itemsize
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     zero_denominator, zero_numerator = denominator == 0, numerator == 0

@@ -41,7 +41,7 @@ def _global_to_lds(site: Site) -> Bound:
 
 
 def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
-    immediate = int(site.instruction.modifiers.get("offset", 0))  # added to both addresses
+    immediate = int(site.instruction.modifiers.get("offset", 0))  # added to the global address and to the LDS address
     step = max(4, shape.size)  # a byte or a short occupies a dword of LDS
 
     def run(g: Group) -> None:
@@ -75,8 +75,9 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
 
 
 def _check_switched_off(local: LocalMemory, first: np.ndarray, size: int) -> None:
-    """Reports writes beyond the allocation, which hardware drops. Exception: M0 is beyond any LDS, by which compilers disable a
-    wave."""
+    """Reports writes beyond the LDS allocation, which hardware drops. Exception: compilers disable a wave's loads by an M0 beyond
+    any LDS size.
+    """
     meant = first >= LIMIT
     if not meant.all():
         at = int(first[~meant][0])

@@ -1,9 +1,9 @@
 """Vector floating point in float16, float32 and float64: add, multiply, min and max, exponents, mixed precision, dot products.
 
 Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact, or rounded
-once as IEEE 754 defines. Exception: dot products round every partial sum. NaNs are quiet as on hardware, but with the host's
-payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document. Transcendental functions:
-`gfx950_emulator.instructions.transcendental`; division: `gfx950_emulator.instructions.division`.
+once as IEEE 754 defines, except that dot products round every partial sum. NaNs are quiet as on hardware, but have the host's
+payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document. `gfx950_emulator.instructions.transcendental` has the
+    transcendental functions, and `gfx950_emulator.instructions.division` has division.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NORMAL_32 = 2.0**-126
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """float32, rounded once.
+    """a * b + c in float32, rounded once.
 
     The product is exact in float64. The sum is rounded to float64 and then to float32. Double rounding is wrong only if the float64
     result is halfway between two float32 values. Then bits 28 to 0 are 2**28, or the value is a float32 denormal.
@@ -77,7 +77,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded product and its error (Dekker), barring overflow and underflow."""
+    """The rounded product and its error (Dekker), if nothing overflows or underflows."""
 
     def split(x: Array) -> tuple[Array, Array]:
         scaled = x * 134217729.0  # 2**27 + 1
@@ -90,8 +90,9 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part (Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums"). If parts would overflow or underflow, Python integers are used."""
+    """a * b + c in float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums"). If a part would overflow or underflow, Python integers are used.
+    """
     product, low = two_product(a, b)
     high, rest = two_sum(c, low)
     total, remainder = two_sum(product, high)
@@ -109,7 +110,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def one_by_one(function: Callable[..., float], lanes: Array, result: Array, *sources: Array) -> Array:
-    """The result, with the given lanes recomputed by a function of Python floats."""
+    """Returns the result with some lanes recomputed, one by one, by a function of Python floats."""
     result = result.copy()
     spread = [np.broadcast_to(x, result.shape) for x in sources]
     for lane in np.argwhere(lanes):
@@ -130,7 +131,9 @@ def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
 
 
 def fma16(a: Array, b: Array, c: Array) -> Array:
-    """float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16 rounding tie."""
+    """a * b + c in float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16 rounding
+    tie.
+    """
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float16)
 
 
@@ -156,8 +159,9 @@ def _signalling(a: Array) -> Array:
 
 
 def _choose(a: Array, b: Array, chosen: Array, equal: Callable[[Array, Array], Array]) -> Array:
-    """v_min or v_max with NaNs and zeros handled: `chosen` is the result for other operands; `equal` combines the bits of equal
-    operands."""
+    """Handles NaNs and zeros of v_min or v_max. `chosen` is the result for all other operands; `equal` combines the bits of
+    operands that are equal.
+    """
     a, b = np.broadcast_arrays(a, b)
     chosen = np.where(a == b, equal(_bits(a), _bits(b)).view(a.dtype), chosen)
     for x in (b, a):
@@ -169,7 +173,7 @@ def _choose(a: Array, b: Array, chosen: Array, equal: Callable[[Array, Array], A
 
 def minimum(a: Array, b: Array) -> Array:
     least = np.minimum(a, b)
-    if (np.abs(least) > 0).all():  # neither zero nor NaN
+    if (np.abs(least) > 0).all():  # no operand is zero or NaN
         return least
     return _choose(a, b, np.fmin(a, b), np.bitwise_or)
 
@@ -192,7 +196,7 @@ def maximum3(a: Array, b: Array, c: Array) -> Array:
 
 
 def median(a: Array, b: Array, c: Array) -> Array:
-    """The median of three values; if one is a NaN, v_min3 of the values."""
+    """The median of three values. If one of them is a NaN, the result is that of v_min3."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     if (np.abs(middle) > 0).all():
         return middle
@@ -203,7 +207,7 @@ def median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _or_nan(function: Callable[[Array, Array], Array], plain: np.ufunc) -> Callable[[Array, Array, Array], Array]:
-    """IEEE 754-2019's minimum and maximum: NaN if any operand is NaN."""
+    """IEEE 754-2019's minimum or maximum of three values: NaN if any operand is NaN."""
 
     def choose(a: Array, b: Array, c: Array) -> Array:
         chosen = plain(plain(a, b), c)
@@ -227,7 +231,7 @@ for _suffix, _type in (("f32", F32), ("f16", F16)):
 vector_op("v_minimum3_f32", minimum3_or_nan, F32, F32, F32, F32)
 vector_op("v_maximum3_f32", maximum3_or_nan, F32, F32, F32, F32)
 
-# Exponents and fractions
+# Exponents and fractional parts
 
 
 def fraction(a: Array) -> Array:
@@ -264,8 +268,9 @@ def fma32_to_16(a: Array, b: Array, c: Array) -> Array:
 
 @binder("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 def _fma_mix(site: Site) -> Bound:
-    """Each source is float32 or, with op_sel_hi, the float16 in the register half that op_sel selects. The result is rounded to
-    float32, and for mixlo and mixhi then to float16."""
+    """Binds a mixed-precision FMA. Each source is float32 or, with op_sel_hi, the float16 in the register half that op_sel selects.
+    The result is rounded to float32, and for mixlo and mixhi then to float16.
+    """
     upper = tuple(site.take("op_sel", (0, 0, 0)))
     halves = tuple(site.take("op_sel_hi", (0, 0, 0)))
     destination, *sources = site.operands

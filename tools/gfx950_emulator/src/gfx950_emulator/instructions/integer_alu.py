@@ -76,7 +76,7 @@ def _swap(site: Site) -> Bound:
 
 @binder("v_cndmask_b32")
 def _select(site: Site) -> Bound:
-    """D = the lane's bit of S2 ? S1 : S0. neg and abs modify the sign bit, as for float32."""
+    """Binds v_cndmask: D = S1 if the lane's bit of S2 is set, else S0. neg and abs modify the sign bit, as for float32."""
     first, second, mask = site.operands[1:]
     site.operands.pop()
     modified = any(operand.negate or operand.absolute for operand in (first, second))
@@ -105,7 +105,9 @@ Pick = tuple[bool, int, np.uint32]
 
 @lru_cache(maxsize=256)
 def _permutation(selector: int) -> tuple[tuple[Pick, ...], tuple[Pick, ...], np.uint32]:
-    """A selector as masked shifts (of S0?, left shift, mask), signs (of S0?, bit, mask) and constant bits."""
+    """Compiles a selector of v_perm_b32 to masked shifts (source is S0?, left shift, mask), signs (source is S0?, bit, mask) and
+    constant bits.
+    """
     masks: dict[tuple[bool, int], int] = {}
     signs: dict[tuple[bool, int], int] = {}
     constant = 0
@@ -152,7 +154,7 @@ def byte_permute(a: Array, b: Array, selector: Array) -> Array:
 
 vector_op("v_perm_b32", byte_permute, U32, U32, U32, U32)
 
-# Functions of two inputs: bit 2b + c of the table is the value for (b, c).
+# Bitwise functions of two inputs b and c, in the order of their truth tables: bit 2b + c of a table is the value for (b, c).
 _OF_TWO = (
     "", "~(b | c)", "~b & c", "~b", "b & ~c", "~c", "b ^ c", "~(b & c)",
     "b & c", "~(b ^ c)", "c", "~b | c", "b", "b | ~c", "b | c", "",
@@ -162,7 +164,7 @@ _OF_TWO = (
 @lru_cache(maxsize=256)
 def bit_table(table: int) -> Callable[[Array, Array, Array], Array]:
     """The bitwise function of three inputs given by a table: its value for (a, b, c) is bit 4a + 2b + c of the table."""
-    off, on = table & 15, table >> 4  # for a = 0 and a = 1
+    off, on = table & 15, table >> 4  # the tables for a = 0 and for a = 1
     for_off, for_on = _OF_TWO[off], _OF_TWO[on]
     if off == on:
         text = for_on or ("~" if on else "") + "(a ^ a)"
@@ -184,7 +186,7 @@ def _bitop3(site: Site) -> Bound:
     return bind_vector(VectorOp(site.mnemonic, bit_table(table), type_, (type_,) * 3, keeps_high=True), site)
 
 
-# Shifts and fields. Shift amounts are taken modulo the width.
+# Shifts and bit fields. Shift amounts are taken modulo the width of the shifted value.
 
 vector_op("v_lshlrev_b32", lambda a, b: b << (a & _31), U32, U32, U32)
 vector_op("v_lshrrev_b32", lambda a, b: b >> (a & _31), U32, U32, U32)
@@ -311,26 +313,26 @@ for _suffix, _type in (("i32", I32), ("u32", U32), ("i16", I16), ("u16", U16)):
     vector_op(f"v_max3_{_suffix}", lambda a, b, c: np.maximum(np.maximum(a, b), c), *_three, keeps_high=True)
     vector_op(f"v_med3_{_suffix}", _median, *_three, keeps_high=True)
 
-# Counts
+# Bit counts
 
 vector_op("v_bcnt_u32_b32", lambda a, b: np.bitwise_count(a).astype(np.uint32) + b, U32, U32, U32)
 
 
 def first_high(a: Array) -> Array:
-    """Leading zeros; -1 for 0."""
+    """Number of leading zeros; -1 for 0."""
     length = np.frexp(a.astype(np.float64))[1]  # exact: float64 holds 32 bits
     return np.where(a == 0, -1, 32 - length).astype(np.int32).view(np.uint32)
 
 
 def first_low(a: Array) -> Array:
-    """Trailing zeros; -1 for 0."""
+    """Number of trailing zeros; -1 for 0."""
     lowest = a & (~a + _ONE)
     length = np.frexp(lowest.astype(np.float64))[1]
     return np.where(a == 0, -1, length - 1).astype(np.int32).view(np.uint32)
 
 
 def first_high_signed(a: Array) -> Array:
-    """Leading bits that equal the sign; -1 if all do."""
+    """Number of leading bits after the sign bit that equal the sign; -1 if all do."""
     return first_high((a ^ (a >> np.int32(31))).view(np.uint32))
 
 
@@ -359,7 +361,7 @@ def _differences(bits: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def _masked_differences(a: Array, b: Array, c: Array) -> Array:
-    """Skips bytes whose reference (S1) is zero."""
+    """Sum of absolute differences of bytes, without bytes whose reference (S1) is zero."""
     for at in range(0, 32, 8):
         x, y = _part(a, at, 8), _part(b, at, 8)
         c = c + np.where(y == 0, np.uint32(0), _difference(x, y))
@@ -367,7 +369,7 @@ def _masked_differences(a: Array, b: Array, c: Array) -> Array:
 
 
 def _mean_of_bytes(a: Array, b: Array, c: Array) -> Array:
-    """Per byte (S0 + S1 + S2's lowest bit) / 2."""
+    """Mean of bytes: for each byte (S0 + S1 + the lowest bit of S2) / 2."""
     result = np.uint32(0)
     for at in range(0, 32, 8):
         result = result | (_part(a, at, 8) + _part(b, at, 8) + _part(c, at, 1)) >> _ONE << np.uint32(at)
@@ -384,7 +386,9 @@ vector_op("v_lerp_u8", _mean_of_bytes, U32, U32, U32, U32)
 
 
 def _dot(bits: int, signed: bool) -> Callable[[Array, Array, Array], Array]:
-    """A dot product of packed values. Also computes on int64, for clamp; the packed values are then in the lower 32 bits."""
+    """Returns a dot product of packed values, plus c. The function also takes int64, for clamp; the packed values are then in the
+    lower 32 bits.
+    """
     field, sign = (1 << bits) - 1, 1 << (bits - 1)
 
     def part(x: Array, at: int) -> Array:
@@ -408,7 +412,7 @@ for _count, _bits in ((2, 16), (4, 8), (8, 4)):
 
 
 def _two_sources(site: Site, first: Operand, second: Operand) -> Callable[[Group], tuple[Array, Array]]:
-    """Reads two sources in any encoding that writes the whole register in all active lanes."""
+    """A function that reads two sources, in any encoding that writes the whole register in all active lanes."""
     form, moved = Form(), ""
     lines: list[str] = []
     if site.encoding.endswith("dpp"):
@@ -449,7 +453,7 @@ def _carry(site: Site) -> Bound:
 
 @binder("v_mad_u64_u32", "v_mad_i64_i32")
 def _multiply_add_wide(site: Site) -> Bound:
-    """D = S0 * S1 + S2 in 64 bits, and bit 64 of the sum, which is its carry or its sign."""
+    """D = S0 * S1 + S2 in 64 bits. Also writes bit 64 of the sum, which is its carry or its sign."""
     signed = site.mnemonic == "v_mad_i64_i32"
     destination, carry_out, *sources = site.operands
     narrow, wide = (I32, I64) if signed else (U32, U64)

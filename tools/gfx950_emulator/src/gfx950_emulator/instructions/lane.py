@@ -60,10 +60,10 @@ def _write_lane(site: Site) -> Bound:
 
 @binder("v_permlane32_swap_b32", "v_permlane16_swap_b32")
 def _swap(site: Site) -> Bound:
-    """Exchanges halves of two registers.
+    """Exchanges halves (of lanes) between two registers.
 
-    permlane32: lanes 32 to 63 of D with lanes 0 to 31 of S0. permlane16: the odd rows of 16 lanes of D with the even rows of S0.
-    (CDNA4 ISA document, V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32.)
+    permlane32 exchanges lanes 32 to 63 of D with lanes 0 to 31 of S0. permlane16 exchanges the odd rows of 16 lanes of D with the
+    even rows of S0. (CDNA4 ISA document, V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32.)
     """
     size = 32 if "32_swap" in site.mnemonic else 16
     a, b = site.operands[0].index, site.operands[1].index
@@ -90,12 +90,12 @@ def _swap(site: Site) -> Bound:
     return Bound(run, ids, ids, moves=True)
 
 
-_LOWER = (np.uint64(1) << np.arange(WAVE, dtype=np.uint64)) - np.uint64(1)  # bits of the lanes below each lane
+_LOWER = (np.uint64(1) << np.arange(WAVE, dtype=np.uint64)) - np.uint64(1)  # for each lane, a mask of the lanes below it
 
 
 @binder("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")
 def _masked_count(site: Site) -> Bound:
-    """D = S1 + number of bits of S0 below this lane, of the lower or upper 32 lanes."""
+    """D = S1 + the number of set bits of S0 below this lane, counted in the lower or upper 32 lanes."""
     to = site.operands[0].index
     bits, add = (getter(site, operand, U32) for operand in site.operands[1:])
     shift = np.uint64(32 if site.mnemonic == "v_mbcnt_hi_u32_b32" else 0)

@@ -32,13 +32,13 @@ _WRITES = {
 
 
 def _offsets(g: Group, row: int, lanes: np.ndarray | None, immediate: int) -> np.ndarray:
-    """Byte offsets in the workgroup's LDS, int64 [N]. Register and immediate are added modulo 2**32."""
+    """Byte offsets in the workgroup's LDS, int64 [N]: the address register plus the immediate, modulo 2**32."""
     at = g.U[row] if lanes is None else g.U[row][lanes]
     return (at + np.uint32(immediate)).astype(np.int64)
 
 
 def _read(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
-    """Reads one value per lane into registers from ``row`` on."""
+    """Reads one value per lane from LDS into registers, starting with register ``row``."""
     machine, local = g.machine, g.machine.local
     if machine.counters is not None:
         machine.counters.local_access(bound, g, offsets, shape.size, lanes)
@@ -52,7 +52,7 @@ def _read(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None,
 
 
 def _write(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
-    """Writes registers from ``row`` on, one value per lane."""
+    """Writes one value per lane to LDS from registers, starting with register ``row``."""
     machine, local = g.machine, g.machine.local
     machine.progress += 1
     if machine.counters is not None:
@@ -131,7 +131,7 @@ def _bind_read2(site: Site) -> Bound:
         _issue(g, bound)
         lanes = active(g)
         if lanes is None or len(lanes):
-            offsets = [_offsets(g, at, lanes, immediate) for immediate in (first, second)]  # a result may overwrite the register
+            offsets = [_offsets(g, at, lanes, immediate) for immediate in (first, second)]  # before a result overwrites them
             _read(g, bound, offsets[0], lanes, shape, row)
             _read(g, bound, offsets[1], lanes, shape, row + shape.dwords)
 
@@ -175,7 +175,7 @@ def _bind_write2(site: Site) -> Bound:
 
 @lru_cache(maxsize=4)
 def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each element of the result, the source lane, and the index in that lane's read data: int64 [64, elements]."""
+    """For each element of a lane's result: the lane that reads it, and its index in that lane's read data, int64 [64, elements]."""
     per_lane = 16 if bits == 6 else 64 // bits
     lane, element = np.meshgrid(np.arange(WAVE), np.arange(per_lane), indexing="ij")
     # The 16 lanes read a block of 16 * per_lane elements, in row-major order of rows of 16 elements: 16 / per_lane lanes
@@ -186,7 +186,7 @@ def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _transposed(read: np.ndarray, bits: int) -> np.ndarray:
-    """Transposes the data that the lanes of whole waves read, uint8 [N, bytes]."""
+    """Transposes the data, uint8 [N, bytes], that all lanes of whole waves have read."""
     size = read.shape[1]
     if bits >= 8:
         elements = read.view(np.uint16 if bits == 16 else np.uint8)
@@ -260,7 +260,7 @@ _DS_RETURNING = {
 
 @binder(*(f"ds_{name}" for name in (*_DS_ATOMICS, *_DS_RETURNING, "cmpst_b32", "cmpst_b64")))
 def _bind_atomic(site: Site) -> Bound:
-    """Applies lanes in lane order. ds_cmpst: the first data operand is compared, the second is stored."""
+    """Binds an atomic, which is applied in lane order. ds_cmpst compares the first data operand, and stores the second."""
     name = site.mnemonic.removeprefix("ds_")
     returns = name in _DS_RETURNING
     kind = _DS_RETURNING.get(name) or _DS_ATOMICS.get(name, "cmpswap")
@@ -302,8 +302,9 @@ def _bind_atomic(site: Site) -> Bound:
 
 @binder("ds_bpermute_b32", "ds_permute_b32")
 def _bind_permute(site: Site) -> Bound:
-    """bpermute: D[lane] = S1[(S0[lane] + offset) / 4 % 64]; an inactive source lane gives zero.
-    permute: D[(S0[lane] + offset) / 4 % 64] = S1[lane]; lanes without a sender get zero."""
+    """Binds both permutations. bpermute: D[lane] = S1[(S0[lane] + offset) / 4 % 64]; an inactive source lane gives zero. permute:
+    D[(S0[lane] + offset) / 4 % 64] = S1[lane]; lanes to which no lane sends get zero.
+    """
     destination, address, data = site.operands
     immediate, pulls = int(site.take("offset", 0)), site.mnemonic == "ds_bpermute_b32"
 

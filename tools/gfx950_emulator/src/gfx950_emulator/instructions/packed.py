@@ -22,7 +22,7 @@ Array = Any
 
 
 def _modifiers(site: Site, count: int) -> tuple[tuple[int, ...], ...]:
-    """op_sel, op_sel_hi, neg_lo and neg_hi of ``count`` sources."""
+    """Reads op_sel, op_sel_hi, neg_lo and neg_hi for ``count`` sources."""
     low = tuple(site.take("op_sel", (0,) * count))
     high = tuple(site.take("op_sel_hi", (1,) * count))
     return low, high, tuple(site.take("neg_lo", (0,) * count)), tuple(site.take("neg_hi", (0,) * count))
@@ -47,7 +47,7 @@ else:
 
 
 def _of_pair(site: Site, operand: Operand, second: int) -> Operand:
-    """One register of a pair. An inline constant is the lower register's value."""
+    """Returns one register of an operand that is a pair of registers. An inline constant is the lower register's value."""
     if operand.file == "literal":
         if second:
             raise site.unknown(f"op_sel of {site.mnemonic} asks for the upper half of the constant {operand.text}")
@@ -81,7 +81,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """The `Bound`, with only the registers that each half of the result uses. A pair's other register is not read."""
+    """Makes the `Bound` with only those registers of pairs that each half of the result uses."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))
@@ -99,7 +99,7 @@ def write_floats(group: Group, row: int, low: Array, high: Array) -> None:
 
 @binder("v_pk_mov_b32")
 def _move_pair(site: Site) -> Bound:
-    """The lower result is the selected register of S0, the upper result that of S1."""
+    """The lower half of the result is the selected register of S0, the upper half that of S1."""
     destination, first, second = site.operands
     op_sel, _, _, _ = _modifiers(site, 2)
     form = Form(d=destination.index)
@@ -109,7 +109,7 @@ def _move_pair(site: Site) -> Bound:
 
 @helper
 def write_pair(group: Group, row: int, low: Array, high: Array) -> None:
-    """The upper value may be a view of the register to which the lower value is written."""
+    """Writes a pair of registers. ``high`` may be a view of the register to which ``low`` is written."""
     high = high.copy()
     np.copyto(group.U[row], low, where=group.mask)
     np.copyto(group.U[row + 1], high, where=group.mask)
@@ -146,7 +146,7 @@ _OVERFLOWING = ("v_pk_add_f16", "v_pk_mul_f16", "v_pk_fma_f16", "v_pk_fmac_f16")
 
 
 def _half(site: Site, form: Form, type_: Type, operand: Operand, upper: int, negate: int) -> str:
-    """The expression for one half of a source."""
+    """Returns the source text of the expression for one half of a source operand."""
     if operand.file != "literal":
         return source(site, form, type_, replace(operand, negate=bool(negate) != operand.negate), high=upper)
     # An inline constant is in the lower half, with zeros (an integer's sign bits) above it.

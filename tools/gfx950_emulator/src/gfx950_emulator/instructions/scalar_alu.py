@@ -30,7 +30,7 @@ from gfx950_emulator.instructions.scalar_values import (
     signed,
 )  # fmt: skip
 
-# Two sources, 32 bits: function(a, b) -> (result, scc or None)
+# Instructions with two 32-bit sources: function(a, b) -> (result, scc; None if SCC is not written)
 
 Binary = Callable[[Value, Value], "tuple[Value, Value]"]
 
@@ -83,7 +83,7 @@ def _mul_hi_u32(a: Value, b: Value) -> Value:
 
 
 def _mul_lo(a: Value, b: Value) -> Value:
-    # int64 products wrap modulo 2**64, which leaves the lower half right
+    # int64 products wrap modulo 2**64, but their lower half is right
     return (a * b) & MASK32
 
 
@@ -126,7 +126,7 @@ _BINARY32: dict[str, Binary] = {
     "s_lshl2_add_u32": _shift_add(2),
     "s_lshl3_add_u32": _shift_add(3),
     "s_lshl4_add_u32": _shift_add(4),
-    # These leave SCC alone.
+    # These instructions do not write SCC.
     "s_mul_i32": lambda a, b: (_mul_lo(a, b), None),
     "s_mul_hi_u32": lambda a, b: (_mul_hi_u32(a, b), None),
     "s_mul_hi_i32": lambda a, b: (_mul_hi_i32(a, b), None),
@@ -167,10 +167,10 @@ def _carry(site: Site) -> Bound:
     return scalar_bound(site, run, writes_scc=True, reads_scc=True)
 
 
-# One source, 32 bits
+# Instructions with one 32-bit source
 
 
-_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # function, and whether SCC = (result is not zero)
+_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # the function; whether SCC becomes 1 for a nonzero result, else 0
     "s_mov_b32": (lambda a: a, False),
     "s_not_b32": (lambda a: a ^ MASK32, True),
     "s_abs_i32": (lambda a: abs(signed(a)) & MASK32, True),
@@ -230,7 +230,7 @@ def _bitset(site: Site) -> Bound:
     return implicit(scalar_bound(site, run), reads=site.ids(site.operands[:1]))
 
 
-# Immediate of 16 bits (SOPK)
+# Instructions with a 16-bit immediate (SOPK)
 
 
 @binder("s_movk_i32", "s_addk_i32", "s_mulk_i32", "s_cmovk_i32")

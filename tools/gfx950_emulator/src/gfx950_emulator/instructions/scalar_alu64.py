@@ -33,7 +33,7 @@ from gfx950_emulator.instructions.scalar_values import (
 )  # fmt: skip
 from gfx950_emulator.operands import SCALAR_BASE
 
-_LOGIC64: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # on bools, on numbers
+_LOGIC64: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # name -> the operation on bools per lane, and on integers
     "and": (np.logical_and, lambda a, b: a & b),
     "or": (np.logical_or, lambda a, b: a | b),
     "xor": (np.logical_xor, lambda a, b: a ^ b),
@@ -43,7 +43,7 @@ _LOGIC64: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # on boo
     "nor": (lambda a, b: ~(a | b), lambda a, b: (a | b) ^ MASK64),
     "xnor": (lambda a, b: ~(a ^ b), lambda a, b: a ^ b ^ MASK64),
 }
-# The value of the first and of the second operand that decides the result alone
+# For each logical operation: the value of the first and of the second operand that alone decides the result
 _DECISIVE = {
     "and": (False, False), "nand": (False, False), "andn2": (False, True), "andn1": (True, False),
     "or": (True, True), "nor": (True, True), "orn2": (True, False), "orn1": (False, True),
@@ -117,7 +117,7 @@ _ON_EXEC: dict[str, Callable[..., Any]] = {
 
 @binder(*(f"s_{name}_saveexec_b64" for name in _ON_EXEC), "s_andn1_wrexec_b64", "s_andn2_wrexec_b64")
 def _change_exec(site: Site) -> Bound:
-    """EXEC = S0 op EXEC; SCC = (EXEC is not zero); D = the old EXEC (saveexec) or the new EXEC (wrexec).
+    """EXEC = S0 op EXEC; SCC = (EXEC is not zero); D = the previous EXEC (saveexec) or the new EXEC (wrexec).
 
     andn1: ~S0 & EXEC; andn2: S0 & ~EXEC; likewise orn1 and orn2.
     """
@@ -220,7 +220,7 @@ def _reverse64(site: Site) -> Bound:
 
 @binder("s_bfm_b64")
 def _mask64(site: Site) -> Bound:
-    """D = S0 ones, shifted left by S1; both modulo 64."""
+    """D = S0 set bits, shifted left by S1; both amounts modulo 64."""
     to, a, b = site.operands[0].index, read32(site.operands[1]), read32(site.operands[2])
     function = per_wave(lambda width, offset: (((1 << (width & 63)) - 1) << (offset & 63)) & MASK64)
 

@@ -17,11 +17,13 @@ from gfx950_emulator.memory import signed64
 from gfx950_emulator.operands import Operand
 
 _COUNTS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16}
-_ADDRESS = (1 << 48) - 1  # of a buffer resource: bits that hold the base address
+_ADDRESS = (1 << 48) - 1  # bits of a buffer resource that hold the base address
 
 
 def _offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
-    """An unsigned scalar register, or a signed immediate of 21 bits, plus a further immediate (``s4 offset:0x10``)."""
+    """A function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate (``s4
+    offset:0x10``).
+    """
     immediate = int(site.take("offset", 0))
     if operand.file == "literal":
         constant = int(operand.literal) + immediate
@@ -31,7 +33,7 @@ def _offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
 
 
 def _bound(site: Site, load: Callable[[Group], None], count: int) -> Bound:
-    """The instruction that ``load`` executes."""
+    """Makes the `Bound` of a scalar load, which ``load`` executes."""
 
     def run(g: Group) -> None:
         load(g)
@@ -53,7 +55,7 @@ def _destination(site: Site, count: int) -> int:
 
 @binder(*(f"s_load_{size}" for size in _COUNTS))
 def _load(site: Site) -> Bound:
-    """D = memory[SBASE + SOFFSET and immediate]."""
+    """D = memory[SBASE + SOFFSET + immediate]."""
     count = _COUNTS[site.mnemonic.removeprefix("s_load_")]
     to, base, offset = _destination(site, count), read64(site.operands[1]), _offset(site, site.operands[2])
 

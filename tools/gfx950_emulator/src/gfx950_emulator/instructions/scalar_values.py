@@ -1,7 +1,7 @@
 """Scalar operands of scalar instructions: reading them, and integer arithmetic on their values.
 
-A scalar is an int. If waves differ, it is an int64 array (32 bits) or uint64 array (64 bits), with a value per wave in the same
-range. Integer arithmetic works on both; `select` and `per_wave` are for operations that do not.
+A scalar value is an int if it is equal in all waves. If waves differ, it is an int64 array (32 bits) or uint64 array (64 bits),
+with one value per wave in the same range. Integer arithmetic works on both; `select` and `per_wave` are for operations that do not.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Value = Any  # int or numpy array, see above
 
 
 def select(condition: Value, yes: Value, no: Value) -> Value:
-    """One of two values, chosen for all waves or for each wave."""
+    """Selects one of two values, for all waves together or for each wave."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
     return yes if condition else no
 
 
 def signed(value: Value) -> Value:
-    """32 bits as a signed integer."""
+    """Interprets a 32-bit value as a signed integer."""
     return (value ^ 0x80000000) - 0x80000000
 
 
@@ -65,7 +65,7 @@ def read64(operand: Operand) -> Callable[[Group], Value]:
 
 
 def constant64(operand: Operand) -> int:
-    """A literal as 64 bits: integers are sign-extended, 32-bit hex is zero-extended, inline floats are double precision."""
+    """A literal operand as 64 bits: integers are sign-extended, 32-bit hex is zero-extended, inline floats are double precision."""
     if isinstance(operand.literal, float):
         return int(operand.bits(np.dtype(np.float64)).view(np.uint64))
     return int(operand.literal) & MASK64
@@ -74,8 +74,8 @@ def constant64(operand: Operand) -> int:
 def scalar_bound(
     site: Site, run: Callable[[Group], None], *, writes_scc: bool = False, reads_scc: bool = False, stores: int = 1
 ) -> Bound:
-    """The `Bound` of a scalar instruction. Its first ``stores`` operands are written, the others are read, and SCC is used as
-    given.
+    """Makes the `Bound` of a scalar instruction. Its first ``stores`` operands are written, and the others are read. ``writes_scc``
+    and ``reads_scc`` tell how it uses SCC.
     """
     destinations, sources = site.operands[:stores], site.operands[stores:]
     writes, reads = site.ids(destinations), site.ids(sources)
@@ -88,22 +88,22 @@ def scalar_bound(
 
 
 def lowest_one(value: int) -> int:
-    """Index of the lowest set bit, or -1."""
+    """Index of the lowest set bit; -1 (as 32 bits) if there is none."""
     return (value & -value).bit_length() - 1 if value else MASK32
 
 
 def lowest_zero(width: int) -> Callable[[int], int]:
-    """Index of the lowest clear bit, or -1."""
+    """Index of the lowest clear bit; -1 (as 32 bits) if there is none."""
     return lambda value: lowest_one(value ^ ((1 << width) - 1))
 
 
 def leading_zeros(width: int) -> Callable[[int], int]:
-    """Zeros above the highest bit that is set, or -1."""
+    """Number of zeros above the highest set bit; -1 (as 32 bits) if no bit is set."""
     return lambda value: width - value.bit_length() if value else MASK32
 
 
 def leading_signs(width: int) -> Callable[[int], int]:
-    """Bits at the top that equal the sign, or -1 if all do."""
+    """Number of bits at the top that equal the sign bit; -1 (as 32 bits) if all do."""
     return lambda value: leading_zeros(width)(value ^ ((1 << width) - 1) if value >> (width - 1) else value)
 
 
@@ -113,7 +113,7 @@ def reverse(width: int) -> Callable[[int], int]:
 
 
 def chooses(bound: Bound, first: Iterable[int], second: Iterable[int]) -> Bound:
-    """Tells the sanitizer that SCC selects one of two operands as the result."""
+    """Returns a `Bound` that tells the sanitizer: SCC selects one of two operands as the result."""
     return replace(bound, extra={"choice": (tuple(first), tuple(second))})
 
 
@@ -137,7 +137,7 @@ def lanes_of(operand: Operand) -> Callable[[Group], np.ndarray]:
 
 
 def any_lane(g: Group, lanes: np.ndarray) -> bool | np.ndarray:
-    """Whether any lane of a wave is set: a bool, or one per wave."""
+    """Whether any lane of a wave is set: one bool, or one bool per wave."""
     if g.waves == 1:
         return bool(lanes.any())
     found: Any = lanes.reshape(g.waves, 64).any(axis=1)

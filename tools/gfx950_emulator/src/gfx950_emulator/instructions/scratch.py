@@ -1,6 +1,6 @@
 """Scratch memory: private memory per lane, to which compilers spill registers.
 
-Only addresses that are uniform across lanes (a scalar register, an immediate) are implemented. Spills use such addresses.
+Only addresses that are equal in all lanes (a scalar register, an immediate) are implemented. Spills use such addresses.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[G
 
 
 def _dwords(at: int, size: int) -> int:
-    """How many dwords the bytes [at, at + size) touch."""
+    """Number of dwords that the bytes [at, at + size) touch."""
     return (at % 4 + size + 3) // 4
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:
-    """uint32 [count, N] as uint8 [N, 4 count]."""
+    """Views dwords of lanes, uint32 [count, N], as bytes of each lane, uint8 [N, 4 count]."""
     return np.ascontiguousarray(words.T).view(np.uint8)
 
 

@@ -39,7 +39,7 @@ def _reciprocal_root(a: Array) -> Array:
 
 
 def _quarter_wave(turns: Array) -> Array:
-    """sin(2 pi turns) for turns in [-0.5, 0.5], exact at multiples of a quarter."""
+    """sin(2 pi turns) for turns in [-0.5, 0.5], exact at multiples of a quarter turn."""
     folded = np.where(np.abs(turns) > 0.25, np.copysign(0.5, turns) - turns, turns)
     return np.sin(2 * np.pi * folded)
 

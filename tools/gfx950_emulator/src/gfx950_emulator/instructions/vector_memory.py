@@ -24,12 +24,12 @@ from gfx950_emulator.operands import Operand
 
 @dataclass(frozen=True)
 class Shape:
-    """The data of an access.
+    """The data that a memory instruction transfers for each lane.
 
     Attributes:
         size: bytes per lane.
-        signed: whether a value narrower than a dword is sign-extended.
-        high: whether the access uses the upper half of the register.
+        signed: whether a loaded value narrower than a dword is sign-extended.
+        high: whether the access uses the upper half of the data register.
         keeps: whether this is a d16 load, which keeps the other half of the register.
     """
 
@@ -44,7 +44,7 @@ class Shape:
 
 
 TO_LDS: dict[str, Binder] = {}
-"""Binders of buffer loads with the modifier ``lds``, which another module has."""
+"""Mnemonic -> binder of a buffer load with the modifier ``lds``; the module `dma` fills this table."""
 
 LOADS = {
     "ubyte": Shape(1), "sbyte": Shape(1, signed=True), "ushort": Shape(2), "sshort": Shape(2, signed=True),
@@ -60,7 +60,7 @@ STORES = {
 
 
 def extend(value: np.ndarray, shape: Shape) -> np.ndarray:
-    """Extends a small value, zero-extended uint32 [N], to the 32 bits that are written."""
+    """Extends loaded values narrower than a dword, zero-extended uint32 [N], to the 32 bits that are written to the register."""
     if not shape.signed:
         return value
     sign = np.uint32(1 << (8 * shape.size - 1))
@@ -68,7 +68,9 @@ def extend(value: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def write_loaded(g: Group, row: int, values: np.ndarray, lanes: np.ndarray | None, shape: Shape) -> None:
-    """Writes a load's data, uint32 [dwords, N] or [N] if narrower than a dword, to the loading lanes (None: all)."""
+    """Writes loaded data, uint32 [dwords, N], or [N] if narrower than a dword, to registers of the loading lanes (None: all
+    lanes).
+    """
     if shape.size < 4:
         values = extend(values, shape)
         if shape.keeps:
@@ -82,7 +84,7 @@ def write_loaded(g: Group, row: int, values: np.ndarray, lanes: np.ndarray | Non
 
 
 def _merge_half(old: np.ndarray, new: np.ndarray, high: bool) -> np.ndarray:
-    """``old`` with the lower 16 bits of ``new`` in one half."""
+    """Returns ``old`` with one half replaced by the lower 16 bits of ``new``."""
     if high:
         return (old & np.uint32(0xFFFF)) | new << np.uint32(16)
     return (old & np.uint32(0xFFFF0000)) | (new & np.uint32(0xFFFF))
@@ -98,7 +100,7 @@ def _row(g: Group, index: int, lanes: np.ndarray | None) -> np.ndarray:
 
 
 def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int | np.ndarray:
-    """A scalar for lanes (None: all): one value, or one per lane."""
+    """Returns a scalar operand's value for the given lanes (None: all lanes): one value, or one per lane."""
     if type(value) is int:
         return value
     spread = np.repeat(value, WAVE)
@@ -106,13 +108,14 @@ def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int
 
 
 def _is_set(value: int | np.ndarray, bits: int) -> bool:
-    """Whether any of the bits is set in any wave."""
+    """Whether any of the bits ``bits`` is set in any wave's value."""
     return bool(value & bits) if type(value) is int else bool((value & bits).any())
 
 
 def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
-    """Reports negative offsets from the buffer's base, which the range check silently drops. An offset of exactly -2**31 is
-    allowed, because compilers disable lanes with it."""
+    """Reports negative offsets from the buffer's base, because the range check silently drops these accesses. An offset of exactly
+    -2**31 is allowed, because compilers use it to disable lanes.
+    """
     wrong = (offset > np.uint32(1 << 31)) & (room <= 0)
     if wrong.any():
         at = int(offset[wrong][0]) - (1 << 32)
@@ -122,8 +125,9 @@ def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
 def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-    """A function that returns, for each lane, the address, and the number of bytes from there to the end of the buffer's range (may
-    be negative), both int64 [N]."""
+    """Returns a function that computes, for each lane, the address, and the number of bytes from the address to the end of the
+    buffer's range (may be negative). Both are int64 [N].
+    """
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")
     offen, immediate = bool(site.take("offen", False)), int(site.take("offset", 0))
@@ -134,7 +138,7 @@ def buffer_address(
 
     def compute(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         start, limit, shift, flag = base(g), g.s32(records), scalar(g), g.s32(flags)
-        if _is_set(start, 0xBFFF << 48):  # stride and swizzle; bit 62 is cache swizzle, which does not affect addresses
+        if _is_set(start, 0xBFFF << 48):  # stride and swizzle are set; bit 62, cache swizzle, does not affect addresses
             raise Fault("resource", f"buffer resource with a stride ({start >> 48}) is not implemented")
         if _is_set(flag, 1 << 23):  # ADD_TID_ENABLE
             raise Fault("resource", "buffer resource that adds the thread id is not implemented")
@@ -153,8 +157,8 @@ def buffer_address(
 
 
 def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, None]]:
-    """A function that returns each lane's address, int64 [N]. The address is a 64-bit register pair, or a scalar base plus a 32-bit
-    offset.
+    """Returns a function that computes each lane's address, int64 [N]. The address is a 64-bit register pair, or a scalar base plus
+    a 32-bit offset.
     """
     immediate = int(site.take("offset", 0))
     if saddr.file == "off":
@@ -176,7 +180,9 @@ def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Grou
 
 
 def _parts(site: Site, data_first: bool) -> tuple[Operand, Callable, list[Operand]]:
-    """The data operand, the address function, and the address operands. Buffer instructions always name the data first."""
+    """Splits the operands into the data operand, the address function, and the address operands. Buffer instructions always name
+    the data first.
+    """
     is_buffer = site.mnemonic.startswith("buffer")
     addressing = list(site.operands)
     data = addressing.pop(0 if data_first or is_buffer else 1)
@@ -214,7 +220,7 @@ def _load(site: Site) -> Bound:
 
 
 def fetch(g: Group, at: np.ndarray, room: np.ndarray | None, shape: Shape) -> np.ndarray:
-    """Loads with a buffer's range check: uint32 [dwords, N], or [N] if narrower than a dword."""
+    """Loads data with a buffer's range check: uint32 [dwords, N], or [N] if narrower than a dword."""
     memory = g.machine.memory
     if room is not None and int(room.min()) < shape.size:
         if shape.size < 4:
@@ -224,7 +230,7 @@ def fetch(g: Group, at: np.ndarray, room: np.ndarray | None, shape: Shape) -> np
                 values[inside] = memory.load_small(at[inside], shape.size)
             return values
         values = np.zeros((shape.dwords, len(at)), np.uint32)
-        for i in range(shape.dwords):  # each dword is checked separately
+        for i in range(shape.dwords):  # the range check is separate for each dword
             inside = room >= 4 * i + 4
             if inside.any():
                 values[i, inside] = memory.load(at[inside] + 4 * i, 1)[0]
@@ -276,7 +282,7 @@ def _store(site: Site) -> Bound:
 
 
 def _demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarray | None, shape: Shape) -> None:
-    """Checks that stored data is initialised. Lanes beyond a buffer's range store nothing and are not checked."""
+    """Checks that stored data is initialised. Lanes beyond a buffer's range store nothing, and are not checked."""
     if g.shadow is None or g.shadow.watch.isdisjoint(range(row, row + shape.dwords)):
         return
     stored = np.arange(g.lanes) if lanes is None else lanes
@@ -297,8 +303,9 @@ _ATOMICS |= {"cmpswap": ("cmpswap", 32), "cmpswap_x2": ("cmpswap", 64)}
 
 @binder(*(f"{space}_atomic_{name}" for space in ("buffer", "global") for name in _ATOMICS))
 def _atomic(site: Site) -> Bound:
-    """Binds an atomic. With sc0 it returns the old value to the destination (a separate operand of global atomics, the data operand
-    of buffer atomics); without sc0 it returns nothing."""
+    """Binds an atomic. With sc0 it returns the old value: global atomics to a separate destination operand, buffer atomics to the
+    data operand. Without sc0 it returns nothing.
+    """
     name, bits = _ATOMICS[site.mnemonic.split("_atomic_")[1]]
     returns = bool(site.take("sc0", False) or site.take("glc", False))
     is_buffer = site.mnemonic.startswith("buffer")
@@ -340,14 +347,16 @@ def _atomic(site: Site) -> Bound:
     return bound
 
 
-# 16-bit atomics. The hardware has only packed atomics and compare-and-swap of dwords. Compilers add zero to the other element; or
-# they load the dword and swap it with the other element unchanged. If a tensor has an odd number of elements, or begins in the
-# middle of a dword, the other element is outside of the tensor. Hardware permits this, so the bounds check must too.
+# 16-bit atomics. The hardware has only packed atomics and compare-and-swap of dwords. So compilers add zero to the other 16-bit
+# element of a dword; or they load the dword and swap it with the other element unchanged. If a tensor has an odd number of
+# elements, or begins in the middle of a dword, the other element is outside of the tensor. Hardware permits this, so the bounds
+# check must permit it too.
 
 
 def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
-    """A mask of those bits of each dword that are inside a tensor, uint32 [N]; None for all bits. Raises `Fault` if no bit is
-    inside, or if an operand has a bit set outside."""
+    """A mask of those bits of each dword that are inside a tensor, uint32 [N]; None means all bits. Raises `Fault` if none of a
+    dword's bits are inside, or if an operand has a bit set outside.
+    """
     whole = memory.contains(at, 4)
     if inside is not None:
         whole |= ~inside
@@ -364,7 +373,7 @@ def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | 
 
 
 def _begins_swap(site: Site) -> bool:
-    """Whether a load reads the initial comparison value of a dword compare-and-swap at the same address."""
+    """Whether a load reads the initial comparison value of a later dword compare-and-swap at the same address."""
     if site.mnemonic != "global_load_dword":
         return False
     found, address, *rest = site.instruction.operands
@@ -378,6 +387,6 @@ def _begins_swap(site: Site) -> bool:
 
 
 def _load_partly(memory: GlobalMemory, at: np.ndarray) -> np.ndarray:
-    """Loads a dword from each address, uint32 [1, N], with zeros in the 16 bits that are beyond a tensor."""
+    """Loads a dword from each address, uint32 [1, N], with zeros in those 16 bits that are outside of a tensor."""
     bits = None if (at & 3).any() else _bits_of_tensors(memory, at, None)
     return memory.load(at, 1) if bits is None else memory.dwords.take((at - memory.base) >> 2)[None] & bits

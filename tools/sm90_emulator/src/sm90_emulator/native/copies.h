@@ -42,7 +42,7 @@ static TensorMap tensor_map(const u8 *bytes) {
     return map;
 }
 
-static inline u32 swizzled(u32 address, u32 mode) {  // 0 none, 1: 32 bytes, 2: 64, 3: 128
+static inline u32 swizzled(u32 address, u32 mode) {  // mode: 0: no swizzle, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes
     return address ^ ((address >> 7 & ((1u << mode) - 1)) << 4);
 }
 
@@ -257,7 +257,7 @@ static void perform_async(Warp *warp, const CopyAsync *copy) {
     if (given) memcpy(to, from, given);
 }
 
-// Performs cp.async copies in order: those of the first groups of one lane, or of all lanes if `lane` is 32.
+// Performs cp.async copies in order: those of the first commit groups of one lane, or of all lanes if `lane` is 32.
 static void perform_asyncs(Warp *warp, u32 lane, u32 groups, u32 most) {
     u32 kept = 0, done = 0;
     CopyAsync *copies = warp->copies;

@@ -110,7 +110,7 @@ static void end_ctas(void) {
     M->resident_count = kept;
 }
 
-// Describes the waiting warps, for a report.
+// Describes the waiting warps, for the report of a deadlock.
 static void describe_waiting(const char *what) {
     char *text = M->launch->error;
     size_t room = sizeof M->launch->error;
@@ -155,7 +155,7 @@ static void describe_waiting(const char *what) {
 static void run_all(void) {
     Launch *launch = M->launch;
     u32 per_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2], quiet = 0;
-    u64 spent = 0;  // instructions since anything changed
+    u64 spent = 0;  // instructions executed since the last visible change
     static const u64 slices[] = {4, 32, 256, 4096};
     while (M->resident_count || M->next_cluster < M->clusters) {
         while (M->next_cluster < M->clusters && (M->resident_count == 0 || M->resident_count + per_cluster <= launch->together)) begin_cluster(M->next_cluster++);

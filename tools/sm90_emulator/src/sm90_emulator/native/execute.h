@@ -172,7 +172,7 @@
             break;
         }
         case OP_mapa: {
-            // `kind`: 64-bit address; `more`: generic address
+            // `kind`: whether the address has 64 bits; `more`: whether it is a generic address
             const u32 *rank = REG(u32, ins->b);
             EACH {
                 if (rank[lane] >= cta->cluster->size) fail("mapa: CTA %u of a cluster of %u", rank[lane], cta->cluster->size);
@@ -435,7 +435,8 @@
             break;
         }
         case OP_bulk_load: case OP_bulk_store: case OP_bulk_peer: case OP_tensor_load: case OP_tensor_store: {
-            // a: the shared side; b: the global side, or the tensor map; c: bytes, e: mbarrier; list: coordinates; target: mask
+            // a: the address in shared memory; b: the address in global memory, or the tensor map; c: bytes; e: mbarrier; list: coordinates;
+            // target: mask
             EACH {
                 Copy copy = {0};
                 copy.kind = ins->op == OP_bulk_load ? BULK_LOAD : ins->op == OP_bulk_store ? BULK_STORE : ins->op == OP_bulk_peer ? BULK_PEER

@@ -79,7 +79,7 @@ typedef struct {
     u64 seed;  // 0: everything in order
     u32 check_uninitialised;
     u32 limited_fp8;
-    u32 lateness;  // of copies and wgmma: 0 at once, 1 at random, 2 as late as permitted
+    u32 lateness;  // when copies and wgmma are performed: 0 at once, 1 at random times, 2 as late as permitted
     u32 ranges_count;
     u32 multiprocessors;
     u32 check_overlap;
@@ -129,13 +129,13 @@ typedef struct Warp {
     char *regs;
     u32 pc[LANES];
     u32 live, stuck;
-    u32 at;  // its last instruction, for reports
-    u64 apart;  // instructions since its lanes were last converged
+    u32 at;  // the warp's last instruction, for reports
+    u64 apart;  // instructions since the warp's lanes were last converged
     u32 index;
     struct Cta *cta;
-    u32 registers;  // of each lane
+    u32 registers;  // registers of each lane
     bool waits, cluster_arrived;
-    bool waited;  // for the preceding kernel (griddepcontrol.wait)
+    bool waited;  // whether the warp has waited for the preceding kernel (griddepcontrol.wait)
     u32 wait_barrier, wait_generation, cluster_generation;
     // wgmma: how many were issued, how many of these committed, how many performed.
     Product *products;
@@ -208,7 +208,7 @@ typedef struct Machine {
     bool triggered, triggered_early;  // the next kernel may start; it may start even before this one has waited
 } Machine;
 
-static Machine *M;  // of this file only
+static Machine *M;  // the running machine; each compilation unit has its own
 
 static void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 

@@ -7,7 +7,7 @@ enum { D_F32, D_F16, D_S32 };
 
 static const u8 KIND_BYTES[] = {2, 2, 4, 1, 1, 1, 1};
 
-// In Instruction.more.
+// The fields that Instruction.more holds for a matrix instruction.
 typedef struct {
     u32 n, a_kind, b_kind, d_kind;
     bool a_in_registers, a_across, b_across, a_negative, b_negative;
@@ -41,7 +41,7 @@ static void load_operand(Cta *cta, u64 descriptor, u32 kind, bool across, u32 fi
     u32 start = (u32)(descriptor & 0x3FFF) << 4, leading = (u32)(descriptor >> 16 & 0x3FFF) << 4;
     u32 stride = (u32)(descriptor >> 32 & 0x3FFF) << 4, mode = (u32)(descriptor >> 62);
     if (descriptor >> 49 & 7) fail("wgmma: a descriptor with a base offset is not modelled: %#llx", (unsigned long long)descriptor);
-    u32 bits = mode ? 4 - mode : 0;  // of the swizzle
+    u32 bits = mode ? 4 - mode : 0;  // number of address bits that the swizzle changes
     u32 size = KIND_BYTES[kind], chunk = 16 / size;
     u32 rank = cta->rank << RANK_SHIFT;
     if (across && size != 2) fail("wgmma: only elements of 16 bits may lie across k");

@@ -145,7 +145,7 @@ static void mbarrier_init(Cta *cta, u32 address, u32 count) {
     M->changes++;
 }
 
-// Returns the previous state.
+// Returns the mbarrier's previous state.
 static u64 mbarrier_arrive(Cta *cta, u32 address, u32 count, s64 expected, s64 delivered) {
     u64 *word = mbarrier_at(cta, address), before = *word;
     Mbarrier barrier = unpacked(before);

@@ -8,12 +8,12 @@
 typedef struct {
     u64 *blocks;
     u16 *masks;
-    u8 (*content)[16];  // when the kernel ended
+    u8 (*content)[16];  // the blocks' contents when the kernel ended
     u64 room, count;
 } Bytes;
 
-static Bytes written;  // by the running kernel
-static Bytes hidden;  // by earlier kernels that may still run
+static Bytes written;  // memory that the running kernel has written
+static Bytes hidden;  // memory that earlier kernels have written, if these kernels may still run
 
 static void forget_bytes(Bytes *bytes) {
     free(bytes->blocks), free(bytes->masks), free(bytes->content);
@@ -75,7 +75,7 @@ static bool in_tensor(u64 address, u64 size) {
     return low && address + size <= launch->ranges[low - 1].end;
 }
 
-// The bytes of a slot that are still in a tensor; others may no longer be mapped.
+// The bytes of a slot that are still in a tensor; other bytes may no longer be mapped.
 static u16 readable_of(const Bytes *bytes, u64 slot) {
     u64 address = 16 * bytes->blocks[slot];
     if (!address || in_tensor(address, 16)) return address ? bytes->masks[slot] : 0;

@@ -11,8 +11,8 @@ from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
-# By vLLM's name of a memory order: the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. In the second
-# tuple all layers are in one tensor, so axis 0 is the layer and the other axes are counted from 1.
+# vLLM's name of a memory order -> the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second tuple
+# is for a tensor that holds all layers: axis 0 is the layer, and the other axes are counted from 1.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
@@ -32,12 +32,12 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name by which vLLM finds the backend's entry."""
+        """The name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[TokenspeedImpl]:
-        """The class that runs attention."""
+        """The class that runs a layer's attention."""
         return TokenspeedImpl
 
     @staticmethod
@@ -54,7 +54,7 @@ class TokenspeedBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache; a key and its value are adjacent."""
+        """The shape of a layer's cache. Each slot holds a key followed by its value."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
@@ -79,11 +79,12 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism is not supported: it would need an LSE merge across ranks."""
+        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
         return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether a head size may be supported. TMA and vector loads need rows of a multiple of 16 bytes. The kernels decide which
-        of these sizes they support."""
+        """Whether kernels may support a head size. TMA and vector loads need rows whose size is a multiple of 16 bytes, in any
+        dtype. The kernels decide which of these head sizes they support.
+        """
         return head_size % 16 == 0

@@ -1,4 +1,4 @@
-"""Builds attention's metadata from vLLM's metadata of a batch. Nothing here synchronises with the device."""
+"""Builds the attention metadata of a batch from vLLM's metadata. Nothing here synchronises with the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_vllm.settings import read_settings
 
 
 class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
-    """Builds the metadata of each step."""
+    """Builds the attention metadata of each step."""
 
     supports_update_block_table = True
 
@@ -38,7 +38,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         """Returns which batches can be captured whole: at least those in which all requests have the same number of new tokens.
 
         Mixed batches can be captured whole if one kernel handles mixed batches, because this kernel does not touch the padding rows
-        of a captured batch. If decode requests and other requests go to two kernels, the host must know the numbers of both. vLLM
+        of a captured batch. If two kernels handle decode requests and other requests, the host must know the number of each. vLLM
         then captures mixed batches piecewise, with attention outside the graphs.
         """
         if _serves_mixed(vllm_config):
@@ -50,7 +50,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TokenspeedMetadata:
-        """Returns the metadata of a step. Cascade attention is never used: a common prefix is handled as any other part of the
+        """Returns the metadata of a step. Cascade attention is never used: a common prefix is handled like any other part of the
         cache.
 
         Raises:
@@ -85,7 +85,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         )
 
     def update_block_table(self, metadata: TokenspeedMetadata, blk_table: Tensor, slot_mapping: Tensor) -> TokenspeedMetadata:
-        """Returns the metadata of the same batch for the cache of other layers."""
+        """Returns the metadata of the same batch for layers with another cache, with the block table of that cache."""
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
@@ -100,7 +100,7 @@ def _serves_mixed(vllm_config: VllmConfig) -> bool:
 
 
 def _serves_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether every layer's decode kernel supports a draft's number of tokens plus one."""
+    """Whether every layer's decode kernel supports as many new tokens as a draft has, plus one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
         return False

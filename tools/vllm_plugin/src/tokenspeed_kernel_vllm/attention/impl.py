@@ -181,8 +181,8 @@ class TokenspeedImpl(AttentionImpl):
         self.serving.store(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping, *scales)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns views of the cache's keys and values, ``[blocks, block_size, kv_heads, head_size]``."""
-        if self.fp8:  # vLLM's dtype is uint8
+        """Returns views of a layer's cache as keys and values, ``[blocks, block_size, kv_heads, head_size]`` each."""
+        if self.fp8:  # vLLM passes an fp8 cache as uint8
             kv_cache = kv_cache.view(self.fp8_dtype)
         k_cache, v_cache = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
         return k_cache, v_cache

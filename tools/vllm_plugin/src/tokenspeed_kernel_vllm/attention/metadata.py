@@ -18,12 +18,13 @@ class TokenspeedMetadata:
         max_query_len: the largest number of new tokens of a request.
         query_start_loc: int32 ``[num_reqs + 1]``, the first query row of each request, and the end.
         max_seq_len: an upper bound of seq_lens.
-        seq_lens: int32 ``[num_reqs]``, the length of each request, new tokens included; 0 for padding requests.
+        seq_lens: int32 ``[num_reqs]``, the length of each request, including new tokens; 0 for padding requests.
         block_table: int32 ``[num_reqs, max_blocks]``, the cache blocks of each request.
-        slot_mapping: int64 ``[num_actual_tokens]``, -1 for padding.
+        slot_mapping: int64 ``[num_actual_tokens]``, the cache slot of each token; -1 for padding.
         num_decodes: number of decode requests.
         decode_query_len: number of new tokens of each decode request.
-        rest_start_loc: query_start_loc of the other requests, relative to their first token; None if there are none.
+        rest_start_loc: like query_start_loc, for the requests that do not decode, relative to their first token; None if there are
+            none.
     """
 
     num_actual_tokens: int

@@ -1,4 +1,6 @@
-"""Selects the functions for a layer's attention: the core's operators, or those of a vendor's wheel that is installed alone."""
+"""Selects the functions that run a layer's attention: the core's operators, or those of a vendor's wheel that is installed
+alone.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 # The entry point group by which wheels register with the core. Without the core, this group still lists the installed wheels.
 WHEELS = "tokenspeed_kernel.plugins"
 
-# Page sizes that every kernel of every wheel supports. Layers are tested with the first one.
+# Page sizes that every kernel of every wheel supports. The first one is used to test whether a layer is supported.
 PAGE_SIZES = (16, 32, 64, 128)
-# The functions of a layer, in the order of the fields of `Serving`.
+# The operators that run a layer's attention, in the order of the fields of `Serving`.
 _FUNCTIONS = ("mha_decode_with_kvcache", "mha_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
 
 
@@ -30,7 +32,7 @@ class LayerShape:
     """The properties that decide which kernels are eligible for a layer.
 
     Attributes:
-        heads, kv_heads, head_dim: sizes on this rank.
+        heads, kv_heads, head_dim: numbers of heads and head width on this rank.
         dtype: dtype of queries and outputs.
         cache_dtype: dtype of keys and values in the cache.
         window_left: number of visible tokens before the token itself; -1 for all.
@@ -51,7 +53,7 @@ class LayerShape:
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are quantised, with a scale."""
+        """Whether the cache holds quantised keys and values, with a scale."""
         return self.cache_dtype != self.dtype
 
 
@@ -60,10 +62,10 @@ class Serving:
     """The attention functions of a layer.
 
     Attributes:
-        package: the package of the functions.
+        package: the package that the functions belong to.
         decode: the package's `mha_decode_with_kvcache`.
         mixed: the package's `mha_with_kvcache`. None if the package lacks it, or has better separate kernels for decode and extend.
-            Mixed batches are then split.
+            If None, mixed batches are split.
         extend: the package's `mha_extend_with_kvcache`, causal; None if ``mixed`` is set.
         store: the package's `store_kv_cache`. None if the package lacks it; vLLM's own function then writes the cache.
         kernels: the names of the kernels that are selected for a call with one token.
@@ -92,7 +94,7 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
     for module in packages(package):
         decode, mixed, extend, store = (_asked(module, name, shape) for name in _FUNCTIONS)
         if decode.kernel and (mixed.kernel or extend.kernel):
-            # One launch for mixed batches is better than two, unless both specialised kernels have a higher priority.
+            # One launch for mixed batches is better than two launches, unless both specialised kernels have a higher priority.
             divided = not mixed.kernel or min(decode.priority, extend.priority) > mixed.priority
             mixed, extend = (NOBODY, extend) if divided else (mixed, NOBODY)
             kernels = tuple(part.kernel for part in (decode, mixed, extend, store) if part.kernel)
@@ -109,7 +111,7 @@ def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
 
 
 def packages(package: str | None) -> Iterator[ModuleType]:
-    """Yields the packages whose functions may run attention: the given one; else the core, or without it, each wheel."""
+    """Yields the packages whose functions may run attention: ``package`` if given; else the core; without the core, each wheel."""
     if package is not None:
         yield import_module(package)
     elif core_is_there():
@@ -123,7 +125,7 @@ def packages(package: str | None) -> Iterator[ModuleType]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of testing a function for a layer: the function and its kernel, or the reason for rejection."""
+    """The result of testing whether a function supports a layer: the function and its kernel, or the reason for rejection."""
 
     function: Any = None
     kernel: str = ""
@@ -140,7 +142,7 @@ def _asked(module: ModuleType, name: str, shape: LayerShape) -> Answer:
 
 
 def answer(function: Any, arguments: dict[str, Any]) -> Answer:
-    """Tests a function for a call with these arguments."""
+    """Tests whether a function supports a call with these arguments."""
     try:
         chosen = kernel_for(function, arguments)
     except NotServedError as error:

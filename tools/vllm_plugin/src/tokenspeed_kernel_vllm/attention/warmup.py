@@ -1,4 +1,4 @@
-"""Runs attention layers with batches of all sizes before the first request. The module `sizes` gives the reason."""
+"""Runs attention layers with batches of all sizes before the first request. The module `sizes` explains why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 @dataclass(frozen=True)
 class Largest:
-    """The limits in vLLM's configuration.
+    """The limits of batches, from vLLM's configuration.
 
     Attributes:
         requests, tokens: the largest numbers of requests and of tokens in a batch.
@@ -29,7 +29,7 @@ class Largest:
     decode_query_len: int = 1
 
 
-# Kinds of layers that were warmed up in this process, with their sizes. vLLM may create several builders for a layer, but one
+# Kinds of layers that were warmed up in this process, with the batch limits. vLLM may create several builders for a layer, but one
 # warm-up suffices.
 _warmed: set[tuple[Any, ...]] = set()
 
@@ -91,7 +91,7 @@ def _attend(layer: Any, batch: TokenspeedMetadata, block_size: int) -> None:
     rows = batch.num_actual_tokens
     query = torch.zeros(rows, shape.heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
     key = torch.zeros(rows, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
-    # vLLM's dtype is uint8 if keys and values are fp8.
+    # vLLM passes an fp8 cache as uint8.
     stored = torch.uint8 if impl.fp8 else shape.cache_dtype
     cache = torch.zeros(1, block_size, shape.kv_heads, 2 * shape.head_dim, dtype=stored, device=shape.device).transpose(1, 2)
     impl.do_kv_cache_update(layer, key, key, cache, batch.slot_mapping)

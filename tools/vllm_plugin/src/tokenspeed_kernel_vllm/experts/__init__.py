@@ -1,1 +1,1 @@
-"""The MXFP4 experts of GPT-OSS: `config` selects a layer's method, `method` is ours."""
+"""The MXFP4 experts of GPT-OSS. `config` selects the quantisation method of a layer; `method` is our method."""

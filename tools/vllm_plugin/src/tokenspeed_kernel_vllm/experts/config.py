@@ -1,4 +1,4 @@
-"""The quantisation ``gpt_oss_mxfp4``: experts run on the core's kernels if one is eligible, otherwise on vLLM's.
+"""The quantisation ``gpt_oss_mxfp4``: experts run on the core's kernels if one is eligible, otherwise on vLLM's kernels.
 
 With `TOKENSPEED_VLLM_LINEAR`, unquantised linear layers use the core's `mm`.
 """
@@ -29,10 +29,12 @@ ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 
 
 class GptOssConfig(GptOssMxfp4Config):
-    """vLLM's configuration of GPT-OSS, but layers with an eligible kernel of ours run on this kernel."""
+    """vLLM's configuration of GPT-OSS. Layers for which a kernel of ours is eligible run on this kernel."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method of a layer. If experts fall back to vLLM's own method, one line of the log gives the reason."""
+        """Returns the quantisation method of a layer. If experts fall back to vLLM's own method, one line of the log gives the
+        reason.
+        """
         settings = read_settings()
         if isinstance(layer, LinearBase) and settings.linear and core_is_there():
             return Linear()
@@ -50,7 +52,7 @@ def plan_of(layer: Any) -> Any:
     """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel.
 
     Args:
-        layer: vLLM's `RoutedExperts`. The weights of this layer need not exist yet.
+        layer: vLLM's `RoutedExperts`. The layer's weights need not be created yet.
 
     Returns:
         The core's `MoEPlan`.
@@ -77,7 +79,7 @@ def plan_of(layer: Any) -> Any:
 
 
 def round_up(intermediate_size: int) -> int:
-    """The size of a rank's shard in whole blocks: vLLM's loader gives each rank that many, and zero-fills the rest."""
+    """The intermediate size of a rank's shard, rounded up to whole blocks. vLLM's loader zero-fills the additional features."""
     return -(-intermediate_size // BLOCK) * BLOCK
 
 

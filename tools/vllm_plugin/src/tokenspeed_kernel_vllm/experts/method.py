@@ -1,4 +1,6 @@
-"""A layer of MXFP4 experts: its weights as vLLM loads them, prepared once for the selected kernel, and the layer itself."""
+"""The quantisation method of MXFP4 experts: the weights as vLLM loads them, their preparation for the selected kernel, and the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,26 @@ from tokenspeed_kernel_vllm.experts.planning import find_routed, say_served
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
-# Values per scale, and values per byte.
+# Number of values that share a scale, and number of values per byte.
 BLOCK, PACKED = 32, 2
-# Plans with a layer that was warmed up in this process.
+# Plans of layers that were warmed up in this process.
 _warmed: set[Any] = set()
 
 
 class GptOssExperts(FusedMoEMethodBase):
-    """Experts of one layer, from router logits to their weighted sum; with parallelism, this rank's part of the sum."""
+    """Computes the experts of one layer, from router logits to the weighted sum; with parallelism, this rank's part of the sum."""
 
     def __init__(self, moe: FusedMoEConfig, plan: Any) -> None:
         """
         Args:
             moe: vLLM's description of the layer.
-            plan: the core's, with the kernel.
+            plan: the core's `MoEPlan`, with the selected kernel.
         """
         super().__init__(moe)
         self.plan = plan
         self.ops: Any = import_module(CORE)
         self.weights: Any = None
-        self.routed = False  # whether one kernel routes and computes the experts
+        self.routed = False  # whether one fused kernel routes and computes the experts
 
     @property
     def is_monolithic(self) -> bool:
@@ -48,7 +50,7 @@ class GptOssExperts(FusedMoEMethodBase):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The sizes of this rank's shard, from the plan."""
+        """The hidden size and the intermediate size of this rank's shard, from the plan."""
         return self.plan.hidden_size, self.plan.intermediate_size
 
     def create_weights(
@@ -60,7 +62,9 @@ class GptOssExperts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM's loader fills, under the names that it expects. Padding that it does not fill is zero."""
+        """Adds the parameters that vLLM's loader fills, under the names that the loader expects. Padding that the loader does not
+        fill is zero.
+        """
         h, i = hidden_size, intermediate_size_per_partition
         shapes = {
             "w13_weight": (2 * i, h // PACKED),
@@ -78,10 +82,12 @@ class GptOssExperts(FusedMoEMethodBase):
                 set_weight_attrs(parameter, {"quant_method": "block"})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rearranges the weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory."""
+        """Rearranges the weights for the plan's kernel. Original weights that the kernel does not need are dropped to save
+        memory.
+        """
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops)
-        # Under expert parallelism, routing is among all experts, but the plan has this rank's.
+        # Under expert parallelism, the router selects among all experts, but the plan has only this rank's experts.
         routed = find_routed(self.ops, self.plan, self.weights) if layer.expert_map is None else None
         self.routed = routed is not None
         say_served("MXFP4", self.plan, routed)
@@ -92,7 +98,9 @@ class GptOssExperts(FusedMoEMethodBase):
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Compiles the kernels: calls the layer with each of `sizes_up_to` except the last, which vLLM runs itself."""
+        """Compiles the kernels: calls the layer with each number of tokens of `sizes_up_to` except the last, which vLLM runs
+        itself.
+        """
         experts = torch.arange(self.moe.num_experts, device=device)
         for size in sizes_up_to(tokens):
             if size < tokens:
@@ -101,11 +109,11 @@ class GptOssExperts(FusedMoEMethodBase):
                 self.apply_monolithic(layer, x, ((experts + turns) % len(experts)).to(x.dtype))
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None, because this configuration is for vLLM's kernels, which do not run this layer."""
+        """Returns None: the configuration is for vLLM's own kernels, which do not run this layer."""
         return None
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """The weighted sum over the experts that the router selects. Does not synchronise with the device.
+        """Computes the weighted sum over the experts that the router selects. Does not synchronise with the device.
 
         Args:
             layer: vLLM's `RoutedExperts`; its map from global to local expert ids is used if it has one.
@@ -114,7 +122,7 @@ class GptOssExperts(FusedMoEMethodBase):
             input_ids: not read.
 
         Returns:
-            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks, which vLLM adds (all-reduce).
+            This rank's partial sum, ``[tokens, hidden]`` of x's dtype. vLLM adds the partial sums of all ranks (all-reduce).
         """
         out: Tensor
         if self.routed:
@@ -126,13 +134,14 @@ class GptOssExperts(FusedMoEMethodBase):
 
 
 def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any:
-    """Rearranges a layer's weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory.
+    """Rearranges a layer's weights for the plan's kernel. Original weights that the kernel does not need are dropped to save
+    memory.
 
     Args:
         layer: vLLM's `RoutedExperts`, loaded.
         plan: the core's plan.
-        ops: the core's module.
-        scale: name of the scales after ``w13_`` and ``w2_``.
+        ops: the core's Python module.
+        scale: the part after ``w13_`` and ``w2_`` of the names of the scales.
 
     Returns:
         The core's `MoEWeights`.

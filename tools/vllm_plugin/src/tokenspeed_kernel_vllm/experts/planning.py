@@ -15,13 +15,13 @@ logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **options: Any) -> Any:
-    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel. Activations are rounded as the
-    settings say.
+    """Returns the plan of a layer of experts, which has the layer's sizes and the selected kernel. The settings say to which format
+    activations are rounded.
 
     Args:
         moe: vLLM's `FusedMoEConfig`.
-        refused: features that the layer's method does not support, each with whether the layer uses it. This function adds the
-            features that no method supports: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
+        refused: features that the layer's quantisation method does not support, each with whether the layer uses it. This function
+            adds features that no method supports: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
         intermediate_size: the intermediate size on this rank.
         options: further arguments of the core's `moe_apply.plan`.
 
@@ -53,12 +53,12 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
 
 
 def find_routed(ops: Any, plan: Any, weights: Any) -> str | None:
-    """Returns the fused kernel of `moe_topk_apply` for a prepared layer; None if there is no such kernel.
+    """Returns the fused kernel of `moe_topk_apply` for a layer with prepared weights; None if there is no such kernel.
 
-    Without a fused kernel, the operator would call `moe_topk` and `moe_apply`, as the layer then does itself.
+    Without a fused kernel, the operator would call `moe_topk` and `moe_apply`. The layer then calls these two itself.
 
     Args:
-        ops: the core's module.
+        ops: the core's Python module.
         plan: the core's plan.
         weights: the layer's weights, prepared for the plan.
     """
@@ -71,7 +71,7 @@ def find_routed(ops: Any, plan: Any, weights: Any) -> str | None:
 
 
 def say_served(what: str, plan: Any, routed: str | None = None) -> None:
-    """Logs, once per kind of layer, which kernel computes the experts, which one routes, and how activations are rounded."""
+    """Logs, once per kind of layer, which kernel computes the experts, which kernel routes, and how activations are rounded."""
     routing = "separate" if routed is None else f"fused, by {routed}"
     rounding = "unrounded" if plan.activation_dtype == "none" else f"rounded to {plan.activation_dtype}"
     text = "tokenspeed_kernel_vllm: %s experts by %s; routing %s; activations %s (TOKENSPEED_VLLM_ACTIVATIONS)"
@@ -87,6 +87,6 @@ def _never_served(moe: Any) -> dict[str, bool]:
         "data parallel tokens": parallel.dp_size > 1,
         "sequence parallel tokens": parallel.sp_size > 1,
         "prefills divided among ranks": parallel.pcp_size > 1,
-        # AITER's integration replaces the map from global to local experts with a mask of another length.
+        # AITER's integration replaces the map from global to local expert ids with a mask of another length.
         "expert parallel layers that AITER has prepared": parallel.use_ep and moe.rocm_aiter_fmoe_enabled,
     }

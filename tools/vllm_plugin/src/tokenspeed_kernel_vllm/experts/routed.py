@@ -1,5 +1,6 @@
-"""Unquantised experts, and fp8 experts with 128 x 128 block scales: vLLM does the routing, a kernel of the core computes
-experts."""
+"""Unquantised experts, and fp8 experts with 128 x 128 block scales. vLLM does the routing, and a kernel of the core computes the
+experts.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
-# Rows and columns of a scale block.
+# Number of rows and of columns of a scale block.
 BLOCK = 128
 _SCALE = "weight_scale_inv"
 _warmed: set[Any] = set()
 
 
 class _Served:
-    """A layer that a kernel of ours runs: arranges the layer's weights, and calls the kernel."""
+    """The plan and the weights of a layer that runs on a kernel of ours. Arranges the layer's weights, and calls the kernel."""
 
     def __init__(self, plan: Any, scale: str) -> None:
         self.plan = plan
@@ -52,7 +53,9 @@ class _Served:
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Compiles the kernels. Calls the layer with each of `sizes_up_to` except the last size, which vLLM itself runs."""
+        """Compiles the kernels: calls the layer with each number of tokens of `sizes_up_to` except the last, which vLLM runs
+        itself.
+        """
         plan = self.plan
         slot = torch.arange(plan.top_k, device=device)
         for size in sizes_up_to(tokens):
@@ -101,7 +104,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         if served is None:
             super().__init__(moe)
         else:
-            # vLLM need not select among its own kernels, so the constructor of its method is skipped.
+            # No selection among vLLM's own kernels is needed, so the constructor of vLLM's method is skipped.
             super(UnquantizedFusedMoEMethod, self).__init__(moe)
         self.served = served
 
@@ -168,10 +171,14 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
 
 class BlockFp8Config(Fp8Config):
-    """vLLM's configuration of fp8 checkpoints, but experts and linear layers with an eligible kernel of ours run on this kernel."""
+    """vLLM's configuration of fp8 checkpoints. Experts and linear layers for which a kernel of ours is eligible run on this
+    kernel.
+    """
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method of a layer. If experts fall back to vLLM's own method, one line of the log gives the reason."""
+        """Returns the quantisation method of a layer. If experts fall back to vLLM's own method, one line of the log gives the
+        reason.
+        """
         own = fp8_linear(super().get_quant_method(layer, prefix), prefix, self)
         if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
             return own
@@ -235,7 +242,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
         self.served.arrange(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None, because this configuration is for vLLM's kernels, which do not run this layer."""
+        """Returns None: the configuration is for vLLM's own kernels, which do not run this layer."""
         return None
 
     def apply(
@@ -247,5 +254,5 @@ class BlockFp8Experts(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """See `DenseExperts.apply`."""
+        """Computes the weighted sum over the top-k experts; see `DenseExperts.apply`."""
         return self.served.apply(layer, x, topk_weights, topk_ids)

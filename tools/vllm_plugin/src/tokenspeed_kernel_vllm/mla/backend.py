@@ -24,12 +24,12 @@ class LatentBackend(MLACommonBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name by which vLLM finds the backend's entry."""
+        """The name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[LatentImpl]:
-        """The class that runs attention."""
+        """The class that runs a layer's attention."""
         return LatentImpl
 
     @staticmethod
@@ -44,5 +44,5 @@ class LatentBackend(MLACommonBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism is not supported: it would need an LSE merge across ranks."""
+        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
         return False

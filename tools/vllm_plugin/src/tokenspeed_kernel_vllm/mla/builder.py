@@ -1,4 +1,4 @@
-"""Builds the metadata of latent attention: vLLM's own, and what the decode kernels need."""
+"""Builds the metadata of latent attention: vLLM's own metadata, and further fields that the decode kernels need."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-# Requests with at most this many new tokens attend to the latents themselves, all others to expanded keys and values. Expanding a
-# cached token takes 2 * 512 * 256 FLOPs per head in DeepSeek-V3. Attention to its latent takes 2 * (1088 - 320) FLOPs more per head
-# and new token than attention to expanded keys and values. The sums are equal at 170 new tokens.
+# Requests with at most this many new tokens attend to the cached latents themselves; longer requests attend to expanded keys and
+# values. In DeepSeek-V3, expanding a cached token takes 2 * 512 * 256 FLOPs per head. For each new token and head, attention to the
+# latent takes 2 * (1088 - 320) FLOPs more than attention to expanded keys and values. Both ways cost the same at 170 new tokens.
 SHORT = 128
 
 
 @dataclass
 class LatentDecodeMetadata(MLACommonDecodeMetadata):
-    """The requests with few new tokens.
+    """The metadata of the requests with few new tokens.
 
     Attributes:
-        query_start_loc: int32 ``[num_decodes + 1]``.
+        query_start_loc: int32 ``[num_decodes + 1]``, the first query row of each of these requests, and the end.
         max_query_len: the largest number of new tokens of these requests.
-        max_seq_len: an upper bound of their lengths.
-        uniform: whether each of them, including padding of a captured batch, has max_query_len rows.
+        max_seq_len: an upper bound of the lengths of these requests.
+        uniform: whether each of these requests, including padding of a captured batch, has max_query_len query rows.
     """
 
     query_start_loc: Tensor
@@ -40,8 +40,8 @@ class LatentDecodeMetadata(MLACommonDecodeMetadata):
 class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Builds the metadata of each step. Nothing here synchronises with the device."""
 
-    # Decode batches in which all requests have the same number of new tokens are captured whole. vLLM's own metadata of prompts has
-    # numbers of chunks on the host, so other batches cannot be.
+    # Decode batches in which all requests have the same number of new tokens are captured whole. Other batches cannot be captured
+    # whole, because vLLM's own metadata of prompts has the numbers of chunks on the host.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     reorder_batch_threshold: int = SHORT

@@ -1,4 +1,4 @@
-"""A layer's latent attention: writes latents to the cache, and attends to them."""
+"""A layer's latent attention: writes latents to the cache, and runs attention over the cached latents."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
         dtype = torch.get_default_dtype()
         if kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch."), *FP8_CACHES):
             raise ValueError(f"tokenspeed_kernel_vllm serves caches of the model's {dtype} or fp8, not of {kv_cache_dtype}")
-        # Queries keep the model's dtype with an fp8 cache, which is more accurate than rounding them.
+        # With an fp8 cache, queries keep the model's dtype, because this is more accurate than rounding the queries to fp8.
         self.supports_quant_query_input = False
         self.fp8 = kv_cache_dtype in FP8_CACHES
         self.fp8_dtype = current_platform.fp8_dtype()
@@ -107,17 +107,17 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
             return
         slots = slot_mapping.flatten()
         rows = slice(0, len(slots))
-        cache = kv_cache.view(self.fp8_dtype) if self.fp8 else kv_cache  # vLLM's dtype is uint8
+        cache = kv_cache.view(self.fp8_dtype) if self.fp8 else kv_cache  # vLLM passes an fp8 cache as uint8
         k_rope = k_pe.view(len(k_pe), -1)
         self.serving.store(kv_c_normed[rows], k_rope[rows], cache, slots, k_scale if self.fp8 else None)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention to the cached latents, which already contain the new tokens.
+        """Runs attention over the cached latents, which already contain those of the new tokens.
 
         Args:
-            q: ``[tokens, heads, kv_lora_rank + rope_dim]``, or the two parts.
+            q: ``[tokens, heads, kv_lora_rank + rope_dim]``, or its two parts as a tuple.
             kv_c_and_k_pe_cache: the cache, in its own dtype.
             attn_metadata: the batch.
             layer: vLLM's layer. It has the scale of an fp8 cache.

@@ -1,6 +1,7 @@
-"""Prompts of latent attention: attention with expanded keys and values, whole or in chunks of the context.
+"""Prefill of latent attention with expanded keys and values: of whole prompts, or of new tokens against chunks of their context.
 
-``--attention-config '{"mla_prefill_backend": "CUSTOM"}'`` selects it. vLLM expands the latents, and merges chunks.
+``--attention-config '{"mla_prefill_backend": "CUSTOM"}'`` selects this backend. vLLM expands the latents, and merges the chunks'
+results.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 class LatentPrefill(MLAPrefillBackend):
-    """`mla_prefill` as vLLM's backend of MLA prefill."""
+    """vLLM's backend of MLA prefill that calls `mla_prefill`."""
 
     def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
-        """Finds the kernel of a model.
+        """Finds the prefill kernel of a model.
 
         Raises:
             ValueError: no kernel is eligible. The message has each kernel's reason.
@@ -41,7 +42,7 @@ class LatentPrefill(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name of the backend's entry."""
+        """The name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     def run_prefill_new_tokens(
@@ -53,7 +54,7 @@ class LatentPrefill(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention of the new tokens to themselves.
+        """Computes causal attention of the new tokens to themselves.
 
         Args:
             q, k: ``[tokens, heads, head_dim]``.
@@ -80,10 +81,11 @@ class LatentPrefill(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, *args: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **chunk: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attention of new tokens to a chunk of their context, all of which they see. See `run_prefill_new_tokens`.
+        """Computes attention of new tokens to a chunk of their context; every new token sees the whole chunk. See
+        `run_prefill_new_tokens`.
 
         Args:
-            args, chunk: the chunk; in vLLM 0.26, its index in the metadata.
+            args, chunk: describe the chunk; in vLLM 0.26, the chunk's index in the metadata.
             q, k, v, out: see `run_prefill_new_tokens`; k and v belong to the chunk.
         """
         (which,) = (*args, *chunk.values())
@@ -101,6 +103,6 @@ class LatentPrefill(MLAPrefillBackend):
 
 
 def _heads_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns an output, and its log-sum-exp in vLLM's order of axes."""
+    """Returns the output, and the log-sum-exp transposed to vLLM's ``[heads, tokens]``."""
     out, lse = result
     return out, lse.t().contiguous()

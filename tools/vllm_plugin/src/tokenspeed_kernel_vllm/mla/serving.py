@@ -1,4 +1,4 @@
-"""Selects the functions for a layer's latent attention, as `attention.serving` does for other attention."""
+"""Selects the functions that run a layer's latent attention, as `attention.serving` does for other attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LatentShape:
     """The properties that decide which kernels are eligible for a layer.
 
     Attributes:
-        heads: query heads on this rank.
+        heads: number of query heads on this rank.
         kv_lora_rank, rope_dim: widths of a cached latent and of its rotary part.
         dtype: dtype of queries and outputs.
         cache_dtype: dtype of the cache.
@@ -36,7 +36,9 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """The same for prompts, whose keys and values are expanded from their latents: ``head_dim`` and ``v_head_dim`` per head."""
+    """The properties that decide which kernels are eligible for a model's prompts. ``head_dim`` and ``v_head_dim`` are the widths
+    of keys and values that are expanded from latents.
+    """
 
     heads: int
     head_dim: int
@@ -47,7 +49,7 @@ class PrefillShape:
 
 @dataclass(frozen=True)
 class LatentServing:
-    """The functions of a layer.
+    """The functions that run a layer's latent attention.
 
     Attributes:
         decode: a package's `mla_decode_with_kvcache`.
@@ -64,7 +66,7 @@ class LatentServing:
 
 @functools.cache
 def find_latent(shape: LatentShape, package: str | None = None) -> LatentServing:
-    """Finds the functions of a layer.
+    """Finds the functions that run a layer's latent attention.
 
     Args:
         shape: the layer's properties.
@@ -85,14 +87,16 @@ def find_latent(shape: LatentShape, package: str | None = None) -> LatentServing
 
 @functools.cache
 def find_prefill(shape: PrefillShape, package: str | None = None) -> tuple[Callable[..., Any], str]:
-    """Finds `mla_prefill` for a model, and the kernel for a call with one token and keys of an earlier chunk. See `find_latent`."""
+    """Finds `mla_prefill` for a model. The kernel's name is that of a call with one new token and keys of an earlier chunk. See
+    `find_latent`.
+    """
     make = functools.partial(torch.empty, device=shape.device, dtype=shape.dtype)
     offsets = torch.tensor([0, 1], dtype=torch.int32, device=shape.device)
     q, k = (make(1, shape.heads, shape.head_dim) for _ in range(2))
     given = {"q": q, "k": k, "v": make(1, shape.heads, shape.v_head_dim), "cu_seqlens": offsets, "return_lse": True}
     reasons = []
     for module in packages(package):
-        # A whole prompt is causal; keys of an earlier chunk are all visible.
+        # Attention within a whole prompt is causal. All keys of an earlier chunk are visible.
         prompt = _asked(module, "mla_prefill", {**given, "is_causal": True})
         chunk = _asked(module, "mla_prefill", {**given, "cu_seqlens_kv": offsets, "is_causal": False})
         if prompt.kernel and chunk.kernel:
@@ -112,7 +116,7 @@ def _not_served(shape: object, reasons: list[str]) -> NotServedError:
 
 
 def _calls(shape: LatentShape) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of each function for one sequence of one new token, and a cache of one page."""
+    """Returns the arguments of a call of each function, with one sequence, one new token and a cache of one page."""
     make = functools.partial(torch.empty, device=shape.device)
     ints = functools.partial(torch.tensor, dtype=torch.int32, device=shape.device)
     page_size, width = PAGE_SIZES[0], shape.kv_lora_rank + shape.rope_dim

@@ -1,4 +1,4 @@
-"""The gated activation of GPT-OSS: SwiGLU with a slope, a clamp and a bias on the linear half."""
+"""The gated activation of GPT-OSS: SwiGLU with a slope of the sigmoid, a clamp, and a bias on the linear half (up)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def swiglu(
     interleaved: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``(up + beta) * gate * sigmoid(alpha * gate)``, with gate and up clamped first where a limit is given.
+    """``(up + beta) * gate * sigmoid(alpha * gate)``. If a limit is given, gate and up are clamped first.
 
     The clamp is one-sided for the gate, ``min(gate, limit)``, and two-sided for up, ``min(max(up, -limit), limit)``. The activation
     of GPT-OSS experts has ``alpha=1.702``, ``beta=1``, ``limit=7`` and ``interleaved`` weights. At this alpha, ``gate *
@@ -86,7 +86,7 @@ def _(x: Tensor) -> Tensor:
 
 @recipe
 def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
-    # A spread of 4 makes the clamp at 7 matter.
+    # A standard deviation of 4 makes the clamp at 7 matter.
     return lambda draw: {"x": draw.normal(*shape, dtype=dtype, scale=4.0), **options}
 
 

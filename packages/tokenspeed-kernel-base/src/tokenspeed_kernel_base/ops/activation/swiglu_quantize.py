@@ -43,17 +43,17 @@ def swiglu_quantize(
     Args:
         x: float16, bfloat16 or float32 ``[..., 2 * d]``: gate and up, see ``interleaved``; d a multiple of 32 for mxfp8, of 16 for
             nvfp4.
-        quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings. A given fp8 scale has
-            one of the shapes ``[]``, ``[1]``, ``[..., 1]`` and ``[d]``.
+        quantization: the format, its scales and their layout; made by `Quantization.fp8` or another constructor of `Quantization`.
+            A given fp8 scale has one of the shapes ``[]``, ``[1]``, ``[..., 1]`` and ``[d]``.
         alpha: slope of the sigmoid, finite.
         limit: bound of the clamp, > 0; None clamps nothing.
         beta: added to the clamped up, finite.
         interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
         out: receives q; must not overlap x.
-        scale_out: receives the scales; None if an fp8 scale is given.
+        scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
 
     Returns:
-        q and scale as `quantize` gives them for ``[..., d]``; q alone if an fp8 scale is given.
+        q and scale as `quantize` returns them for a ``[..., d]`` input; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
         TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
@@ -94,7 +94,7 @@ def _case(kind: str, name: str, *shape: int, large: bool = False, **options: Any
 
 
 def _silu(kind: str, name: str, *shape: int, large: bool = False, **options: Any) -> Case:
-    """A case of `silu_and_mul`."""
+    """A case whose activation is that of `silu_and_mul`."""
     return Case(f"silu_and_mul, {kind}: {name}", _inputs(kind, *shape, alpha=1.0, beta=0.0, **options), large)
 
 

@@ -1,6 +1,6 @@
 """Checks that attention operators share.
 
-Functions named ``check_*`` check metadata, those named ``check_values_*`` check values."""
+Functions named ``check_*`` check dtypes, shapes and options; functions named ``check_values_*`` check values of tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int 
 
 
 def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
-    """The dtypes that a cache may have: q's or fp8, and fp8 only where q is fp8."""
+    """The dtypes that the cache of these queries may have: q's dtype or fp8; for an fp8 q only fp8."""
     return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
 
 
@@ -54,7 +54,7 @@ def check_pages(check: Checker, page_table: Tensor, cache_seqlens: Tensor) -> No
 
 
 def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int) -> None:
-    """Checks the page table, the lengths and the bound of the lengths."""
+    """Checks the page table, the sequence lengths, and ``max_seqlen_k``, the upper bound of these lengths."""
     check_pages(check, page_table, cache_seqlens)
     if not check["batch"]:
         check.bound("max_seqlen_k", max_seqlen_k)
@@ -135,14 +135,14 @@ def check_latents(
 def check_extension(
     check: Checker, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, cache_seqlens: Tensor, max_seqlen_q: int
 ) -> None:
-    """Checks the lengths of new tokens that extend sequences. Call it after the check of the cache."""
+    """Checks the offsets of new tokens that extend cached sequences. Call it after the check of the cache."""
     check_offsets(check, "cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
     check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, cache_seqlens.shape[0])
     check.bound("max_seqlen_q", max_seqlen_q)
 
 
 def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqlen_q: int) -> None:
-    """Checks that q holds ``max_seqlen_q`` tokens of every sequence."""
+    """Checks that q holds exactly ``max_seqlen_q`` new tokens of every sequence."""
     check.require(max_seqlen_q >= 1, "max_seqlen_q", "at least 1", max_seqlen_q)
     check.bind("new_tokens", max_seqlen_q, "max_seqlen_q")
     batch, tokens = cache_seqlens.shape[0], q.shape[0]
@@ -161,7 +161,7 @@ def check_scales(
     v_scale: Tensor | None,
     size: str,
 ) -> None:
-    """Checks the scales of fp8 q, k and v: one for all heads, or one for each head.
+    """Checks the scales of fp8 q, k and v: each is one scale for all heads, or one scale for each head.
 
     ``size`` names the number of heads; call this function once ``size`` is bound."""
     for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
@@ -205,7 +205,7 @@ def check_values_offsets(
     *,
     padded: bool = False,
 ) -> None:
-    """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no step above ``longest``.
+    """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no sequence longer than ``longest``.
 
     With ``padded`` the last offset may be less than the number of tokens."""
     if offsets is None:
@@ -225,7 +225,7 @@ def check_values_offsets(
 
 
 def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: int, why: str) -> None:
-    """Checks counts of used entries: entry i of ``counts`` says how many leading entries of row i are used, 0 to ``most``."""
+    """Checks how many leading elements of each row of a tensor are used: each of ``counts`` is in 0 to ``most``."""
     if counts is None or not counts.numel():
         return
     smallest, largest = (int(bound) for bound in counts.aminmax())
@@ -269,7 +269,7 @@ def check_values_paging(
     window_left: int = -1,
     new_tokens: Tensor | int = 0,
 ) -> None:
-    """Checks the lengths in a cache, and the pages in use. Either is None if its values are not readable on the host.
+    """Checks the lengths of cached sequences, and the pages in use. Either tensor is None if the host cannot read its values.
 
     ``new_tokens``: the number of new tokens of each sequence; 0 if unknown on the host."""
     if cache_seqlens is None or not cache_seqlens.numel():

@@ -32,7 +32,7 @@ def attention_cost(
 ) -> Cost:
     """The cost of attention: q·k and P·v dot products for visible pairs.
 
-    q, the keys and values that some query sees, and the outputs move once.
+    q, the keys and values that some query sees, and the outputs are each moved once.
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.
@@ -60,7 +60,9 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """The cost of a prefill: queries attend to their own sequence, or, with cu_seqlens_kv, to keys of other lengths."""
+    """The cost of a prefill. Queries attend to their own sequence; with ``cu_seqlens_kv``, the keys and values have these other
+    lengths.
+    """
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
     kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()
@@ -78,13 +80,13 @@ def paged_cost(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Cost:
-    """The cost of the attention of new tokens to their sequences in a paged cache."""
+    """The cost of attention of new tokens to the cached tokens of their sequences."""
     kv_lens = cache_seqlens.tolist()
     return attention_cost(q, v_head_dim, q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, cache_seqlens)
 
 
 def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
-    """The cost without the pairs that draft trees' masks hide, plus the bytes of the masks."""
+    """The cost without the (query, key) pairs that the masks of draft trees hide, plus the bytes of the masks."""
     if tree_mask is None or not len(tree_mask):
         return cost
     tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding
@@ -96,10 +98,10 @@ def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], 
 
 
 def token_bytes(*caches: Tensor | None) -> int:
-    """Bytes of one token in caches ``[pages, page_size, ...]``; None counts as 0."""
+    """Bytes that one token occupies in caches ``[pages, page_size, ...]``; a cache that is None counts as 0."""
     return sum(cache.shape[2:].numel() * cache.element_size() for cache in caches if cache is not None)
 
 
 def lengths(offsets: Tensor) -> list[int]:
-    """The lengths that a ``cu_seqlens`` describes, on the host."""
+    """The sequence lengths of a ``cu_seqlens``, as a list in host memory."""
     return offsets.diff().tolist()

@@ -1,4 +1,4 @@
-"""The parts that the operators of a sparse attention's indexer share: scores, checks and inputs.
+"""Code that the operators of the sparse-attention indexer share: scores, checks and inputs.
 
 ``score[t, s] = scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``
 """
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, the weights and the scores."""
+    """The dtype of the arithmetic, of the weights and of the scores, for queries of dtype ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -50,7 +50,7 @@ def write_scores(
 
 
 def new_offsets(tokens: int, cu_seqlens_q: Tensor | None, batch: int) -> list[int]:
-    """The offsets of each sequence's new tokens, on the host."""
+    """The offsets in q at which each sequence's new tokens begin, in host memory; the last offset is the number of tokens."""
     return [i * tokens // max(batch, 1) for i in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
@@ -63,21 +63,21 @@ def indexer_traits(q: Tensor, scale: Tensor | None) -> dict[str, object]:
 
 
 def check_queries(check: Checker, q: Tensor, weights: Tensor) -> None:
-    """Checks queries, and the weights of their heads."""
+    """Checks an indexer's queries, and the weight of each query head."""
     check.tensor("q", q, "tokens heads head_dim", FLOATS | {torch.float8_e4m3fn})
     check.require(check["heads"] > 0 and check["head_dim"] > 0, "q", "of heads and a head_dim > 0", str(list(q.shape)))
     check.tensor("weights", weights, "tokens heads", _wide(q.dtype))
 
 
 def check_key_scale(check: Checker, name: str, scale: Tensor | None, keys_name: str, keys: Tensor, shape: str) -> None:
-    """Checks the scales of keys, which only fp8 keys may have."""
+    """Checks the scales of index keys; only fp8 keys may have scales."""
     if scale is not None and keys.dtype not in FP8:
         check.fail(name, f"None, because {keys_name} is not fp8", scale)
     check.tensor(name, scale, shape, torch.float32)
 
 
 def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Draws queries, and weights of either sign."""
+    """Draws queries, and weights of both signs for the query heads."""
     weights = draw.normal(tokens, heads, scale=heads**-0.5, dtype=_wide(dtype))
     return {"q": draw.normal(tokens, heads, head_dim, dtype=dtype), "weights": weights}
 
@@ -116,8 +116,8 @@ def indexer_cost(
     Each key is read once, and the score of each visible pair is written once.
 
     Args:
-        offsets: the offsets of each sequence's new tokens.
-        token_bytes: bytes of a key with its scale.
+        offsets: the offsets in q at which each sequence's new tokens begin.
+        token_bytes: bytes of one key and its scale.
         other_bytes: bytes of tensors that are read completely, besides q and weights.
     """
     pairs = read = 0

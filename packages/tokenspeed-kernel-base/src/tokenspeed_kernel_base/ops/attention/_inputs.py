@@ -36,8 +36,8 @@ def ragged(
     """Packed whole sequences.
 
     Args:
-        padding: rows past the last sequence, which belong to no sequence.
-        hint: also give the lengths on the host.
+        padding: number of rows of q past the last sequence, which belong to no sequence.
+        hint: also pass the lengths on the host, ``cu_seqlens_cpu``.
         kv_lengths: the lengths of keys and values, if they differ from those of the queries.
         scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
     """
@@ -86,10 +86,10 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 
 
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
-    """A cache of tokens with shape ``token``, drawn for the slots that are in use.
+    """Draws a paged cache whose tokens have the shape ``token``. ``held`` marks the slots that hold a token.
 
-    ``stale``: all other slots hold NaN. ``guarded``: as ``stale``, and the page in front of the cache also holds NaN. So a kernel
-    that reads page -1 reads NaN instead of foreign memory."""
+    ``stale``: slots that hold no token hold NaN. ``guarded``: as ``stale``, and the page before the cache in memory also holds NaN.
+    So a kernel that reads page -1 reads NaN instead of foreign memory."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
@@ -107,7 +107,7 @@ def draw_groups(
     token hold NaN."""
     packed = torch.zeros(*held.shape, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8, device=draw.device)
     views = mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)
-    codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448 is seven standard deviations
+    codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448, the largest e4m3 value, is 7 sigma
     views.kv_cache.view(torch.uint8).copy_(codes.view(torch.uint8))
     views.kv_scale_cache.copy_(draw.uniform(*views.kv_scale_cache.shape, low=0.004, high=0.025))
     views.rope_cache.copy_(draw.normal(*views.rope_cache.shape, dtype=dtype))
@@ -154,17 +154,19 @@ def paged(
     """New tokens and a paged cache that holds them.
 
     Args:
-        q_lens: new tokens of each sequence, for extend. None for decode, with ``max_seqlen_q`` (default 1) new tokens per sequence.
-        kv_lora_rank: makes a cache of latents with rotary parts, each ``head_dim`` wide.
+        q_lens: number of new tokens of each sequence, for extend. None for decode, with ``max_seqlen_q`` (default 1) new tokens per
+            kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part; ``head_dim`` is the
+                total width.
+        kv_lora_rank: if given, the cache holds latents of this width with rotary parts, ``head_dim`` wide together.
         scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
-        stale: slots that hold no token hold NaN.
+        stale: fill the cache slots that hold no token with NaN.
         freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
             NaN.
         running_sums: also give ``cu_seqlens_kv`` if there are q_lens.
         trees: the new tokens of every other sequence form a draft tree, if the sequence has at most 64 of them.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
-        padding: rows of q past the last sequence, which belong to no sequence.
-        width: entries of the page table for each sequence; by default one more than the pages of the longest sequence.
+        padding: number of rows of q past the last sequence, which belong to no sequence.
+        width: page table entries per sequence; by default one more than the longest sequence needs.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

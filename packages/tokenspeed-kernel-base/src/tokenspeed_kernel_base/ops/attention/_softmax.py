@@ -10,8 +10,8 @@ A query that is a node of a draft tree has a mask of the new tokens that it sees
 `tree_visible`.
 
 Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``. The softmax runs over the visible scores. A head's
-sink is one more score, whose value vector is zero. Arithmetic is float32 (float64 where q is float64), and the output is rounded
-once. Queries are processed in blocks, which bounds the memory of the scores. Each block reads only the keys that it can see.
+sink is one more score, whose value vector is zero. Arithmetic is float32 (float64 for a float64 q), and the output is rounded once.
+Queries are processed in blocks, which bounds the memory of the scores. Each block reads only the keys that it can see.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import whole_tokens
 
 MAX_TREE = 64
-"""The largest number of nodes of a draft tree: the bits of a mask."""
+"""The largest number of nodes of a draft tree: one for each bit of a node's int64 mask."""
 
-# Queries of a block. Blocks limit the memory of scores, and skip keys that none of their queries sees.
+# Number of queries in a block. Blocks limit the memory of scores, and skip keys that none of their queries sees.
 _QUERIES_AT_ONCE = 128
 
 
 class Softmax(NamedTuple):
-    """How scores become weights.
+    """How scores become softmax probabilities.
 
     Attributes:
         scale: multiplies the dot products q·k.
@@ -67,7 +67,7 @@ def first_visible(position: int, window_left: int) -> int:
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
-    """Which entries of a page table the window hides from all new tokens: bool ``[batch, max_pages]``.
+    """Which page table entries are hidden from all new tokens by the sliding window: bool ``[batch, max_pages]``.
 
     Such pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
@@ -77,12 +77,12 @@ def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: i
 
 
 def _wide(q: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic."""
+    """The dtype of the arithmetic for these queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """A ``[..., heads, dim]`` tensor converted to a dtype and multiplied by its scale, which is per tensor or per head."""
+    """Converts a ``[..., heads, dim]`` tensor to ``dtype`` and multiplies it by its scale, which is per tensor or per head."""
     return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
 
 
@@ -123,7 +123,7 @@ def attend(
     """Computes the attention of one sequence.
 
     Args:
-        q: ``[q_len, heads, head_dim]``, its first token at position ``first_query``, which may be negative.
+        q: ``[q_len, heads, head_dim]``; its first token is at position ``first_query``, which may be negative.
         k, v: ``[kv_len, kv_heads, head_dim]`` and ``[kv_len, kv_heads, v_head_dim]``, the first token at position ``first_key``.
             q, k and v already have the dtype of the arithmetic.
         tree_mask: int64 ``[q_len]``, see `tree_visible`; None where no query is a node.
@@ -149,7 +149,9 @@ def attend(
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries. ``visible``: ``[q_len, kv_len]``, or None if all keys are visible."""
+    """Attention of a block of queries. ``visible``: which keys each query sees, ``[q_len, kv_len]``; None if all keys are
+    visible.
+    """
     (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
     # One GEMM for the queries of all heads of a GQA group: [kv_heads, group * q_len, head_dim].
     together = heads // kv_heads * q_len
@@ -187,11 +189,11 @@ def attend_ragged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences, each to itself or to packed keys. The queries are the last tokens of their sequences.
+    """Attention of packed sequences, each to its own keys. The queries are the last tokens of their sequences.
 
     Args:
         offsets: ``cu_seqlens`` on the host.
-        kv_offsets: the offsets of keys and values, if they differ from those of the queries.
+        kv_offsets: ``cu_seqlens_kv`` on the host; None if the sequences have as many keys as queries.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
     out, lse = _outputs_without_keys(q, v.shape[2])
@@ -254,7 +256,9 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_paged` for heads that share one key: the cached latent followed by its rotary part. The value is the latent alone."""
+    """`attend_paged` for query heads that share one key: the cached latent followed by the cached rotary part. The value is the
+    latent alone.
+    """
     if kv_scale_cache is not None and rope_cache is not None:
         kv_cache = whole_tokens(kv_cache, kv_scale_cache, rope_cache)
     k_cache = kv_cache.unsqueeze(2)
@@ -274,13 +278,13 @@ def attend_chosen(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token to the cached latents that its indices name.
+    """Attention of every token to the cached latents whose slots are in the token's row of ``indices``.
 
     Args:
         q: ``[tokens, heads, width]``.
         kv_cache: ``[pages, page_size, width]``; with rope_cache it holds the latents alone.
         indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are ignored.
-        topk_length: int32 ``[tokens]``, how many of the first indices count; None for all.
+        topk_length: int32 ``[tokens]``, how many leading indices of each token count; None for all.
         kv_scale_cache, rope_cache: see `latent_groups`.
     """
     out, lse = _outputs_without_keys(q, kv_lora_rank)
@@ -294,7 +298,7 @@ def attend_chosen(
         found = kv_cache[at]
         if kv_scale_cache is not None and rope_cache is not None:
             found = whole_tokens(found, kv_scale_cache[at], rope_cache[at])
-        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # may be NaN
+        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # masked-out slots may hold NaN
         query = slice(token, token + 1)
         values = keys[..., :kv_lora_rank]
         out[query], lse[query] = _attend_block(_widen(q[query], wide, q_scale), keys, values, softmax, chosen.unsqueeze(0))
@@ -302,7 +306,7 @@ def attend_chosen(
 
 
 def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
-    """Gathers positions ``begin`` to ``end`` of the sequence in ``pages``: ``[end - begin, kv_heads, dim]``."""
+    """Gathers positions ``begin`` to ``end`` of the sequence whose page indices are ``pages``: ``[end - begin, kv_heads, dim]``."""
     page_size = cache.shape[1]
     first = begin // page_size
     found = cache.index_select(0, pages[first : -(-end // page_size)])
@@ -310,22 +314,22 @@ def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _outputs_without_keys(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of queries that see no key, and of padding."""
+    """The outputs and log-sum-exps of queries that see no key, and of padding rows: 0 and -inf."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
 def paged_outputs(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`empty_outputs` of an operator with a cache of keys and values."""
+    """`empty_outputs` of an operator whose cache holds keys and values."""
     return empty_outputs(q, v_cache.shape[3], return_lse)
 
 
 def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`empty_outputs` of an operator with a cache of latents."""
+    """`empty_outputs` of an operator whose cache holds latents."""
     return empty_outputs(q, kv_lora_rank, return_lse)
 
 
 def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Uninitialised outputs of an operator; q may be fake."""
+    """Uninitialised outputs of an attention operator, with the log-sum-exp if ``return_lse``; q may be fake."""
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return (out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)) if return_lse else out

@@ -1,4 +1,4 @@
-"""Other arguments for calls of attention: the ``vary`` hooks that its operators share."""
+"""The ``vary`` hooks that attention operators share: these hooks draw other legal arguments for a call."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
 
 
 def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Draws arguments with the captured lengths, and as many pages as they need. Captured sequences may have shared pages; these
-    do not."""
+    """Draws arguments with the captured sequence lengths, and as many pages as these lengths need. Captured sequences may have
+    shared pages; the drawn sequences do not.
+    """
     draw, table, offsets = variation.draw, arguments["page_table"], arguments.get("cu_seqlens_q")
     batch, width = table.shape
     room = arguments["max_seqlen_k"]
@@ -89,7 +90,7 @@ def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _new_tokens(arguments: dict[str, Any]) -> Tensor:
-    """How many tokens of each sequence are new."""
+    """The number of new tokens of each sequence, as a tensor."""
     lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
     return torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
 
@@ -110,9 +111,10 @@ def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _without_unused(arguments: dict[str, Any], caches: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fills unused memory with values that show a wrong read. Slots that hold no token hold NaN. Page table entries are -1 where
-    the window hides a whole page. Entries past a sequence's length are out of range on the host, where an index error shows the
-    read. On a device such a read would be an illegal access. So there these entries hold the index of an unused page; they stay
-    unchanged if page 0 is the only unused page."""
+    the window hides a whole page. On the host, page table entries past a sequence's length are out of range, so that an index error
+    shows a read of such an entry. On a device such a read would be an illegal access. So on a device these entries hold the index
+    of an unused page; they stay unchanged if page 0 is the only unused page.
+    """
     page_table, cache_seqlens = arguments["page_table"], arguments["cache_seqlens"]
     pages, page_size = next(iter(caches.values())).shape[:2]
     positions = torch.arange(page_table.shape[1] * page_size, device=page_table.device).view(-1, page_size)

@@ -108,7 +108,7 @@ def _inputs(
             "out_b": draw.normal(tokens, heads, v_head_dim, dtype=dtype),
             "lse_b": draw.normal(tokens, heads, scale=4.0),
         }
-        if empty:  # by token modulo 4: a has no keys, b has none, both have none, both have some
+        if empty:  # by token index modulo 4: partial result a has no keys, b has none, neither has keys, both have keys
             turn = torch.arange(tokens, device=draw.device) % 4
             for part, nothing in (("a", (turn == 0) | (turn == 2)), ("b", (turn == 1) | (turn == 2))):
                 arguments[f"lse_{part}"][nothing] = -torch.inf

@@ -60,10 +60,10 @@ def dsa_indexer_scores(
         cu_seqlens: int32 ``[batch + 1]``, the offsets in q at which sequences begin; the last entry is the end of the last
             sequence.
         cu_seqlens_kv: int32 ``[batch + 1]``, the offsets in k at which sequences begin; the last entry is the end of the last
-            sequence. None: as in q.
+            sequence. None: the same offsets as in q.
         k_scale: float32 ``[keys]``, multiplies the keys, for fp8 only.
         out: receives the scores; must not overlap an input.
-        lengths_out: receives the lengths.
+        lengths_out: receives the lengths, see Returns.
 
     Returns:
         Scores, float32 (float64 for a float64 q) ``[tokens, keys]``. Column s is position s of the token's own sequence. The score
@@ -137,7 +137,7 @@ def _inputs(
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Packed sequences; ``kv_lengths``: the numbers of keys, if they differ from the numbers of queries."""
+    """Packed sequences; ``kv_lengths``: the number of keys of each sequence, if it differs from the number of queries."""
 
     def make(draw: Draw) -> dict[str, Any]:
         keys = sum(kv_lengths or lengths)

@@ -53,10 +53,10 @@ def dsa_indexer_scores_with_kvcache(
     """Lightning-indexer scores of DeepSeek sparse attention for new tokens against index keys in a paged cache.
 
     ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 for a float64 q); all
-    heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices`
-    selects the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of
-    sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at
-    its last positions. Each sees itself and earlier tokens. Prefill and decode are the same call.
+    heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices` selects
+    the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b,
+    position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at its last
+    positions. Each new token sees itself and earlier tokens. Prefill and decode are the same call.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
@@ -65,15 +65,15 @@ def dsa_indexer_scores_with_kvcache(
         weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
             scale of an fp8 q.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
-            anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included; at most
+            anything. With a slice ``page_table[:, :n]``, the scores have fewer columns.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens; at most
             ``max_pages * page_size``. The length may be less than the number of new tokens, for example 0 for a sequence that only
             pads the batch. Queries before position 0 then see no key.
         cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
             ``tokens / batch`` new tokens.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the scores; must not overlap an input.
-        lengths_out: receives the lengths.
+        lengths_out: receives the lengths, see Returns.
 
     Returns:
         Scores, float32 (float64 for a float64 q) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not
@@ -167,8 +167,8 @@ def index_inputs(
 ) -> Callable[[Draw], dict[str, Any]]:
     """New tokens and a paged cache that holds them.
 
-    ``q_lens``: new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: entries of the page table for
-    each sequence."""
+    ``q_lens``: number of new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: number of page table
+    entries per sequence."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
@@ -231,7 +231,7 @@ def _(
     k_scale_cache: Tensor | None,
 ) -> dict[str, Tensor]:
     (pages, page_size), (batch, width) = k_cache.shape[:2], page_table.shape
-    if variation.want is Want.OTHER:  # the new tokens stay
+    if variation.want is Want.OTHER:  # the new tokens stay in the cache
         offsets = torch.tensor(new_offsets(len(q), cu_seqlens_q, len(cache_seqlens)), device=q.device, dtype=torch.int32)
         shorter = torch.maximum(cache_seqlens * 2 // 3, torch.minimum(offsets.diff(), cache_seqlens))
         return {"cache_seqlens": shorter, "q": q.flip(0)}

@@ -54,7 +54,7 @@ def dsa_select_with_kvcache(
         weights: float32 (float64 for a float64 q) ``[tokens, heads]``. If q is fp8, its scale is a factor of the weights.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         top_k: positions to select, from 1 to the larger of ``max_pages * page_size`` and 2^20. A token that sees at most top_k
             positions gets all of them.
         cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all sequences have

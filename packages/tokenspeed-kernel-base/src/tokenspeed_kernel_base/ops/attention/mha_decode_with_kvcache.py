@@ -56,23 +56,24 @@ def mha_decode_with_kvcache(
     """Decode attention: the last ``max_seqlen_q`` tokens of every sequence attend to a paged cache that holds them already.
 
     The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the softmax is
-    that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
-    ``page_table[b, j // page_size]``, slot ``j % page_size``. The queries are at the last positions. Each sees itself and earlier
-    tokens. Accumulates in float32 (float64 where q is) and rounds the output once. If q and the caches are fp8, a kernel may round
-    the softmax probabilities to fp8 too, see `mha_prefill`.
+    that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b,
+    j // page_size]``, slot ``j % page_size``. The queries are at the last positions. Each query sees itself and earlier tokens.
+    Accumulates in float32 (float64 for a float64 q) and rounds the output once. If q and the caches are fp8, a kernel may round the
+    softmax probabilities to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
-            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
+        k_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be
+            strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
             the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
             freed. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. The length may be less than
-            max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no key.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens. The length may
+            be less than max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no
+            key.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
-        max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
+        max_seqlen_q: the exact number of new tokens of each sequence; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
@@ -81,14 +82,14 @@ def mha_decode_with_kvcache(
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.
-        k_scale: likewise for an fp8 k_cache.
-        v_scale: likewise for an fp8 v_cache.
+        k_scale: the scale of k, like q_scale, for an fp8 k_cache only.
+        v_scale: the scale of v, like q_scale, for an fp8 v_cache only.
         out: receives the output; must not overlap q or the caches.
 
     Returns:
         The output ``[batch * max_seqlen_q, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the
-        natural log-sum-exp, float32 ``[batch * max_seqlen_q, heads]``, with the sink included if there is one (see `mha_prefill`
-        on merging). A query that sees no key has output 0 and log-sum-exp -inf, or its sink.
+        natural log-sum-exp, float32 ``[batch * max_seqlen_q, heads]``, with the sink included if there is one (see `mha_prefill` on
+        merging). A query that sees no key has output 0 and log-sum-exp -inf, or the sink's logit if there are sinks.
 
     Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 

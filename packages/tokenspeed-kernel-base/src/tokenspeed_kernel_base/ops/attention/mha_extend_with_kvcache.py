@@ -1,4 +1,4 @@
-"""Attention of a stretch of new tokens to a paged cache."""
+"""Extend attention: new tokens, several per sequence, attend to a paged cache."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def mha_extend_with_kvcache(
     slot ``j % page_size``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query
     sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without is_causal the
     query also sees later tokens, and window_left limits earlier tokens only. The softmax is that of `mha_prefill`: it accumulates
-    in float32 (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel may round the softmax
+    in float32 (float64 for a float64 q) and rounds the output once. Where q and the caches are fp8, a kernel may round the softmax
     probabilities to fp8 too.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
             past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
-        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs
-            them computes them itself.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
-            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs these
+            sums computes them.
+        k_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be
+            strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
             the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
             freed. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         is_causal: hide keys later than the query. No sequence may then have more queries than cached tokens.
@@ -90,14 +90,14 @@ def mha_extend_with_kvcache(
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.
-        k_scale: likewise for an fp8 k_cache.
-        v_scale: likewise for an fp8 v_cache.
+        k_scale: the scale of k, like q_scale, for an fp8 k_cache only.
+        v_scale: the scale of v, like q_scale, for an fp8 v_cache only.
         out: receives the output; must not overlap q or the caches.
 
     Returns:
-        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
-        log-sum-exp, float32 ``[tokens, heads]``, with the sink included if there is one (see `mha_prefill` on merging). A query
-        that sees no key has output 0 and log-sum-exp -inf, or its sink.
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural log-sum-exp,
+        float32 ``[tokens, heads]``, with the sink included if there is one (see `mha_prefill` on merging). A query that sees no key
+        has output 0 and log-sum-exp -inf, or the sink's logit if there are sinks.
 
     Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 

@@ -57,9 +57,9 @@ def mha_prefill(
     """Causal self-attention of packed sequences (Vaswani et al., 2017, arXiv:1706.03762).
 
     ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier tokens. Query head h uses
-    key and value head ``h // (heads // kv_heads)``. Scores, softmax and accumulators are float32 (float64 where q is); the output
-    is rounded once. fp8 operands are dequantised: fp8 values times their scales. With fp8 operands, a kernel may also round the
-    softmax probabilities P to fp8 before the P·v MMA, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). This adds
+    key and value head ``h // (heads // kv_heads)``. Scores, softmax and accumulators are float32 (float64 for a float64 q); the
+    output is rounded once. fp8 operands are dequantised: fp8 values times their scales. With fp8 operands, a kernel may also round
+    the softmax probabilities P to fp8 before the P·v MMA, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). This adds
     an error of about 2.5% to each probability, independent from key to key. Such kernels have the tag ``fp8_weights``, and the
     selection objective ``accuracy`` avoids them.
 
@@ -72,7 +72,7 @@ def mha_prefill(
             no sequence, and the same rows of the outputs are not written.
         cu_seqlens_cpu: the same values on the host, if the caller has them. A hint, never required: with it, a kernel that needs
             the lengths on the host does not wait for the device.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: no bound is known but ``tokens``.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: the only known bound is ``tokens``.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``: the token and 127 before it.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
@@ -83,8 +83,8 @@ def mha_prefill(
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.
-        k_scale: likewise for fp8 k.
-        v_scale: likewise for fp8 v.
+        k_scale: the scale of k, like q_scale, for fp8 k only.
+        v_scale: the scale of v, like q_scale, for fp8 v only.
         out: receives the output; must not overlap q, k or v.
 
     Returns:

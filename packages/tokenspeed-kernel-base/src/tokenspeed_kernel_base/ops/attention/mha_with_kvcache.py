@@ -68,13 +68,13 @@ def mha_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
             past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
-            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
+        k_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be
+            strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
             the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
             freed. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
@@ -85,8 +85,8 @@ def mha_with_kvcache(
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.
-        k_scale: likewise for an fp8 k_cache.
-        v_scale: likewise for an fp8 v_cache.
+        k_scale: the scale of k, like q_scale, for an fp8 k_cache only.
+        v_scale: the scale of v, like q_scale, for an fp8 v_cache only.
         tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask is
             set if the node sees new token i of its sequence. The set bits are the node itself and its ancestors, never later
             tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, it sees only

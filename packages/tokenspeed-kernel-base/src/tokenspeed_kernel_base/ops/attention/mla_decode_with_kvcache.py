@@ -59,26 +59,27 @@ def mla_decode_with_kvcache(
     The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the
     documentation of `mla_extend_with_kvcache` explains "absorbed". The cache already holds the new tokens. The cache holds
     positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j %
-    page_size``. The queries are at the last positions. Each query sees itself and earlier tokens; with a window, only the nearest
-    of these. Accumulates in float32 (float64 where q is) and rounds the output once. With an fp8 cache, a kernel may round the
-    softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
+    page_size``. The queries are at the last positions of their sequence. Each query sees itself and earlier tokens; with a window,
+    only the nearest of these. Accumulates in float32 (float64 for a float64 q) and rounds the output once. With an fp8 cache, a
+    kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
             sequence, absorbed part first. float16 or bfloat16 with kv_scale_cache.
-        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
-            float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone, see `mla_sparse_with_kvcache`.
+        kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
+            kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone, see `mla_sparse_with_kvcache`.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
             the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
             freed. All other entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. The length may be less than
-            max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no key.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens. The length may
+            be less than max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no
+            key.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
-        max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
+            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        max_seqlen_q: the exact number of new tokens of each sequence; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.

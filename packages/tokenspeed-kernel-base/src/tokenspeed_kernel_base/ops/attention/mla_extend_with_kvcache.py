@@ -60,32 +60,32 @@ def mla_extend_with_kvcache(
     Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its absorbed form. Keys and values are linear in the cached
     latent c. So a head's key expansion is applied to its query before the attention, and its value expansion to the output after
     the attention. The attention itself works on latents, which all heads share. A score is ``q . [c, rotary part] *
-    softmax_scale``, the value is c. Positions, visibility and the softmax are as in
-    `mha_extend_with_kvcache`: query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query
-    sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64
-    where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's
-    dtype is, see `mha_prefill`.
+    softmax_scale``, the value is c. Positions, visibility and the softmax are as in `mha_extend_with_kvcache`: query i of a
+    sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query sees key j if ``j <= p`` (with
+    is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64 for a float64 q) and rounds the
+    output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
+    `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, sequence by sequence, absorbed
             part first.
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
             past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
-        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs
-            them computes them itself.
-        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs these
+            sums computes them.
+        kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot ``j
             % page_size``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if the window hides the
             whole page from every new token of the sequence. Kernels never read such a page; it may have been freed. All other
             entries may hold anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
-        is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False shows
-            all keys, for a prefix that does not contain the queries.
+            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False: every
+            query sees all keys, for example those of a prefix that does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.

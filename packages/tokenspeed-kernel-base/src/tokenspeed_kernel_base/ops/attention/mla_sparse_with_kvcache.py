@@ -43,10 +43,10 @@ def mla_sparse_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MLA sparse attention: absorbed latent attention of every token to the cache slots selected for it.
 
-    This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer
-    selects the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and
-    decode are the same call, because it needs the slots of each token and no sequence lengths. No causal mask is applied: the
-    selection must already be causal. Accumulates in float32 (float64 where q is) and rounds the output once.
+    This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer selects
+    the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and decode are
+    the same call, because the operator needs the slots of each token, but no sequence lengths. No causal mask is applied: the
+    selection must already be causal. Accumulates in float32 (float64 for a float64 q) and rounds the output once.
 
     The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
     The second is the layout of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse
@@ -57,16 +57,16 @@ def mla_sparse_with_kvcache(
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. float16 or
             bfloat16 with kv_scale_cache.
-        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
-            float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone. May be strided.
+        kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
+            kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone. May be strided.
         indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. Negative indices are
             ignored. A slot that occurs twice counts as two keys.
         kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
         softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The shapes do not determine this value.
-        topk_length: int32 ``[tokens]``, 0 to top_k: how many of a token's first indices are used. Further indices may hold
-            anything. None means all. With topk_length, tokens with few keys run faster.
+            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        topk_length: int32 ``[tokens]``, 0 to top_k: the number of leading indices of each token that are used. Further indices may
+            hold anything. None means all. With topk_length, tokens with few keys run faster.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
@@ -157,7 +157,7 @@ def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Ten
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
-    """Which indices count (by topk_length) and name a key."""
+    """Which indices count: those within topk_length that are not negative."""
     counted = indices >= 0
     if topk_length is None:
         return counted
@@ -202,13 +202,14 @@ def _inputs(
     grouped: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The last tokens of sequences in a paged cache. Each attends to random positions among those that it sees.
+    """Queries that are the last tokens of sequences in a paged cache. Each query attends to random positions among those that it
+    sees.
 
     Args:
-        q_lens: tokens of each sequence; by default one.
-        lengths: give ``topk_length``, and put invalid slots past the counted indices.
+        q_lens: number of queries of each sequence; by default one.
+        lengths: also pass ``topk_length``, and put invalid slots past the counted indices.
         holes: every third index is -1.
-        stale: slots that hold no token hold NaN.
+        stale: fill the cache slots that hold no token with NaN.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
     """
 
@@ -341,8 +342,10 @@ def _(
 
 
 def _without_unused(caches: dict[str, Tensor | None], indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
-    """Fills unused memory with values that show a wrong read. Slots that are no token's keys hold NaN. Indices past topk_length
-    are out of range on the host. On a device such a read would be an illegal access, so there these indices name the last slot."""
+    """Fills unused memory with values that show a wrong read. Slots that no index names hold NaN. On the host, indices past
+    topk_length are out of range. On a device a read of such a slot would be an illegal access, so there these indices name the last
+    slot.
+    """
     counted = _counted(indices, topk_length)
     given = {name: cache for name, cache in caches.items() if cache is not None}
     pages, page_size = given["kv_cache"].shape[:2]

@@ -215,7 +215,7 @@ def _inputs(
     max_positions: int = 4096,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: options of the `apply_rope` case for these heads."""
+    """``options``: options of the recipe of `apply_rope`'s cases, which draws the heads and positions."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,

@@ -14,12 +14,12 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Always allowed, even for rows with fewer keys. A limit is needed because the result has top_k columns.
+# A ``top_k`` up to this is allowed even if rows have fewer keys. A limit is needed because the result has top_k columns.
 _ALWAYS_ALLOWED = 1 << 20
 
 
 def check_top_k(check: Checker, top_k: int, keys: int) -> None:
-    """Checks how many of the keys to select."""
+    """Checks ``top_k``, the number of positions to select, against the number of keys in a row."""
     most = max(keys, _ALWAYS_ALLOWED)
     check.require(1 <= top_k <= most, "top_k", f"from 1 to {most}, the keys of a row or 2^20 if they are fewer", top_k)
 
@@ -34,7 +34,7 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     Args:
         scores: float16, bfloat16, float32 or float64 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
         top_k: how many positions to select, from 1 to the larger of keys and 2^20.
-        lengths: int32 ``[rows]``, 0 to keys: how many of a row's first scores are considered. None means all.
+        lengths: int32 ``[rows]``, 0 to keys: the number of leading scores of each row that are considered. None means all.
         out: receives the result.
 
     Returns:
@@ -100,10 +100,10 @@ def _inputs(
     """Rows of normally distributed scores.
 
     Args:
-        keys: keys of a row; by default the largest of lengths.
+        keys: number of keys in a row; by default the largest of ``lengths``.
         steps: if positive, scores are multiples of ``steps``, so that many are equal.
         hidden: every fourth score is -inf.
-        stated: give the lengths; scores past a row's length are -inf in either case.
+        stated: pass ``lengths`` to the operator. Scores past a row's length are -inf in either case.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def own_values(draw: Draw, group: ProcessGroup, *shape: int, dtype: torch.dtype) -> Tensor:
-    """This rank's tensor. Every rank draws all ranks' values from the same seed and keeps its own."""
+    """This rank's tensor. Every rank draws the values of all ranks from the same seed, and keeps its own values."""
     if not dtype.is_floating_point:
         return draw.integers(-100, 100, group.world_size, *shape, dtype=dtype)[group.rank].clone()
     return draw.normal(group.world_size, *shape, dtype=dtype)[group.rank].clone()

@@ -29,7 +29,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.
-        group: the ranks: `ProcessGroup.of`.
+        group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 
     Returns:

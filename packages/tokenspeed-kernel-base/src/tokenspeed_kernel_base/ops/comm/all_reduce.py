@@ -37,8 +37,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Not written to unless it is also ``out``.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
-            instead of calling a communication library.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
+            peer memory directly instead of calling a communication library.
         out: receives the sum; may be x itself, and must not overlap it otherwise.
 
     Returns:

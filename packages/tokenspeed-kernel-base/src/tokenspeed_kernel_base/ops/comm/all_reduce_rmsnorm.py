@@ -1,4 +1,4 @@
-"""The end of a layer's part under tensor parallelism: sum over the processes, residual add and normalisation."""
+"""All-reduce, residual add and RMSNorm in one call: the end of an attention or MLP block under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_reduce_rmsnorm(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The sum of the x of all ranks, with the residual added, normalised: `rmsnorm` of `all_reduce`, on every rank.
+    """Sums x over all ranks, adds the residual and normalises the result, on every rank: `rmsnorm` of `all_reduce`.
 
     Every rank of the group must call this in the same order, with x of the same shape and dtype, and with the same weight, eps and
     residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison
@@ -51,20 +51,20 @@ def all_reduce_rmsnorm(
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
         weight: any float dtype ``[hidden]``.
-        group: the ranks. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all steps in one
-            launch.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all
+            steps in one launch.
         eps: added to the mean square, > 0.
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
             normalisation.
-        out: receives the result; may be x, or the residual unless ``residual_out`` is that.
-        residual_out: receives the sum with the residual; may be the residual, or x unless ``out`` is that. Only with a residual.
+        out: receives the result. May be x. May be the residual unless residual_out is the residual.
+        residual_out: receives the sum with the residual. May be the residual. May be x unless out is x. Only with a residual.
 
     Returns:
         The normalised sum, like x and contiguous; with a residual, ``(normalised, sum)``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The end of a layer's part under tensor parallelism, in front of a GEMM that reads a narrow format."""
+"""All-reduce, residual add, RMSNorm and quantisation in one call, before a GEMM that reads a quantised format."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def all_reduce_rmsnorm_quantize(
     Args:
         x: float16, bfloat16 or float32 ``[..., hidden]``; hidden a multiple of 32 for mxfp8, of 16 for nvfp4.
         weight: any float dtype ``[hidden]``.
-        group: the ranks. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all steps in one
-            launch.
-        quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that fuse all
+            steps in one launch.
+        quantization: the format, its scales and their layout; made by `Quantization.fp8` or another constructor of `Quantization`.
         eps: added to the mean square, > 0.
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
             normalisation.
         out: receives q.
-        scale_out: receives the scales; None if an fp8 scale is given.
+        scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
         residual_out: receives the sum with the residual; may be the residual or x. Only with a residual.
 
     Returns:
-        q and scale as `quantize` gives them, q alone if an fp8 scale is given; with a residual, also the sum, like x and
-        contiguous.
+        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
+        and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch

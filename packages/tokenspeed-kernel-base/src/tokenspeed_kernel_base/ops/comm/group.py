@@ -23,7 +23,7 @@ ALONE = "none"
 # The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up
 # to a multiple of `UNIT` bytes. gloo: less, because kernels on CPUs are only interpreted.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
-# Some operators have the one-shot protocol only; with this size they can send at least 4 MiB to each rank.
+# Smallest one-shot size by default. Some operators have only the one-shot protocol, and can then send 4 MiB to each rank.
 _LEAST_BYTES = 4 << 20
 
 
@@ -40,7 +40,7 @@ class ProcessGroup(Resource):
         world_size: the number of processes.
         backend: ``"gloo"``, ``"nccl"``...; ``"none"`` for a group of one process without torch.distributed.
         time_limit_s: how long `check_agreement` waits for the other ranks, in seconds. May be set.
-        peers: memory in which each rank writes to the devices of the others; None without peer memory.
+        peers: the peer memory through which ranks write to one another's devices; None without peer memory.
         peer_gap: why there is no peer memory; empty with peer memory.
         peer_time_limit_s: how long a kernel waits for another rank, in seconds. After that the launch fails, and with it the
             device's context. May be set; captured graphs keep the value of their capture.
@@ -113,10 +113,10 @@ class ProcessGroup(Resource):
         Args:
             group: the process group, as for `of`.
             one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. The protocol
-                takes ``2 * world_size`` times as much memory.
+                takes ``2 * world_size`` times this many bytes of memory.
             two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. The protocol takes
-                four times as much memory. By default messages of up to 48 MiB are possible with one of the protocols, on CPUs up to
-                1 MiB.
+                four times this many bytes of memory. By default, one of the protocols can send messages of up to 48 MiB, or up to
+                1 MiB on CPUs.
 
         Raises:
             TypeError: as for `of`.
@@ -172,7 +172,8 @@ class ProcessGroup(Resource):
         return self.peers.protocol(nbytes, row_bytes) if self.peers is not None else f"none: {self.peer_gap}"
 
     def direct(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """``"one_shot"`` if kernels can send a message to every other rank over peer memory, or why not. The same on every rank.
+        """``"one_shot"`` if kernels can send a message to every other rank over peer memory, otherwise the reason why they cannot.
+        The same on every rank.
 
         Args:
             nbytes: bytes of the message for each rank.
@@ -226,7 +227,7 @@ class ProcessGroup(Resource):
 
 
 def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The given or default group; None for this process alone."""
+    """The given group; by default torch.distributed's default group. None stands for a group of this process alone."""
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):

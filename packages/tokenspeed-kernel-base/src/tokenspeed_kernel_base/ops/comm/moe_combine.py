@@ -32,15 +32,15 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
 
     Every rank of the group must make this call in the same order, with tensors of the same shapes and dtypes. With gloo or peer
     memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
-    ``group.time_limit_s``. Ranks are added in rank order, in float32 (float64 for float64), and the sum is rounded once.
+    ``group.time_limit_s``. Ranks are added in rank order, in float32 (float64 for float64 inputs), and the sum is rounded once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`,
             already multiplied by the routing weights. Rows without experts may hold anything.
         ids: int32 ``[world_size * tokens, top_k]``, the ids that `moe_dispatch` returned; negative for slots whose expert is not
             on this rank.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
-            instead of calling a communication library.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
+            peer memory directly instead of calling a communication library.
         out: receives the sums.
 
     Returns:
@@ -99,7 +99,7 @@ def _(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _held(draw: Draw, rows: int, top_k: int) -> Tensor:
-    """Ids like those of `moe_dispatch`: most slots belong to experts of other ranks."""
+    """Draws expert ids like those that `moe_dispatch` returns: most belong to experts of other ranks, and are negative."""
     return torch.where(draw.uniform(rows, top_k) < 0.4, draw.integers(0, 8, rows, top_k, dtype=torch.int32), -1)
 
 

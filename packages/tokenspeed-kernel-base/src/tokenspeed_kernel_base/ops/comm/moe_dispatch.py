@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
-    """Bytes sent for a token: its ids and weights, padded to 16-byte vectors, and the token itself."""
+    """Bytes sent for one token: the token's expert ids and weights, padded to 16-byte vectors, and its hidden vector."""
     return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
 
 
@@ -58,11 +58,11 @@ def moe_dispatch(
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; a negative id skips the slot.
         num_experts: experts of all ranks together; a multiple of the number of ranks, below 2^31, and the same on every rank.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
-            instead of calling a communication library.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
+            peer memory directly instead of calling a communication library.
         out: receives the tokens.
-        weights_out: receives their weights.
-        ids_out: receives their ids.
+        weights_out: receives the received tokens' routing weights.
+        ids_out: receives the received tokens' expert ids.
 
     Returns:
         The received tokens, like x ``[world_size * tokens, hidden]``; rank r's tokens begin at row ``r * tokens``. Rows of tokens
@@ -160,7 +160,7 @@ def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ra
 def _inputs(
     tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16, empty: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``empty``: the last rank has no tokens, and no token goes to its experts."""
+    """Arguments of `moe_dispatch`. ``empty``: the last rank has no tokens, and no token is routed to its experts."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

@@ -93,8 +93,9 @@ class PeerMemory:
         self._kept: Any = None
 
     def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
-        """Sets the address of each rank's memory in this process and the tensors of the memory. ``kept`` is an object that keeps
-        the memory alive."""
+        """Sets the addresses of all ranks' memory, as this process sees them, and the tensors of the memory. ``kept`` is an object
+        that keeps the memory alive.
+        """
         self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
@@ -243,7 +244,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
 
 
 def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | None:
-    """Maps a file of each rank, for processes on CPUs. The files are unlinked when this returns."""
+    """Maps one file for each rank, for processes on CPUs. The files are unlinked before this function returns."""
     folders: list[Any] = [tempfile.mkdtemp(prefix="peer_memory_") if memory.rank == 0 else None]
     dist.broadcast_object_list(folders, dist.get_global_rank(control, 0), control)
     path, gap = os.path.join(folders[0], "{}"), None

@@ -32,7 +32,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. Not written to.
-        group: the ranks: `ProcessGroup.of`.
+        group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 
     Returns:

@@ -238,7 +238,7 @@ def _(
 def check_angles(
     check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
 ) -> None:
-    """Checks shapes and dtypes of positions and cos_sin_cache. The sizes of q's heads have been bound."""
+    """Checks shapes and dtypes of positions and cos_sin_cache. Call it when the sizes of q are bound."""
     if mrope_section is not None:
         said = "three numbers, of time, height and width; for other sections give each token a row of cos_sin_cache"
         check.require(len(mrope_section) == 3, "mrope_section", said, str(mrope_section))
@@ -301,7 +301,7 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions; with a page size also a cache, in which every fifth token is not written.
+    """Tokens at random positions. With ``page_size`` also a cache, to which every fifth token is not written.
 
     ``fused``: q, k and v are slices of one tensor, as after a fused projection.
     """

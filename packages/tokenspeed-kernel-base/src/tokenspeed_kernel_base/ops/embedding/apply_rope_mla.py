@@ -81,7 +81,8 @@ def apply_rope_mla(
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
-        interleaved: whether elements ``(2 * i, 2 * i + 1)`` form a pair, as in DeepSeek's weights, or ``(i, i + rope_dim / 2)``.
+        interleaved: which elements form a rotary pair. True: ``(2 * i, 2 * i + 1)``, as in DeepSeek's weights. False: ``(i, i +
+            rope_dim / 2)``.
         q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Only for an 8-bit ``out_dtype``.
         kv_scale: the scale of the cache, for latent and rotary part alike, like q_scale. Only for an 8-bit cache.
         out_dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or q_latent's dtype; None means q_latent's dtype.

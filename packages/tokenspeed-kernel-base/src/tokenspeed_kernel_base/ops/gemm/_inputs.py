@@ -43,7 +43,7 @@ def fp8(
     scales: str = "float32",
     **options: Any,
 ) -> Make:
-    """Draws fp8 operands; with a dense a_dtype only b is fp8 (weight-only).
+    """Draws fp8 operands. With a dense ``a_dtype`` only b is fp8 (weight-only quantisation).
 
     ``a_scale``: tensor, token or block. ``b_scale``: tensor, channel, block or block1d. ``scales``, for block scales: float32,
     e8m0 or packed."""
@@ -102,7 +102,7 @@ def micro(m: int, k: int, n: int, *, a: str, b: str, batch: tuple[int, ...] = ()
 
 
 def _scales(draw: Draw, kind: str, shape: tuple[int, ...], about: float) -> Tensor:
-    """Positive scales near ``about``; e8m0 scales are powers of two."""
+    """Draws positive scales near ``about``; scales in an e8m0 format are powers of two."""
     if kind == "float32":
         return draw.uniform(*shape, low=0.5, high=2.0) * about
     exponent = 127 + round(math.log2(about))
@@ -116,7 +116,7 @@ def _weight(draw: Draw, batch: tuple[int, ...], k: int, n: int) -> Tensor:
 
 
 def _drawn(draw: Draw, n: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, where ``bias``, given as a dtype, is replaced by a bias of that dtype."""
+    """Returns the options. A ``bias`` that is given as a dtype is replaced by a drawn bias of that dtype."""
     if "bias" in options:
         return {**options, "bias": draw.normal(n, dtype=options["bias"])}
     return options

@@ -40,7 +40,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     formats=OPERAND_FORMATS,
     traits=PLAN_KINDS,
     reference_traits={"weight_layout": CANONICAL},
-    composed_traits={"weight_layout": CANONICAL},  # the parts support no other layout
+    composed_traits={"weight_layout": CANONICAL},  # `mm` and the quantising operators support no other layout
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
     planned="plan",
@@ -162,8 +162,9 @@ def _(
 
 @linear.prepare
 def _(preparation: Preparation, weights: Any, plan: LinearPlan) -> LinearWeights:
-    """A preprocessor returns an object with the attributes of `LinearWeights`; one derived from `Resource` may hold more. An input
-    scale that the returned object lacks is added."""
+    """A preprocessor returns an object with the attributes of `LinearWeights`; one derived from `Resource` may hold more. If the
+    returned object lacks the input scale, this hook adds the scale.
+    """
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, LinearWeights, check_canonical)
 
@@ -185,7 +186,7 @@ def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWei
         make = operands.micro(*sizes, a="dense", b=plan.weight_format)
     made = make(draw)
     scale = made.get("b_scale")
-    largest = {"fp8_static": 448.0, "nvfp4": 448.0 * 6}.get(plan.activation_dtype)  # tokens reach about 4
+    largest = {"fp8_static": 448.0, "nvfp4": 448.0 * 6}.get(plan.activation_dtype)  # magnitudes of the tokens reach about 4
     weights = LinearWeights(
         made["b"].mT,
         None if scale is None else scale.mT,
@@ -203,7 +204,7 @@ def _inputs(
     """Arguments of one layer.
 
     Args:
-        wide_bias: give a float32 bias.
+        wide_bias: use a float32 bias.
         options: further fields of the plan.
     """
 
@@ -273,7 +274,7 @@ def _(variation: Variation, x: Tensor, weights: LinearWeights, plan: LinearPlan)
     if variation.want is not Want.CAPTURED:
         return {}
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name in ("kernel", "weight_layout"):  # they depend on the kernel
+    for name in ("kernel", "weight_layout"):  # these fields depend on the kernel
         del options[name]
     bias = getattr(weights, "bias", None)
     return _inputs(len(x), wide_bias=bias is not None and bias.dtype != plan.dtype, **options)(variation.draw)

@@ -26,7 +26,7 @@ ACTIVATION_DTYPES = {
 }
 # Activation dtypes whose static scale is stored in the weights object.
 STATIC = ("fp8_static", "nvfp4")
-# Elements along k that share a scale; the length of a row must be a multiple.
+# Number of elements along k that share a scale. The length of a row must be a multiple of this number.
 BLOCKS = {"mxfp4": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 _WEIGHTS = {
@@ -62,8 +62,8 @@ class LinearPlan:
             weights: ``"fp8_block"``, with a scale for each 128 features of a token. With mxfp4 weights: ``"mxfp8"`` or
             ``"mxfp4"``. With nvfp4 weights: ``"nvfp4"``, with the weights' ``input_scale`` as global scale.
         bias: whether the layer has a bias.
-        max_tokens: the largest number of tokens of a call, which a decode-only worker knows; None: any number. Some kernels are
-            specialised for few tokens, with a weight layout that no kernel for more tokens can read.
+        max_tokens: the largest number of tokens of a call, if it is known, as in a decode-only worker; None: any number. Some
+            kernels are specialised for few tokens, with a weight layout that no kernel for more tokens can read.
         kernel: the kernel that the weights are processed for.
         weight_layout: the weight layout of that kernel.
     """
@@ -90,7 +90,7 @@ def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
     return (_ACTIVATIONS[plan.activation_dtype],) if plan.activation_dtype in _ACTIVATIONS else ()
 
 
-# Trait flags of a plan's activations, with the activation_dtype of each.
+# Flag trait -> the plan's activation_dtype for which the flag is set.
 _ROUNDED = {
     "fp8_activations": "fp8",
     "static_fp8_activations": "fp8_static",

@@ -52,7 +52,7 @@ from tokenspeed_kernel_base.signature import (
 from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3 = torch.float8_e4m3fn
-# Elements along k that share a scale of an fp8 operand, by the scale's dtype. Blocks of 32 with e8m0 scales are mxfp8.
+# By the scale's dtype: number of elements along k that share a scale of an fp8 operand. Blocks of 32 with e8m0 scales are mxfp8.
 FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
 
 FORMAT_NAMES = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -75,7 +75,7 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
                                              ``[m, 1]`` or per block ``[m, ceil(k/s)]``, for b per channel ``[1, n]`` or per
                                              block ``[ceil(k/s), ceil(n/s)]`` or ``[ceil(k/s), n]``, where s is 128, 64 or 32
     fp8     float8_e4m3fn or _e5m2  e8m0     per block as above, where s is 128 or 64
-    fp8     float8_e4m3fn or _e5m2  int32    per block as above, where s is 128, but four scales along k in a number
+    fp8     float8_e4m3fn or _e5m2  int32    per block as above, where s is 128; an int32 holds four scales along k
     mxfp8   float8_e4m3fn or _e5m2  e8m0     a ``[m, k/32]``, b ``[k/32, n]``, likewise; or in tiles of 128x4, a
                                              ``[ceil(m/128), ceil(k/128), 32, 4, 4]``, b ``[ceil(n/128), ceil(k/128), 32, 4, 4]``
     mxfp4   uint8, packed along k   e8m0     as mxfp8; the operands are ``[m, k/2]`` and ``[k/2, n]``
@@ -102,7 +102,9 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
 
 
 def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless alpha is given exactly if an operand is nvfp4; it holds the global scales."""
+    """Raises TypeError or ValueError if an operand is nvfp4 and alpha is missing, or if no operand is nvfp4 and alpha is given.
+    Alpha is the product of the global scales of nvfp4 operands.
+    """
     wanted = any(fmt.format == "nvfp4" for _, fmt in signature.roles)
     if alpha is None:
         check.require(not wanted, "alpha", "given with an operand in nvfp4: the product of the operands' global scales", "None")
@@ -112,7 +114,7 @@ def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None
 
 
 def logical_k(a: Tensor) -> int:
-    """k of the GEMM, for a valid ``a``."""
+    """The k of the GEMM, in elements: from a valid operand ``a``, which may hold two elements in a byte."""
     return _k("a", a)
 
 
@@ -138,7 +140,7 @@ def decode_operands(operator: str, a: Tensor, b: Tensor, a_scale: Tensor | None,
 def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | None) -> dict[str, Tensor]:
     """The changes that ``vary`` hooks make to ``a_scale`` and ``b_scale``.
 
-    Packed scales of captured calls are drawn. The padding of tiles and of packed int32 elements is poisoned."""
+    Packed int32 scales of captured calls get random exponents. The padding of tiles and of packed int32 elements is poisoned."""
     changed = {}
     for (name, scale), role, operand in zip(scales.items(), "ab", (a, b), strict=True):
         if scale is None:
@@ -231,7 +233,7 @@ def _shapes(known: list[tuple[TensorFormat, tuple[int, ...]]]) -> str:
     """Describes formats with their shapes, each format once: ``shape [] or [1] (tensor), [2, 1] (token)``."""
     of: dict[str, list[str]] = {}
     for fmt, shape in known:
-        assert fmt.scale is not None  # all are scaled
+        assert fmt.scale is not None  # every format here has a scale
         size = "x".join(map(str, fmt.scale.block_shape or ()))
         name = f"blocks of {size}" if size else fmt.scale.granularity
         of.setdefault(name if fmt.scale.layout == "linear" else f"{name}, tiles of {fmt.scale.layout}", []).append(str(list(shape)))
@@ -285,7 +287,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
 
 
 def _fp8_scale(role: str, operand: Tensor, scale: Tensor) -> Tensor:
-    """The scales in float32, one for each block."""
+    """An fp8 operand's scales in float32, one for each block."""
     if scale.dtype == torch.float32:
         return scale
     if scale.dtype != torch.int32:

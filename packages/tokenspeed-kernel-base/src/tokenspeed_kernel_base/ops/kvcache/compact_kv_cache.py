@@ -146,7 +146,7 @@ def _() -> None:
 
 
 def _draw_paths(draw: Draw, batch: int, nodes: int) -> dict[str, Tensor]:
-    """Random ascending paths from node 0, of random lengths."""
+    """Draws ascending paths of random lengths that start at node 0."""
     kept = draw.uniform(batch, nodes) < draw.uniform(batch, 1)
     kept[:, 0] = True
     at = torch.arange(nodes, device=draw.device)
@@ -165,7 +165,7 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     freed: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``token``: the shape of a token's keys. ``freed``: page table entries before the nodes' entries are -1."""
+    """Arguments. ``token``: the shape of a token's keys. ``freed``: page table entries for positions before the nodes are -1."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, None)

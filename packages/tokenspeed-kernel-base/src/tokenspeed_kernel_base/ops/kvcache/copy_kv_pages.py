@@ -104,7 +104,7 @@ def _() -> None:
 
 
 def _draw_pairs(draw: Draw, count: int, pages: int, source_pages: int | None) -> dict[str, Tensor]:
-    """Distinct targets, where every fifth is -1. Sources are no targets, unless they belong to another cache."""
+    """Draws distinct target pages; every fifth is -1. No source page is also a target, unless sources belong to another cache."""
     order = draw.permutation(pages)
     count_of_targets = min(count, pages if source_pages is not None else pages - 1)
     target = torch.full((count,), -1, dtype=torch.int64, device=draw.device)

@@ -34,7 +34,7 @@ def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None
     Args:
         page_table: int32 ``[batch, max_pages]``, page indices below ``2^31 / factor``; larger ones give unspecified entries. May
             be strided.
-        factor: small pages in a large page, from 1 to 2^20.
+        factor: number of small pages in a large page, from 1 to 2^20.
         out: receives the result.
 
     Returns:

@@ -158,25 +158,25 @@ class HostPages:
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
-        """Makes this object's stream the current one."""
+        """Context manager: makes this object's own stream the current stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Run(NamedTuple):
-    """A run of neighbouring pages in host memory, and its slice of the staging buffer."""
+    """A run of consecutive pages in host memory, and the slice of the staging buffer for these pages."""
 
     host: slice
     staged: slice
 
 
 class _Chunk(NamedTuple):
-    """Pages that are staged together.
+    """Pages that are copied together through one staging buffer.
 
     Attributes:
         size: the number of pages.
-        pages: int32 ``[count]``, their indices in the caches.
-        staged: int32 ``[count]``, their indices in the staging buffer: 0, 1...
-        runs: their positions in host memory.
+        pages: int32 ``[count]``, the pages' indices in the caches.
+        staged: int32 ``[count]``, the pages' indices in the staging buffer: 0, 1...
+        runs: the runs of host pages to which the staged pages belong.
     """
 
     size: int
@@ -195,12 +195,12 @@ def _runs(host_pages: Sequence[int]) -> Iterator[_Run]:
 
 
 class _Buffer:
-    """Staging memory on the device for pages of any cache, with the event after which it is free again."""
+    """Staging memory on the device for pages of any cache, and the event after which the memory may be reused."""
 
     def __init__(self, size: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._free: torch.cuda.Event | None = None
-        if stream is not None:  # the allocator must not reuse it while the stream still copies
+        if stream is not None:  # the allocator must not reuse the memory while the stream still copies
             self._memory.record_stream(stream)
 
     def pages(self, count: int, cache: Tensor) -> Tensor:

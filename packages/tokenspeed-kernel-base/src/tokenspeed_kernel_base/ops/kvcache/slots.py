@@ -1,4 +1,4 @@
-"""Code shared by operators that write to the paged cache. Slot ``page * page_size + offset`` is entry ``offset`` of a page."""
+"""Code shared by operators that write to the paged cache. Slot ``page * page_size + offset`` is position ``offset`` of ``page``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
 
-# Limits the bytes of each cache that is drawn for a captured call. A cache is larger if its tokens need more pages.
+# Byte limit of each cache that is drawn for a captured call. A cache is larger if its tokens need more pages.
 _REPLAYED_BYTES = 1 << 30
 
 
@@ -84,7 +84,7 @@ def check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of v, the caches, slots and scales. k's own shape has been checked."""
+    """Checks shapes and dtypes of v, the caches, slots and scales. Call it after the check of k's shape."""
     check.tensor("v", v, "tokens kv_heads v_head_dim", k.dtype)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
     check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
@@ -95,7 +95,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks the cache, slots and scale for latents followed by rotary parts. The shapes of the latter two have been checked."""
+    """Checks the latent cache, the slots and the scale of a store. Call it after the checks of latent and k_rope."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))
@@ -105,7 +105,7 @@ def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_ma
 
 
 def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x: Tensor, target: str, cache: Tensor) -> None:
-    """Checks the scale by which values are divided before they are stored: one, or one per KV head if there are heads."""
+    """Checks the scale by which values are divided before they are stored: one scale for all heads, or one for each KV head."""
     if scale is None:
         return
     check.require(cache.dtype != x.dtype, name, f"None, because {target} has {source}'s dtype", scale)
@@ -124,7 +124,7 @@ def check_scale_values(check: Checker, **scales: Tensor | None) -> None:
 
 
 def check_slots(check: Checker, slot_mapping: Tensor | None, cache: Tensor | None) -> None:
-    """Checks slots in host memory: each within the cache, none twice."""
+    """Checks slots in host memory: each slot must lie in the cache, and none may occur twice."""
     if slot_mapping is None or cache is None or not slot_mapping.numel():
         return
     slots = cache.shape[0] * cache.shape[1]

@@ -36,7 +36,7 @@ def recur(
     scale: float | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the gated delta rule over the tokens of a batch, one after another, in float32 (float64 where q is).
+    """Runs the gated delta rule over the tokens of a batch, one after another, in float32 (float64 for a float64 q).
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, qk_l2norm, scale: as for `gated_delta_rule_decode`.
@@ -84,7 +84,7 @@ TRAIT_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:
-    """The traits that every call requires of a kernel."""
+    """The traits that every call of the two operators requires of a kernel."""
     return {
         "k_dim": q.shape[-1],
         "v_dim": v.shape[-1],
@@ -100,10 +100,9 @@ def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
 
     There are six intermediates: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values
     written to the state, these values times their decays, and the attention weights of the outputs. With a gate for each channel
-    there are five
-    more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and keys and
-    queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the weights and both kinds of
-    values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, like the rounding of the outputs themselves.
+    there are five more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and
+    keys and queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the attention weights
+    and both kinds of values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, as does the rounding of the outputs themselves.
     """
     return (dense_tensor_format(q.dtype),) * (6 if g.dim() < q.dim() else 11)
 
@@ -120,7 +119,7 @@ def check_operands(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of all arguments but slots. ``leading`` names the axes before heads."""
+    """Checks shapes and dtypes of all arguments except slots. ``leading`` names the axes before heads."""
     check.tensor("q", q, f"{leading} heads k_dim", FLOATS)
     check.tensor("k", k, f"{leading} heads k_dim", q.dtype)
     check.tensor("v", v, f"{leading} v_heads v_dim", q.dtype)
@@ -156,7 +155,7 @@ def draw_operands(
         gate: ``"head"`` or ``"channel"``.
         raw_gates: draw A_log, dt_bias and raw gates, as in models; otherwise g holds log decays and beta final values.
         fused: q, k and v are slices of one tensor, as after a fused projection.
-        unit: normalise keys to unit length, without which states grow.
+        unit: normalise keys to unit length; with longer keys, states grow.
     """
     sizes = [heads * k_dim, heads * k_dim, v_heads * v_dim]
     mixed = draw.normal(*leading, sum(sizes), dtype=dtype)
@@ -196,7 +195,7 @@ def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, 
 
 
 def cost_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, moved: int) -> Cost:
-    """The cost of a call. ``moved``: bytes of states that are read and written.
+    """The cost of a call. ``moved``: bytes of the states that the call reads and writes.
 
     For each token the state is decayed, multiplied by k and by q, and updated by an outer product."""
     flops = 7.0 * v.numel() * q.shape[-1]

@@ -60,8 +60,8 @@ def gated_delta_rule_decode(
     With one ``g`` per head and token the operator computes a gated delta network (Yang, Kautz & Hatamizadeh, 2024,
     arXiv:2412.06464; Qwen3-Next). With one ``g`` per key channel it computes Kimi Delta Attention (Kimi Team, 2025,
     arXiv:2510.26692). Value head h uses query and key head ``h // (v_heads // heads)``. Arithmetic, state included, is float32
-    (float64 where q is) from the first to the last new token of a call. Outputs are rounded to q's dtype once. States are rounded
-    to the cache's dtype when they are written.
+    (float64 for a float64 q) from the first to the last new token of a call. Outputs are rounded to q's dtype once. States are
+    rounded to the cache's dtype when they are written.
 
     The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after
     every draft token is kept. The next call's state_slots then select the state of the last accepted token.
@@ -74,13 +74,14 @@ def gated_delta_rule_decode(
         g: any float dtype ``[batch, tokens, v_heads]``, or ``[batch, tokens, v_heads, k_dim]`` for a gate of each channel: the
             natural logarithm of the decay factor, <= 0. With A_log, g is the raw output of the layer's projection, see A_log.
         beta: any float dtype ``[batch, tokens, v_heads]``, 0 to 1 (up to 2 if a model allows negative eigenvalues).
-        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
-            ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
+        states: float32 or bfloat16 (float64 for a float64 q) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a
+            cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
         state_slots: int32 ``[batch]``, the slot from which each request's state is read. Negative: the state is zero and is not
             written. Checked if it lies in host memory.
         output_slots: int32 ``[batch, tokens]``, distinct slots to which the states after each token are written; a negative slot is
-            not written. None: the state after the last token is written to state_slots. Checked if both lie in host memory.
+            not written. None: the state after the last token is written to state_slots. Checked if state_slots and output_slots lie
+            in host memory.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
         dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
@@ -177,8 +178,9 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with states at random slots. ``outputs``: with output_slots, where some requests read one slot and write
-    another."""
+    """Arguments with states at random slots. ``outputs``: pass output_slots; some requests then read one slot and write to another
+    slot.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

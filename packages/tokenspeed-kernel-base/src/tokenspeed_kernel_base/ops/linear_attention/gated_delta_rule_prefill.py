@@ -67,8 +67,8 @@ def gated_delta_rule_prefill(
         g: any float dtype ``[tokens, v_heads]``, or ``[tokens, v_heads, k_dim]`` for a gate of each channel: the natural
             logarithm of the decay factor, <= 0 and finite. With A_log, g is the raw output of the layer's projection.
         beta: any float dtype ``[tokens, v_heads]``, 0 to 1 (up to 2 if a model allows negative eigenvalues).
-        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
-            ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
+        states: float32 or bfloat16 (float64 for a float64 q) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a
+            cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
         cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens: ``[0, 3, 3, 8]`` means
             sequences of 3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked if it lies in host memory.
@@ -184,7 +184,7 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with states at random slots. ``initial``: some requests start from their state."""
+    """Arguments with states at random slots. ``initial``: some requests start from the state in their slot."""
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

@@ -265,8 +265,9 @@ def _(
 
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
-    """A preprocessor returns an object with the six attributes of `MoEWeights`; one derived from `Resource` may hold more. Input
-    scales that the returned object lacks are added. A preprocessor receives e8m0 scales as uint8."""
+    """A preprocessor returns an object with the six attributes of `MoEWeights`; one derived from `Resource` may hold more. If the
+    returned object lacks input scales, this hook adds them. A preprocessor receives e8m0 scales as uint8.
+    """
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, MoEWeights, check_canonical, with_byte_scales)
 
@@ -277,7 +278,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Random weights, scales and global scales of one projection, which keep outputs about as large as inputs."""
+    """Draws one projection's weights, scales and global scales. Outputs are about as large as inputs."""
     experts, spread = plan.num_experts, columns**-0.5
     if plan.weight_format == "dense":
         return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None, None
@@ -321,7 +322,7 @@ def _inputs(
     """Arguments of one layer.
 
     Args:
-        of: experts of all ranks together; experts beyond this rank's get negative ids.
+        of: number of experts of all ranks together; 0 means only this rank's experts. Experts of other ranks get negative ids.
         rows: number of tokens of each expert of this rank; all other slots get negative ids. By default routing is random.
         gain: multiplies x. The result of ``act`` grows with the square of the gain, so topk_weights are divided by that square.
         outlier: value of the first feature of all tokens. The column of w13 for this feature is zero. All other features are 1.25.
@@ -477,10 +478,10 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
 
 
 def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
-    """The sizes and options with which `_inputs` draws a layer for this plan."""
+    """The sizes and options from which `_inputs` draws a layer for this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
-    for name in ("kernel", "weight_layout"):  # they depend on the kernel
+    for name in ("kernel", "weight_layout"):  # these fields depend on the kernel
         del options[name]
     return sizes, options
 

@@ -71,7 +71,7 @@ def moe_topk(
         logits: float16, bfloat16, float32 or float64 ``[tokens, experts]``. NaN ranks above every number.
         top_k: experts to select, from 1 to the number of experts in ``top_groups`` groups.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
-        renormalize: see above.
+        renormalize: whether the weights of a token are divided by their sum, see above.
         correction_bias: ``[experts]``, any float dtype.
         num_groups: number of equal groups of experts; 1 for no groups.
         top_groups: number of groups that experts may come from, 1 to num_groups.

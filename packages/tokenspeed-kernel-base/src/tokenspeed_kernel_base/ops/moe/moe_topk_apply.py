@@ -150,7 +150,7 @@ def _inputs_and_logits(
     routing: dict[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Like the arguments of `moe_apply`, with logits of ``logits_dtype``. ``routing``: options of `moe_topk`."""
+    """The arguments of `moe_apply`, and router logits of dtype ``logits_dtype``. ``routing``: options of `moe_topk`."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:

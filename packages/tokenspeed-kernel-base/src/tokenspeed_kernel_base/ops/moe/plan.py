@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 WEIGHT_FORMATS = ("dense", "fp8_channel", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
-# Elements along k that share a scale; the length of a row must be a multiple.
+# Number of elements along k that share a scale. The length of a row must be a multiple of this number.
 BLOCKS = {"mxfp8": BLOCK_MX, "mxfp4": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 ACTIVATION_DTYPES = ("none", "fp8", "fp8_static", "mxfp4")
 ACTIVATIONS = ("swiglu",)
@@ -39,9 +39,9 @@ class MoEPlan:
     float16, bfloat16, float32 or float64.
 
     Attributes:
-        num_experts: experts in the weights; under expert parallelism those of this rank.
-        top_k: experts of each token, including experts of other ranks.
-        hidden_size: features of a token.
+        num_experts: number of experts in the weights; under expert parallelism only this rank's experts.
+        top_k: number of experts of each token, including experts of other ranks.
+        hidden_size: number of features of a token.
         intermediate_size: features between the gate/up and the down projection of an expert.
         dtype: dtype of the tokens and of dense weights.
         weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``; see `MoEWeights`.

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def rms_normalise(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm in float32 (float64 for float64), rounded to ``dtype`` once; the operators of this family share it."""
+    """RMSNorm in float32 (float64 for float64 inputs), rounded to ``dtype`` once; the operators of this family share it."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     return normed.to(dtype).contiguous()
@@ -32,7 +32,7 @@ def residual_traits(x: Tensor, residual: Tensor | None) -> dict[str, object]:
 
 
 def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless the residual has x's shape, and x's dtype or, for 16-bit x, float32."""
+    """Raises TypeError or ValueError unless the residual has x's shape, and x's dtype or (if x is a 16-bit float) float32."""
     wide = {torch.float32} if x.dtype in HALVES else set()
     check.same_shape("residual", residual, "x", x, {x.dtype, *wide})
 

@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation with an optional residual add before it and quantisation after it, for a GEMM that reads a narrow
-format."""
+"""RMSNorm with an optional residual add before it and quantisation after it, for a GEMM that reads a quantised format."""
 
 from __future__ import annotations
 
@@ -45,17 +44,17 @@ def rmsnorm_quantize(
     Args:
         x: float16, bfloat16 or float32 ``[..., hidden]``; hidden a multiple of 32 for mxfp8, of 16 for nvfp4.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
-        quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
+        quantization: the format, its scales and their layout; made by `Quantization.fp8` or another constructor of `Quantization`.
         eps: added to the mean square, > 0.
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to x before the
             normalisation.
         out: receives q.
-        scale_out: receives the scales; None if an fp8 scale is given.
+        scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
 
     Returns:
-        q and scale as `quantize` gives them, q alone if an fp8 scale is given; with a residual, also the sum, like x and
-        contiguous.
+        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
+        and contiguous.
 
     Raises:
         TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.

@@ -1,6 +1,4 @@
-"""Deprecated names of quantising operators. There was one operator per format; `Quantization` now selects the format.
-`Quantization` has the format now.
-"""
+"""Deprecated names of quantising operators. There was one operator per format; `Quantization` now selects the format."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     }.items()
     for kind in kinds
 }
-"""The replacing operator and the kind of quantisation, by deprecated name."""
+"""Deprecated name -> the replacing operator and the kind of quantisation."""
 
 
 def alias(name: str) -> Callable[..., Any]:
-    """The function of a deprecated name."""
+    """The function that a deprecated name stands for; it calls the replacing operator."""
     operator, kind = ALIASES[name]
     function = {op.operator.mode: op for op in (swiglu_quantize, rmsnorm_quantize, all_reduce_rmsnorm_quantize)}[operator]
     fixed = _PLAIN if name.startswith("silu_and_mul") else {}

@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise another operator's result. They combine that operator's hooks with those of `quantize`."""
+"""Hooks of operators that quantise another operator's result. They combine the other operator's hooks with those of `quantize`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
 class Quantised:
     """The hooks of an operator that quantises the first output of another operator.
 
-    The composed operator's first outputs are those of `quantize`. The other operator's sum with a residual follows.
+    The composed operator's first outputs are those of `quantize`. If there is a residual, its sum with x, from ``first``, follows.
 
     Args:
         first: the operator whose first output is quantised. Its input is x.
@@ -50,7 +50,7 @@ class Quantised:
         self._first, self._gated = first.operator, gated
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """The traits of both operators."""
+        """The traits of ``first`` and of `quantize`."""
         return {**self._of_quantize("traits", arguments), **self._first.run_hook("traits", arguments)}
 
     def check(self, check: Checker, **arguments: Any) -> None:
@@ -71,18 +71,18 @@ class Quantised:
         return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def outputs(self, **arguments: Any) -> list[str]:
-        """The names of these outputs."""
+        """The names of the outputs that `fake` makes."""
         return [*quantize.operator.outputs_of(arguments), *["residual_out"] * (arguments.get("residual") is not None)]
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
-        """The intermediate result is rounded to x's dtype before it is quantised."""
+        """The format of the intermediate result: x's dtype, to which the result of ``first`` is rounded before it is quantised."""
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
         """The dequantised outputs of `quantize`, then the further outputs of ``first``.
 
         With given or float32 scales, quantised values and scales are returned unchanged. A last-bit difference of the intermediate
-        result changes such a scale by as little, and changes few quantised values."""
+        result then changes a scale only slightly, and changes few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         quantization: Quantization = arguments["quantization"]
         codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)
@@ -99,12 +99,12 @@ class Quantised:
         return Decoded(decode_nvfp4(codes, scale, quantization.scale), nvfp4_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The cost of both operators, minus writing and reading the intermediate result."""
+        """The cost of ``first`` and of `quantize`, minus writing and reading the intermediate result."""
         one, other = self._first.run_hook("cost", arguments), self._of_quantize("cost", arguments)
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
     def vary(self, variation: Variation, **arguments: Any) -> dict[str, Any]:
-        """The changed arguments of both operators."""
+        """The arguments that the ``vary`` hooks of ``first`` and of the quantisation replace."""
         changed = self._first.varied(arguments, variation)
         return {**changed, **vary_quantization(variation, arguments["quantization"])}
 

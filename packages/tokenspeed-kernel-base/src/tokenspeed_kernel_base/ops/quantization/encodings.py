@@ -118,7 +118,7 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
 def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, round_up: bool = False) -> tuple[Tensor, Tensor]:
     """Quantises a float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``.
 
-    ``round_up``: use the smallest scales at which nothing saturates, instead of the OCP's."""
+    ``round_up``: use the smallest scales at which nothing saturates, instead of the scales that the OCP specification defines."""
     scaled, scale = _share_exponents(x, _EMAX_FP8[dtype], torch.finfo(dtype).max if round_up else None)
     return encode_fp8(scaled, dtype), scale
 
@@ -155,7 +155,7 @@ def decode_nvfp4(packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtyp
 def decode_fp8(q: Tensor, scale: Tensor, block_shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantises an 8-bit float ``[...]``: multiplied by float32 block scales in float32, then rounded to ``dtype``.
 
-    ``block_shape`` gives how many elements of each trailing axis share a scale: with ``(128, 128)``, q ``[..., n, k]`` has scale
+    ``block_shape`` is the block's size along the trailing axes, in elements: with ``(128, 128)``, q ``[..., n, k]`` has scale
     ``[..., ceil(n/128), ceil(k/128)]``.
     """
     return (q.float() * expand_scale(scale, block_shape, q.shape)).to(dtype)
@@ -184,12 +184,12 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def in_layout(scale: Tensor, scale_layout: str) -> Tensor:
-    """Scales in the given layout: unchanged, or swizzled to 128x4 tiles."""
+    """Returns scales in the given layout: unchanged if it is linear, else swizzled to 128x4 tiles."""
     return swizzle(scale) if scale_layout == "128x4" else scale
 
 
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle`, contiguous."""
+    """The inverse of `swizzle`: contiguous scales ``[..., rows, columns]``."""
     *lead, tiles_down, tiles_across, _, _, _ = scale.shape
     at = len(lead)
     order = (*range(at), at, at + 3, at + 2, at + 1, at + 4)
@@ -199,7 +199,7 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A copy of scales in 128x4 tiles with NaN as padding, both as e4m3fn and as e8m0."""
+    """A copy of scales in 128x4 tiles whose padding is 0xff, which is NaN both as e4m3fn and as e8m0."""
     held = swizzle(torch.ones(rows, columns, dtype=torch.uint8, device=scale.device)).expand(scale.shape)
     made = scale.contiguous().view(torch.uint8)
     return torch.where(held != 0, made, 255).view(scale.dtype)
@@ -233,7 +233,7 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
-    """The e8m0 scales, int32, of groups whose largest magnitudes are ``amax``, float32; the module's docstring gives the formula.
+    """The e8m0 scales, int32, of blocks whose largest magnitudes are ``amax``, float32; the module's docstring gives the formula.
 
     ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value. If given,
     scales are rounded up so that no scaled element exceeds it.
@@ -250,7 +250,7 @@ def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
 
 
 def over_e8m0(x: Tensor, scale: Tensor) -> Tensor:
-    """Divides float32 values by e8m0 scales (int32) of `e8m0_of`; 0 if a scale is NaN."""
+    """Divides float32 values by the e8m0 scales (int32) that `e8m0_of` returns; 0 if a scale is NaN."""
     # Multiplying by the reciprocal, 2^(127 - byte), is exact. The reciprocal is a normal number for all bytes that occur: 0 to
     # 254 - emax.
     reciprocal = ((254 - scale) << 23).view(torch.float32)
@@ -258,12 +258,12 @@ def over_e8m0(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_of_fp8(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest e8m0 scales (int32) at which no element of a group saturates in ``dtype`` (e4m3fn or e5m2)."""
+    """The smallest e8m0 scales (int32) at which no element of a block saturates in ``dtype`` (e4m3fn or e5m2)."""
     return e8m0_of(amax, _EMAX_FP8[dtype], FP8_MAX[dtype])
 
 
 def _share_exponents(x: Tensor, emax: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
-    """Divides x by its blocks' scales: float32 ``[..., k]`` and the e8m0 scales, uint8 ``[..., k/32]``; see `e8m0_of`."""
+    """Divides x by its blocks' scales. Returns float32 ``[..., k]``, and the e8m0 scales, uint8 ``[..., k/32]``; see `e8m0_of`."""
     blocks = split_blocks(x.float(), BLOCK_MX)
     scale = e8m0_of(blocks.abs().amax(-1), emax, largest)
     return over_e8m0(blocks, scale.unsqueeze(-1)).flatten(-2), scale.to(torch.uint8)

@@ -25,7 +25,7 @@ SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 def fp8_format(
     dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype = torch.float32
 ) -> TensorFormat:
-    """The format of an 8-bit float; granularity and dtype of its scales as in `ScaleFormat`."""
+    """The format of an 8-bit float; granularity, block shape and dtype of the scales are those of `ScaleFormat`."""
     return tensor_format("fp8", dtype, scale=ScaleFormat(scale_dtype, granularity, block_shape))
 
 
@@ -74,7 +74,7 @@ def blocks(size: int, block_size: int) -> int:
 
 
 def bind_blocks(check: Checker, size: str, block_size: int) -> str:
-    """Binds a plan's size to the number of blocks that cover the axis ``size``, and returns the bound size's name."""
+    """Binds the number of blocks that cover the axis ``size`` as a size of its own, and returns that size's name."""
     name = f"ceil({size}/{block_size})"
     check.bind(name, blocks(check[size], block_size), "the plan")
     return name
@@ -83,7 +83,7 @@ def bind_blocks(check: Checker, size: str, block_size: int) -> str:
 def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[int, ...]]]:
     """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout.
 
-    ``dtype``: float32; for block scales also e8m0, or int32 for four packed e8m0.
+    ``dtype`` is the scales' dtype: float32; for block scales also e8m0, or int32, which packs four e8m0 scales.
 
     If a shape fits several layouts, these have the same meaning, and the first one's name is used.
     """
@@ -107,5 +107,5 @@ def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = to
 
 
 def scale_layout(layouts: dict[str, list[tuple[int, ...]]], scale_shape: Sequence[int]) -> str | None:
-    """The layout that matches a scale's shape, or None."""
+    """The layout that matches a scale's shape; None if no layout does."""
     return next((name for name, shapes in layouts.items() if tuple(scale_shape) in shapes), None)

@@ -138,7 +138,7 @@ def quantize_fp8(
 
 
 def _within(block_size: int, shape: Sequence[int]) -> int:
-    """Limits block_size to the longest axis: the groups are the same, and padding takes less memory."""
+    """Limits block_size to the longest of the last two axes. The groups stay the same, and padding takes less memory."""
     return min(block_size, max(1, *shape[-2:]))
 
 
@@ -147,7 +147,7 @@ def _block_shape(granularity: str, block_size: int) -> tuple[int, ...]:
 
 
 def _largest(magnitude: Tensor, granularity: str, block_size: int) -> Tensor:
-    """The largest element of each group, 0 for an empty group."""
+    """The largest magnitude of each group that shares a scale; 0 for an empty group."""
     if not magnitude.numel():
         return magnitude.new_zeros(_scale_shape(tuple(magnitude.shape), granularity, block_size))
     if granularity == "tensor":
@@ -194,7 +194,7 @@ def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dt
 
 
 def check_scaling(check: Checker, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    """Raises ValueError unless these options go together."""
+    """Raises ValueError for an invalid combination of these options."""
     check.one_of("granularity", granularity, GRANULARITIES)
     check.require(block_size >= 1, "block_size", "at least 1", block_size)
     check.one_of("dtype", dtype, sorted(FP8, key=str))
@@ -218,7 +218,7 @@ def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dt
 
 
 def _uneven(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Rows of very different magnitudes, among them a row of zeros."""
+    """Draws rows of very different magnitudes, one of them a row of zeros."""
     rows = draw.normal(*shape[:-1], 1, scale=3.0).exp()
     values = draw.normal(*shape) * rows
     if values.numel():
@@ -445,7 +445,7 @@ def dequantize_fp8(
 
 
 def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
-    """The scales in float32, one for each group."""
+    """The scales in float32, one for each group of elements that share a scale."""
     if scale.dtype == torch.float32:
         return scale
     exponents = scale.view(torch.uint8) if scale.dtype in E8M0 else unpack_e8m0(scale, blocks(q.shape[-1], block_size))

@@ -228,8 +228,10 @@ def _quantisation_cases() -> list[Case]:
 
 
 def _about_the_largest(draw: Draw) -> dict[str, Any]:
-    """Largest magnitudes at which a rounded-up scale changes, and neighbours of these magnitudes; ascending."""
-    edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal
+    """Draws blocks whose largest magnitudes, in ascending order, are those at which a rounded-up scale changes, and the
+    neighbouring float32 values.
+    """
+    edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal in float32
     wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
     rows = draw.uniform(len(wanted), BLOCK_MX, low=-1.0, high=1.0) * wanted.unsqueeze(1)
     rows[:, 5] = -wanted

@@ -49,15 +49,16 @@ def quantize(
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
-        quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
+        quantization: the format, its scales and their layout; made by `Quantization.fp8` or another constructor of `Quantization`.
         out: receives q.
-        scale_out: receives the scales; None if an fp8 scale is given.
+        scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
 
     Returns:
-        q and scale, with the dtypes and shapes of the format's operator; q alone if an fp8 scale is given.
+        q and scale, with the dtypes and shapes of the format's operator; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above or of the format's operator. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above, or a requirement of the format's operator. Nothing has been
+            launched.
 
     Example:
         >>> import torch
@@ -92,7 +93,7 @@ def quantize(
 
 
 def _run_hook(hook: str, x: Tensor, quantization: Quantization, *leading: Any) -> Any:
-    """A hook of the format's operator."""
+    """Runs a hook of the operator that quantises to the format."""
     return _QUANTIZERS[kind_of(quantization)].run_hook(hook, {"x": x, **options_of(quantization)}, *leading)
 
 
@@ -126,7 +127,7 @@ def _(x: Tensor, quantization: Quantization) -> Cost:
 
 
 def vary_quantization(variation: Variation, quantization: Quantization) -> dict[str, Any]:
-    """The ``vary`` hook of operators with a quantisation: a captured call gets a quantisation with a drawn scale."""
+    """The ``vary`` hook of operators that quantise: for a captured call it draws the scale that the quantisation holds."""
     scale = quantization.scale
     if variation.want is not Want.CAPTURED:
         return {}
@@ -147,7 +148,7 @@ def draw_quantization(
     to: torch.dtype | None = None,
     **options: Any,
 ) -> Quantization:
-    """A quantisation for a case.
+    """Draws a `Quantization` for a case.
 
     Args:
         draw: random numbers.

@@ -30,12 +30,12 @@ class Quantization:
 
     Attributes:
         format: ``"fp8"``, ``"mxfp8"`` or ``"nvfp4"``.
-        granularity: the group of a scale: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``. ``"given"`` if an fp8 scale is
-            given: its shape determines the group.
+        granularity: the elements that share a scale: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``. ``"given"`` if an fp8
+            scale is given: its shape determines the group.
         block_size: elements of a block along an axis, >= 1. Only ``"block"`` and ``"block2d"`` use it.
         dtype: dtype of the elements: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; uint8 for nvfp4, two e2m1 values per byte.
         scale_dtype: float32; uint8 (e8m0) or int32 (four e8m0 packed) for fp8 in blocks; uint8 for mxfp8; float8_e4m3fn for nvfp4.
-        scale_rounding: ``"nearest"``, or of e8m0 scales ``"down"`` or ``"up"``.
+        scale_rounding: ``"nearest"``; for e8m0 scales ``"down"`` or ``"up"``.
         scale_layout: ``"linear"``; or ``"128x4"`` for scales of mxfp8 and nvfp4 in tiles, as `swizzle_scales` makes them.
         scale: float32; the given scale of fp8, or the global scale of nvfp4. None otherwise. Never written to.
 
@@ -71,7 +71,7 @@ class Quantization:
         dtype: torch.dtype = torch.float8_e4m3fn,
         scale_dtype: torch.dtype = torch.float32,
     ) -> Quantization:
-        """8-bit floats with scales from each group's amax; see `quantize_fp8`."""
+        """8-bit floats; each scale is computed from the amax of the elements that share it. See `quantize_fp8`."""
         rounding = "nearest" if scale_dtype == torch.float32 else "up"
         return cls("fp8", granularity, block_size, dtype, scale_dtype, rounding, "linear", None)
 
@@ -92,12 +92,12 @@ class Quantization:
 
 
 def kind_of(quantization: Quantization) -> str:
-    """The member of `KINDS` of a quantisation. The operator ``quantize_<kind>`` implements it."""
+    """The member of `KINDS` that a quantisation belongs to. The operator ``quantize_<kind>`` implements it."""
     return WITH_SCALE if quantization.format == "fp8" and quantization.scale is not None else quantization.format
 
 
 def options_of(quantization: Quantization) -> dict[str, Any]:
-    """The options of the call of ``quantize_<kind>``, by name."""
+    """The options that a quantisation passes to ``quantize_<kind>``, by name."""
     kind, scale = kind_of(quantization), quantization.scale
     if kind == WITH_SCALE:
         return {"scale": scale, "dtype": quantization.dtype}

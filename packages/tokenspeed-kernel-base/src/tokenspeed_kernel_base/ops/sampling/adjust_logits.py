@@ -149,7 +149,7 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _tokens(draw: Draw, rows: int, listed: int, vocab: int) -> Tensor:
-    """Distinct tokens; the last eighth of each row's entries, and entries past the vocabulary, are -1."""
+    """Draws distinct tokens for each row. The last eighth of each row's entries, and tokens past the vocabulary, are -1."""
     step = max(1, vocab // max(listed, 1))
     tokens = torch.arange(listed, device=draw.device) * step + draw.integers(0, step, rows, 1)
     tokens = torch.where(tokens < vocab, tokens, -1)

@@ -30,7 +30,7 @@ def argmax_with_value(
     values_out: Tensor | None = None,
     tokens_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and its token, for one shard of the vocabulary. Among equal logits, the first one wins.
+    """The largest logit of each row and its token, for one vocabulary shard. Among equal logits, the first one wins.
 
     For a vocabulary that is sharded over devices, each device calls this operator with its logits and its first token.
     `merge_argmax` takes the stacked results of all devices. The order is that of `argmax`: NaN ranks above every number, 0 and -0
@@ -40,8 +40,8 @@ def argmax_with_value(
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to
             ``first_token + vocab - 1``.
         first_token: the token of the first column, at least 0. All tokens must be below 2^31.
-        values_out: receives the logits.
-        tokens_out: receives the tokens.
+        values_out: receives the largest logits.
+        tokens_out: receives the tokens of the largest logits.
 
     Returns:
         values: float32 ``[rows]`` (float64 logits are rounded); tokens: int32 ``[rows]``.

@@ -68,7 +68,7 @@ def _(values: Tensor, out_dtype: torch.dtype) -> Tensor:
 @recipe
 def _inputs(parts: int, rows: int, out_dtype: torch.dtype = torch.int64) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        # Integers, so that some values are equal; the shards of a vocabulary are in random order.
+        # Values are integers, so that some of them are equal. Each row has its shards in random order.
         values = draw.normal(parts, rows).round()
         order = torch.rand(parts, rows, generator=draw.generator, device=draw.device).argsort(0)
         tokens = order * 25136 + draw.integers(0, 25136, parts, rows)

@@ -69,7 +69,7 @@ def merge_token_logprobs(
     parts, rows, top_k = top_logits.shape
     total = lse.logsumexp(0)
     chosen = token_logits.amax(0)
-    # All shards' entries of a row, by ascending token. The stable sort below keeps equal logits in that order.
+    # The top tokens of all shards of a row, by ascending token. The stable sort below keeps equal logits in that order.
     tokens, by_token = top_tokens.transpose(0, 1).reshape(rows, parts * top_k).sort(dim=-1)
     logits = top_logits.transpose(0, 1).reshape(rows, parts * top_k).gather(1, by_token)
     top, order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True)

@@ -26,7 +26,7 @@ def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """The random words for a counter and a key.
+    """Philox4x32-10: the random words for a counter and a key.
 
     Args:
         counter: int64 ``[..., 4]`` words in 0 to 2^32 - 1, least significant first.

@@ -56,9 +56,9 @@ def sample_top_k_top_p(
     * the result is a token t. The weights of kept tokens with ids up to t must add up to more than ``floor(u * S(n))``, and t is
       the smallest such token. ``u * S(n)`` is computed in float64.
 
-    A token with weight 0 is never drawn. Tokens with logit ``-inf`` have weight 0. So have tokens less than 2^-40 times as probable
-    as the first token. A row whose largest logit is not finite (NaN ranks highest), and a row with temperature 0, give the result
-    of `argmax`.
+    A token with weight 0 is never drawn. Tokens with logit ``-inf`` have weight 0. Tokens less than 2^-40 times as probable as the
+    first token also have weight 0. A row whose largest logit is not finite (NaN ranks highest), and a row with temperature 0, give
+    the result of `argmax`.
 
     If all rows have the same setting, pass ``torch.full((rows,), 0.8)``. Values are checked if the tensors lie in host memory. In
     device memory, a temperature that is negative or not finite counts as 0, and a negative top_k as 0. A top_p below 0 or NaN keeps
@@ -175,7 +175,7 @@ def request_inputs(
     min_p: float | None = None,
     out_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with the same settings in every row."""
+    """Arguments with the same sampling settings in every row."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -197,7 +197,7 @@ def request_inputs(
 
 @recipe
 def mixed_inputs(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with different settings in every row: greedy and random rows, and all combinations of filters."""
+    """Arguments with different sampling settings in every row: greedy and random rows, and all combinations of filters."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = request_inputs(rows, vocab, dtype=dtype)(draw)
@@ -230,7 +230,7 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
 
 
 def _masked(draw: Draw) -> dict[str, Any]:
-    """Rows with few allowed tokens, as under a grammar: fewer than top-k keeps, equally many, and more."""
+    """Rows with few allowed tokens, as under a grammar: fewer than top-k keeps, exactly as many, and more."""
     arguments = request_inputs(5, 12000, temperature=1.0, top_k=20, top_p=0.9)(draw)
     arguments["top_k"][1] = 0
     allowed = draw.tensor([1, 5, 20, 40, 5], torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 WEIGHT_BITS = 40
 LOG2_E = math.log2(math.e)
 LARGEST_SCALE = 3.0e38
-# Below this power of 2 a weight is 0.
+# Lower bound of the exponent ``distance * scale``. An exponent at the bound gives weight 0.
 LEAST_EXPONENT = -41.0
 # Coefficients of 2 + 2^f for |f| <= 1/2, lowest order first. The minimax polynomial of 2^f (relative error 2^-23.4), under the
 # constraint of value 1 at 0, plus 2. The polynomial's values lie between 2 and 4, where the bits of a float32 count multiples of
@@ -36,7 +36,9 @@ BITS_OF_ROUNDER = 0x4B400000
 
 
 def scale_of(temperature: Tensor) -> Tensor:
-    """The multiplier of logit distances: log2(e) / temperature, computed in float64, at most 3e38, as float32."""
+    """The factor that turns a logit distance into a power of 2: log2(e) / temperature, computed in float64, at most 3e38, as
+    float32.
+    """
     return (LOG2_E / temperature.double()).clamp(max=LARGEST_SCALE).float()
 
 
@@ -70,7 +72,7 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
     """int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row; 0 for all others.
 
-    `sample_top_k_top_p` defines them. A greedy row keeps only the first token with the largest logit.
+    `sample_top_k_top_p` defines the weights and the kept tokens. A greedy row keeps only the first token with the largest logit.
     """
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)

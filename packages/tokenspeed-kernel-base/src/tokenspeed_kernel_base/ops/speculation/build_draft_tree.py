@@ -1,4 +1,4 @@
-"""Builds the draft tree that the target model verifies from a draft model's candidates."""
+"""Builds the draft tree of a draft model's candidate tokens. The target model verifies this tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.speculation.trees import tree_masks
 from tokenspeed_kernel_base.variation import Variation, Want
 
 MAX_NODES = 64
-"""The largest number of nodes of a tree: the bits of a mask."""
+"""The largest number of nodes of a draft tree: one for each bit of a node's int64 mask."""
 
 
 @operator(
@@ -162,7 +162,9 @@ def _inputs(
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
-    """Ties, absent scores, and odd parents: the candidate itself, a later candidate, or a candidate that is not kept."""
+    """Candidates with ties, absent scores and odd parents: the candidate itself, a later candidate, or a candidate that is not
+    kept.
+    """
     arguments = _inputs(16, 4, 4, 20)(draw)
     shape = arguments["scores"].shape
     scores = draw.integers(-3, 1, *shape).float()

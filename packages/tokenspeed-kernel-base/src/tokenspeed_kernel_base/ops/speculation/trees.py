@@ -22,7 +22,7 @@ def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
 
 
 def tree_masks(parents: Tensor) -> Tensor:
-    """The nodes that each node of a tree sees, itself and its ancestors: int64 ``[batch, nodes]``, bit j for node j.
+    """The masks of draft trees: each node sees itself and its ancestors. int64 ``[batch, nodes]``, bit j for node j.
 
     An absent node sees only itself. At most 64 nodes.
     """
@@ -50,7 +50,7 @@ def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
 def absent_nodes(draft_tokens: Tensor, parents: Tensor | None, vocab: int | None = None) -> dict[str, Tensor]:
     """For ``vary`` hooks: changes the tokens and parents of absent nodes and of the root, which are ignored.
 
-    vocab: if given, nodes with tokens >= vocab are absent, too.
+    vocab: if given, nodes whose token is at least ``vocab`` are also absent.
     """
     nodes = draft_tokens.shape[1]
     at = torch.arange(nodes, device=draft_tokens.device)
@@ -64,7 +64,7 @@ def absent_nodes(draft_tokens: Tensor, parents: Tensor | None, vocab: int | None
 
 
 def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -> None:
-    """Checks draft tokens and the parents of their nodes."""
+    """Checks the dtypes and shapes of draft tokens and of the parents of their nodes."""
     check.tensor("draft_tokens", draft_tokens, "batch nodes", INTS)
     check.require(check["nodes"] > 0, "draft_tokens", "of shape [batch, nodes] with nodes > 0", str(list(draft_tokens.shape)))
     check.tensor("parents", parents, "batch nodes", torch.int32)

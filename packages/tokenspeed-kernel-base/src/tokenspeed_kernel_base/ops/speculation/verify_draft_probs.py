@@ -43,7 +43,7 @@ def verify_draft_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Speculative sampling: accepts or replaces draft tokens. Emitted tokens follow the target's distribution exactly.
 
-    This is rejection sampling as of Leviathan, Kalman & Matias, 2023, arXiv:2211.17192, and Chen et al., 2023, arXiv:2302.01318;
+    This is rejection sampling as in Leviathan, Kalman & Matias, 2023, arXiv:2211.17192, and Chen et al., 2023, arXiv:2302.01318;
     trees use the multi-round form of Miao et al., 2024 (SpecInfer), arXiv:2305.09781. Consider a node with target probabilities p
     and draft probabilities q, whose children were drawn from q independently. The residual r starts as p:
 
@@ -120,7 +120,7 @@ def verify_draft_probs(
     rows = torch.arange(batch, device=device)
     tokens, path = torch.full_like(draft_tokens, -1).contiguous(), torch.full_like(tree, -1).contiguous()
     path[:, :1] = 0
-    node, length = torch.zeros_like(rows), torch.ones_like(rows)  # the walk's node, and how many nodes it has reached
+    node, length = torch.zeros_like(rows), torch.ones_like(rows)  # each walk's current node, and the number of nodes it has reached
     a, b = torch.ones(batch, dtype=torch.float64, device=device), torch.zeros(batch, dtype=torch.float64, device=device)
     # Whether the last draft of the node was rejected. After a rejection, r is divided by its sum before it is compared again.
     rejected = torch.zeros_like(rows, dtype=torch.bool)
@@ -158,7 +158,7 @@ def verify_draft_probs(
 
 
 def _fixed_point(r: Tensor) -> Tensor:
-    """r as int64 multiples of 2^-40."""
+    """The residual probabilities r as int64 multiples of 2^-40."""
     return (r * 2.0**PROBABILITY_BITS).round().long()
 
 
@@ -208,7 +208,9 @@ def _inputs(
     dtype: torch.dtype = torch.int64,
     restricted: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with a draft model similar to the target. ``restricted``: nine of ten tokens have a target probability of 0."""
+    """Arguments with a draft model whose probabilities are similar to the target's. ``restricted``: nine of ten tokens have a
+    target probability of 0.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         target = _distributions(draw, batch, nodes, vocab, warmth=warmth)
@@ -234,7 +236,7 @@ def _inputs(
 
 
 def _equal(draw: Draw) -> dict[str, Any]:
-    """The draft model equals the target: everything is accepted."""
+    """Arguments whose draft probabilities equal the target's, so every draft is accepted."""
     arguments = _inputs(8, 5, 100, tree=False)(draw)
     return {**arguments, "draft_probs": arguments["target_probs"].clone()}
 

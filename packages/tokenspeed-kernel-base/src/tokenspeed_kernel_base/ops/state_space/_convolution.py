@@ -16,7 +16,7 @@ WIDTHS = (2, 3, 4)
 
 
 def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None, dtype: torch.dtype) -> Tensor:
-    """``activation(bias + sum over i of taps[i] * weight[:, i])``, in float32 (float64 for float64), rounded to dtype once.
+    """``activation(bias + sum over i of taps[i] * weight[:, i])``, in float32 (float64 for float64 inputs), rounded to dtype once.
 
     Args:
         taps: ``[..., channels]`` each, the oldest inputs first.
@@ -34,7 +34,7 @@ def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, activa
 def check_convolution(
     check: Checker, x: Tensor, shape: str, weight: Tensor, states: Tensor, bias: Tensor | None, activation: str | None
 ) -> None:
-    """Checks all arguments but slots. ``shape``: the axes of x, channels last."""
+    """Checks all arguments except slots. ``shape`` names the axes of x, channels last."""
     check.tensor("x", x, shape, FLOATS)
     check.tensor("weight", weight, "channels width", FLOATS)
     check.require(check["width"] in WIDTHS, "weight", "of shape [channels, width] with width 2, 3 or 4", str(list(weight.shape)))

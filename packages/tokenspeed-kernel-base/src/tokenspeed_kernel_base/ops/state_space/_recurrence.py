@@ -70,7 +70,7 @@ def check_recurrence(
     dt_min: float,
     dt_max: float,
 ) -> None:
-    """Checks all arguments but slots. ``leading``: the leading axes of tensors with tokens."""
+    """Checks all arguments except slots. ``leading`` names the axes that tensors with tokens have before their heads."""
     check.tensor("x", x, f"{leading} heads head_dim", FLOATS)
     check.tensor("dt", dt, f"{leading} heads", {x.dtype, torch.float32})
     check.tensor("A", A, "heads", FLOATS)
@@ -108,7 +108,9 @@ def recurrence_flops(x: Tensor, B: Tensor) -> float:
 
 
 def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """Kernels round three intermediates to x's dtype for MMAs: the state, the token weights, and the decayed inputs."""
+    """The formats of the three intermediates that kernels round to x's dtype for MMAs: the state, the token weights, and the
+    decayed inputs.
+    """
     return (dense_tensor_format(x.dtype),) * 3
 
 

@@ -51,7 +51,7 @@ def causal_conv1d_decode(
     states the rules for slots under "States of recurrent layers". With output_slots the state after each token is kept. So rejected
     draft tokens need no recomputation.
 
-    Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
+    Arithmetic is float32 (float64 for a float64 x); the result is rounded to x's dtype once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[batch, tokens, channels]``, at least one token. May be strided.
@@ -152,8 +152,9 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``kept``: with output_slots. ``padding``: how many of the last requests have no slot. ``sliced``: x is a slice
-    of a wider tensor."""
+    """Arguments. ``kept``: pass output_slots. ``padding``: the number of requests, at the end of the batch, that have no slot.
+    ``sliced``: x is a slice of a wider tensor.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         extra, held = 16 if sliced else 0, batch * (tokens + 1 if kept else 1) + 2 if slots is None else slots

@@ -54,7 +54,7 @@ def causal_conv1d_prefill(
     1`` inputs. If the sequence is shorter than ``width - 1``, the state begins with the last inputs of the initial state. The page
     "Calling operators" states the rules for slots under "States of recurrent layers".
 
-    Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
+    Arithmetic is float32 (float64 for a float64 x); the result is rounded to x's dtype once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided, for example a slice of a fused
@@ -64,8 +64,8 @@ def causal_conv1d_prefill(
             to tokens.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.
             May be strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
-            Slots that are not negative must be distinct.
+        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
+            has no state. Slots that are not negative must be distinct.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
         has_initial_state: bool ``[batch]``, True for sequences that start from the state in their slot; None means that no sequence
             does.
@@ -102,7 +102,7 @@ def causal_conv1d_prefill(
     starts, rows = cu_seqlens[:-1].long(), x if tokens else x.new_zeros(1, channels)
 
     def inputs(sequence: Tensor, place: Tensor) -> Tensor:
-        """Inputs by their index in a sequence; the first ``width - 1`` are the initial state."""
+        """The convolution's inputs at indices ``place`` of sequences; the first ``width - 1`` come from the initial state."""
         given = rows[(starts[sequence] + place - (width - 1)).clamp(0, len(rows) - 1)]
         kept = initial[sequence, place.clamp(max=width - 2)]
         return torch.where((place < width - 1).unsqueeze(-1), kept, given)
@@ -166,7 +166,7 @@ def _inputs(
     """Arguments with sequences of these lengths.
 
     ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: has_initial_state is None.
-    ``padding``: how many of the last sequences have no slot. ``sliced``: x is a slice of a wider tensor.
+    ``padding``: the number of sequences, at the end of the batch, that have no slot. ``sliced``: x is a slice of a wider tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> None:
-    """Checks shapes and dtypes of a prefill's slots. cu_seqlens itself has been checked."""
+    """Checks shapes and dtypes of a prefill's slots. Call it after the check of cu_seqlens."""
     check.bind("batch", len(cu_seqlens) - 1, "cu_seqlens")
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("has_initial_state", has_initial_state, "batch", torch.bool)
@@ -101,7 +101,7 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
         check.fail(name, "of distinct slots (negative: none)", f"slot {slot} for requests {requests}")
     if output_slots is None:
         return
-    writers = torch.full((states.shape[0] + 1,), -1)  # the last entry is for negative slots
+    writers = torch.full((states.shape[0] + 1,), -1)  # the last element is for negative slots
     writers[torch.where(written >= 0, written, -1).long()] = torch.arange(len(written)).unsqueeze(1).expand(written.shape)
     writers[-1] = -1
     found = writers[torch.where(state_slots >= 0, state_slots, -1).long()]
@@ -136,10 +136,11 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
     Args:
         draw: the source of random numbers.
         batch: the number of requests.
-        slots: slots of the cache. At least one for each request that is not padding; with ``tokens``, at least that many for each.
-            If there are as many spare slots as such requests, every second request reads one slot and writes another.
-        tokens: new tokens of each request, at least 1; None: without output_slots.
-        padding: how many of the last requests have no slots.
+        slots: number of slots of the cache. At least one for each request that is not padding; with ``tokens``, at least ``tokens``
+            for each. If there are as many spare slots as such requests, every second request reads one slot and writes to another
+            slot.
+        tokens: number of new tokens of each request, at least 1; None: without output_slots.
+        padding: the number of requests, at the end of the batch, that have no slots.
     """
     order, real = draw.permutation(slots, torch.int32), batch - padding
     none = order.new_full((padding,), -1)
@@ -163,10 +164,10 @@ def draw_prefill(
 
     Args:
         draw: the source of random numbers.
-        lengths: tokens of each sequence.
-        slots: slots of the cache, at least one for each sequence that is not padding.
+        lengths: number of tokens of each sequence.
+        slots: number of slots of the cache, at least one for each sequence that is not padding.
         initial: True: some sequences start from a state; False: has_initial_state is all False; None: has_initial_state is None.
-        padding: how many of the last sequences have no slots.
+        padding: the number of sequences, at the end of the batch, that have no slots.
     """
     batch = len(lengths)
     initials = draw.integers(0, 2, batch).bool() if initial else torch.zeros(batch, dtype=torch.bool, device=draw.device)
@@ -178,12 +179,12 @@ def draw_prefill(
 
 
 def padding_of(state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a decode: how many requests have no slot."""
+    """The ``work`` hook of a decode: the number of requests that have no slot."""
     return {"padding": [int((state_slots < 0).sum())]}
 
 
 def prefill_read(cu_seqlens: Tensor, state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a prefill: lengths, and how many requests have no slot."""
+    """The ``work`` hook of a prefill: the sequence lengths, and the number of requests that have no slot."""
     return {"lengths": cu_seqlens.diff().tolist(), **padding_of(state_slots)}
 
 
@@ -227,7 +228,7 @@ def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, outpu
 
 
 def _poisoned(states: Tensor, read: Tensor) -> Tensor:
-    """The cache with NaN in every slot that is not in ``read``."""
+    """A copy of the state cache with NaN in every slot that is not in ``read``."""
     unread = torch.ones(states.shape[0], dtype=torch.bool, device=states.device)
     unread[read.long()] = False
     return poisoned(states, unread)

@@ -64,12 +64,12 @@ def ssd_decode(
 ) -> Tensor:
     """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
 
-    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060); see there for the recurrence.
+    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060), whose docstring defines the recurrence.
 
     The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots the state after
     each token is kept. So rejected draft tokens need no recomputation.
 
-    The recurrence, state included, is float32 (float64 where x is) from the first to the last token of the call. The result is
+    The recurrence, state included, is float32 (float64 for a float64 x) from the first to the last token of the call. The result is
     rounded to x's dtype once. States are rounded to the cache's dtype when they are written.
 
     Args:
@@ -183,8 +183,9 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Arguments. ``full``: as in `draw_recurrence`; ``kept``: with output_slots; ``padding``: how many of the last requests have
-    no slot."""
+    """Arguments. ``full``: as in `draw_recurrence`. ``kept``: pass output_slots. ``padding``: the number of requests, at the end of
+    the batch, that have no slot.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         held = batch * (tokens + 1 if kept else 1) + 2 if slots is None else slots

@@ -75,9 +75,9 @@ def ssd_prefill(
     ``s = min(max(softplus(dt[t, i] + dt_bias[i]), dt_min), dt_max)``. Omitted optional arguments drop out of these formulas. The
     page "Calling operators" states the rules for slots under "States of recurrent layers".
 
-    The recurrence is float32 (float64 where x is), and its result is rounded to x's dtype once. States are rounded to the cache's
-    dtype when they are written. Kernels process chunks of tokens with MMAs. For these, they round states, token weights and decayed
-    inputs to x's dtype.
+    The recurrence is float32 (float64 for a float64 x), and its result is rounded to x's dtype once. States are rounded to the
+    cache's dtype when they are written. Kernels process chunks of tokens with MMAs. For these, they round states, token weights and
+    decayed inputs to x's dtype.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, like all tensors here, for example
@@ -89,8 +89,8 @@ def ssd_prefill(
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
-            Slots that are not negative must be distinct.
+        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
+            has no state. Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
         z: like x, the gate. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
@@ -211,7 +211,7 @@ def _inputs(
 
 # Heads, head_dim, state_dim, groups.
 NEMOTRON_H = (128, 64, 128, 8)
-GRANITE_4 = (128, 64, 128, 1)  # Granite 4.0 H Small; Bamba-9B as well
+GRANITE_4 = (128, 64, 128, 1)  # heads, head_dim, state_dim, groups of Granite 4.0 H Small and of Bamba-9B
 NEMOTRON_NANO = (128, 80, 128, 8)
 
 
