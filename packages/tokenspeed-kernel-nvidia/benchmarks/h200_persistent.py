@@ -50,7 +50,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 
 SHAPE, WIDTH, EPS = Shape(GPT_OSS_120B, 1), 4096, 1e-5
 SMALL, SMALL_WIDTH = Shape(replace(GPT_OSS_120B, name="small", intermediate=256), 1), 512
-CALLS = 8  # in a graph
+CALLS = 8  # number of calls in a graph
 CLOSE = 0.02  # the largest relative error of a token that has the same experts
 TODAY = "today's launches"
 
