@@ -1,4 +1,4 @@
-"""The public function of a declaration: its checks, its outputs, and its methods."""
+"""Tests the public function that an operator's declaration creates: argument checks, outputs, and methods."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
 def test_on_the_emulator(
     heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
-    """Runs with warps in any order, and with copies and wgmmas as late as possible."""
+    """Runs with warps in order and copies performed at issue, then with warps in random order and copies at random times."""
     with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, new, heads, **options))
 

@@ -31,7 +31,8 @@ def lies_like(tensor: Tensor, other: Tensor) -> bool:
 
 
 def overlap(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a byte. Tensors without a common row pitch count as disjoint if one has more than 2^20 elements."""
+    """Whether two tensors share a byte. If their row pitches differ, their elements are compared one by one. If one of them then
+    has more than 2^20 elements, they are not compared, and the result is False."""
     distance = other.data_ptr() - tensor.data_ptr()
     if not -span(other) < distance < span(tensor):
         return False

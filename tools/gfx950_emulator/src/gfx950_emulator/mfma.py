@@ -296,7 +296,7 @@ def _wide_unpacker(types: str, size: int) -> Unpack:
             upper = np.zeros((*elements.shape, 2), np.uint16)
             upper[..., 1] = elements
             elements = upper.view(np.float32)
-        # The lane axis is (lane group, row): the innermost part of the k axis, and the row axis.
+        # A lane's index is (lane group, row). The lane group becomes the innermost part of the k axis.
         return elements.astype(np.float64, order="C").reshape(raw.shape[1] // WAVE, -1, size).transpose(0, 2, 1)
 
     return unpack

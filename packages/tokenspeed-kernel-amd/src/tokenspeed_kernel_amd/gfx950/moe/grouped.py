@@ -110,7 +110,8 @@ class Shape(NamedTuple):
         columns: number of (token, slot) pairs in a tile, each a column of the MMAs.
         blocks: see `Tile`.
         top_k: slots of a token.
-        gated: whether this is the gate/up GEMM, which gathers its rows from the tokens and applies the activation in its epilogue.
+        gated: True for the gate/up GEMM, which gathers the pairs' rows of x. Its epilogue applies the activation function. False
+            for the down projection.
         bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
         padded: whether encoded rows are padded to a multiple of 512 elements.

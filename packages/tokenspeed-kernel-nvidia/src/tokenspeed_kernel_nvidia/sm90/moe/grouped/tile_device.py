@@ -76,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Item:
-    """A work item: the columns of a tile of the schedule, multiplied by some rows of the weights of their expert.
+    """A work item: some rows of an expert's weights by one tile of the schedule. The tile's columns are pairs of this expert.
 
     Attributes:
         expert: the index of the expert.
