@@ -228,7 +228,8 @@ def test_the_page_names_every_gate_in_order() -> None:
 def test_the_package_readme_says_how_kernels_are_chosen() -> None:
     text = " ".join((PACKAGE / "README.md").read_text().split())
     assert f"gates ({', '.join(selection.GATES)})" in text
-    assert f"ranked: {', '.join(selection.RANKS)}." in text
+    *others, last = selection.RANKS
+    assert f"ranked by {', '.join(others)} and {last}, in this order." in text
 
 
 def test_a_cold_call_runs_the_functions_of_the_page_in_order() -> None:
