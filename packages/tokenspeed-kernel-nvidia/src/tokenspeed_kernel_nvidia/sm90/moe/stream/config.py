@@ -84,7 +84,7 @@ class Config:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of shared memory for the rows of an entry."""
+        """Bytes of shared memory for the rows of one entry: a group of pairs that read an expert's weights together."""
         return self.blocks * BLOCK * self.columns
 
     @property
