@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import first
+import compile_order
 import machine_code
 
 # The largest shared memory per CTA, in bytes, by architecture.
@@ -99,9 +99,9 @@ def main() -> int:
     recent: set[str] = set()
     began = time.monotonic()
     end = began + options.seconds
-    seed = first.seed(ROOT)
+    seed = compile_order.seed(ROOT)
     if math.isfinite(end):
-        sources, changed = _sources({kernel for _, kernel in jobs}), first.changed_files(ROOT, SOURCES)
+        sources, changed = _sources({kernel for _, kernel in jobs}), compile_order.changed_files(ROOT, SOURCES)
         recent = {kernel for kernel, files in sources.items() if files & changed}
         jobs = ordered(jobs, sources, changed, seed)
     # Each kernel and architecture has its own process: Triton keeps state per process, and the end of a process releases memory.

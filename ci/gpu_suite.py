@@ -42,7 +42,8 @@ SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
 # Programs that take up to a minute to compile. Several processes compile these programs before the tests, so that no test waits
 # while another test compiles.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
-# Tests that take up to two minutes. Each worker starts with some of them, so that none of them begins last.
+# Tests that take up to two minutes. Each worker starts with some of these tests. Otherwise a slow test may begin when all other
+# tests are done.
 SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
 GRACE_S = 30  # seconds that running tests get after the time limit
 
@@ -181,11 +182,11 @@ def warm_up(workers: int) -> float:
     """Compiles the slow programs into the cache on disk, and the test files to byte code. Returns the duration in seconds."""
     began = time.monotonic()
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nvidia", *TESTS]
-    collection = subprocess.Popen(collect, cwd=ROOT, stdout=subprocess.DEVNULL)
-    for words in SLOW_PROGRAMS:
-        command = [sys.executable, "-m", "tokenspeed_kernel_nvidia.warmup", words, "--every", "--jobs", str(workers)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    collection.wait()  # errors of this collection are ignored, because the tests' own collection reports them
+    # Errors of this collection are ignored, because the tests' own collection reports them.
+    with subprocess.Popen(collect, cwd=ROOT, stdout=subprocess.DEVNULL):
+        for words in SLOW_PROGRAMS:
+            command = [sys.executable, "-m", "tokenspeed_kernel_nvidia.warmup", words, "--every", "--jobs", str(workers)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - began
 
 

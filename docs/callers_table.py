@@ -31,8 +31,8 @@ def callers_table() -> str:
 
 
 def _called(file: Path) -> Iterator[str]:
-    """Names of operators that a file of an engine's plugin uses: names imported from the core or read from a namespace of
-    operators. Plugins look operators up by name, so strings count too. A string without an underscore may mean something else, so
+    """Yields the names by which a file may refer to operators: names that it imports from the core, attributes of a namespace of
+    operators, and strings, because plugins look operators up by name. A string without an underscore may mean something else, so
     it counts only as an argument of a call.
     """
     for node in ast.walk(ast.parse(file.read_text())):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,6 +48,14 @@ def gfx950() -> Iterator[torch.device]:
 
     with emulated_gfx950():
         yield torch.device("cpu")
+
+
+@pytest.fixture
+def timing_programs(programs: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:
+    """Returns a function that imports a benchmark of the timing model. The timing model needs Triton and the emulator."""
+    _need_triton()
+    pytest.importorskip("gfx950_emulator")
+    return programs
 
 
 @pytest.fixture

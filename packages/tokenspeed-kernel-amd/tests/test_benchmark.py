@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel_amd import _machine
-
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def program(programs: Callable[[str], ModuleType]) -> ModuleType:
-    gap = _machine.triton_gap()
-    if gap is not None:
-        pytest.skip(gap)
-    pytest.importorskip("gfx950_emulator")
-    return programs("timing_model")
+def program(timing_programs: Callable[[str], ModuleType]) -> ModuleType:
+    return timing_programs("timing_model")
 
 
 def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,18 +9,12 @@ from types import ModuleType
 
 import pytest
 
-from tokenspeed_kernel_amd import _machine
-
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def program(programs: Callable[[str], ModuleType]) -> ModuleType:
-    gap = _machine.triton_gap()
-    if gap is not None:
-        pytest.skip(gap)
-    pytest.importorskip("gfx950_emulator")
-    return programs("timing_model_mla")
+def program(timing_programs: Callable[[str], ModuleType]) -> ModuleType:
+    return timing_programs("timing_model_mla")
 
 
 @pytest.mark.slow

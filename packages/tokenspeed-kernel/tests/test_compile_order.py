@@ -15,8 +15,8 @@ CI = Path(__file__).parents[3] / "ci"
 
 
 @pytest.fixture
-def first(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return _script("first", monkeypatch)
+def compile_order(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return _script("compile_order", monkeypatch)
 
 
 def _script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -49,21 +49,21 @@ def _git(root: Path, *arguments: str) -> None:
     subprocess.run(["git", *arguments], cwd=root, check=True)
 
 
-def test_code_that_commits_and_edits_changed(first: ModuleType, checkout: Path) -> None:
+def test_code_that_commits_and_edits_changed(compile_order: ModuleType, checkout: Path) -> None:
     source = checkout / "src"
-    assert first.changed_files(checkout, "src") == {source / "code.py", source / "new.py"}
+    assert compile_order.changed_files(checkout, "src") == {source / "code.py", source / "new.py"}
     (source / "same.py").write_text("X = 3\n")
-    assert first.changed_files(checkout, "src") == {source / "code.py", source / "new.py", source / "same.py"}
-    assert first.changed_files(checkout, "other") == frozenset()
-    assert len(first.seed(checkout)) == 40
+    assert compile_order.changed_files(checkout, "src") == {source / "code.py", source / "new.py", source / "same.py"}
+    assert compile_order.changed_files(checkout, "other") == frozenset()
+    assert len(compile_order.seed(checkout)) == 40
 
 
-def test_without_history_no_file_counts_as_changed(first: ModuleType, checkout: Path, tmp_path: Path) -> None:
+def test_without_history_no_file_counts_as_changed(compile_order: ModuleType, checkout: Path, tmp_path: Path) -> None:
     _git(tmp_path, "clone", "--quiet", "--depth", "1", checkout.as_uri(), "shallow")
-    assert first.changed_files(tmp_path / "shallow", "src") == frozenset()
+    assert compile_order.changed_files(tmp_path / "shallow", "src") == frozenset()
     shutil.rmtree(checkout / ".git")
-    assert first.changed_files(checkout, "src") == frozenset()
-    assert first.seed(checkout)
+    assert compile_order.changed_files(checkout, "src") == frozenset()
+    assert compile_order.seed(checkout)
 
 
 def test_kernels_with_changed_files_of_their_own_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,16 @@ def test_backends_are_listed_in_the_order_of_selection(monkeypatch: pytest.Monke
     assert backends._backends(op, backends._platform("cpu")) == ["reference"]
 
 
+def test_callers_are_found_in_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    lines = importlib.import_module("callers_table").callers_table().splitlines()
+    callers = {re.findall(r"`(\w+)`", line)[0]: line.rpartition("| ")[2] for line in lines[2:]}
+    assert callers["moe_apply"] == "GPT-OSS runtime, vLLM, SGLang, transformers |"  # one namespace, or a name as a string
+    assert callers["mla_prefill"] == "vLLM |"
+    assert callers["bmm"] == "none |"
+    assert len(callers) == len(operator_module.operators())
+
+
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
     """The configuration file on the page is valid, and has every key."""
     (example,) = [block.text for block in blocks_of(DOCS / "configuration.md") if block.language == "toml"]

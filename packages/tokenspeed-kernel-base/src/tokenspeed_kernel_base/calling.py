@@ -392,8 +392,8 @@ def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., An
 
 
 def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
-    """Returns the range of a bound's values for which a decision holds; a bound is an integer limit such as ``max_seqlen_k``. If
-    the decision depends on sizes, the range is one bucket of sizes; otherwise it is every value that the check allows.
+    """Returns the range of values of a bound, such as ``max_seqlen_k``, for which the selected kernel stays the same. If selection
+    depends on sizes, the range is one bucket of sizes. Otherwise it is every value that the check allows.
     """
     position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))

@@ -64,8 +64,8 @@ class Search(NamedTuple):
     warps: int
 
 
-# List entries that a program holds in registers, 16 per thread. A list of _LANES entries is enough for top_k up to half of that:
-# top_k larger scores, and top_k ties of the threshold.
+# _LANES: the number of list entries that a program holds in registers, 16 per thread. A list needs at most 2 * top_k entries: top_k
+# scores above the threshold, and top_k scores that equal it. So lists of _LANES entries are enough up to top_k = _LANES / 2.
 _LANES, _WARPS, _FEWEST_LANES, _LANES_A_WARP = 4096, 8, 64, 512
 _BLOCK, _RUN = 4096, 4
 # One in 32 of 65536 scores is in the sample, so that about 3,100 scores are listed for a top_k of 2,048.
