@@ -78,19 +78,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def interpret(session: nox.Session) -> None:
-    """Runs the portable Triton kernels on small cases in Triton's interpreter, without a GPU.
-
-    Then compiles as many kernels as fit in two minutes, first the ones that recent commits changed, and checks their machine code.
-    Arguments replace pytest's, and leave out this compilation.
-    """
+    """Runs the portable Triton kernels on small cases in Triton's interpreter: no GPU, no compiler. Arguments replace pytest's."""
     _install(session, "test", runtime=False)
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_ids.py", "test_docs.py", "triton")]
     session.run("python", "-m", "pytest", *files, *arguments, env=environment)
-    if not session.posargs:
-        session.run("python", "ci/compile_triton.py", "--arch", "sm_90", "--arch", "gfx950", "--seconds", "120")
 
 
 @nox.session
