@@ -1,7 +1,7 @@
 """Gated activations fused with quantisation. One program computes one tile of the result.
 
 The activation's result is rounded to x's dtype, and quantised in registers. With one scale per row, each program computes whole
-rows. Rows that do not fit in registers are computed twice, the second time from the cache.
+rows. Rows that do not fit in registers are computed twice. The second pass reads x from the cache.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Tile(NamedTuple):
     warps: int
 
 
-# With one scale per row, a thread holds at most 32 elements of the result, plus their gate and up elements until they are computed.
-# Longer rows are read twice, in steps of _STEP columns, 16 per thread.
+# With one scale per row, a thread holds at most 32 elements of the result. Until the result is computed, the thread also holds
+# their gate and up elements. Rows longer than _LONGEST_ROW are read twice, in steps of _STEP columns, 16 per thread.
 _ELEMENTS_A_WARP, _WARPS, _LONGEST_ROW = 512, 16, 16384
 _STEP, _STEP_WARPS = 4096, 8
-# With at most one row per SM/CU, programs hold rows of up to twice _LONGEST_ROW in registers, with the most threads that a program
-# can have. No other program would hide the latency of a second read. AMD's programs cannot have more than 16 waves of 64 threads.
+# With at most one row per SM/CU, no other program would hide the latency of a second read. A program with more warps then keeps a
+# longer row in registers: up to twice _LONGEST_ROW with NVIDIA's 32 warps. AMD's programs cannot have more than 16 waves of 64
+# threads.
 _MOST_WARPS = {"nvidia": 32, "any": 16}
 
 
@@ -75,7 +76,8 @@ def swiglu_quantize(
     out: Tensor | None,
     scale_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.swiglu_quantize`. With the parameters of `silu_and_mul` the kernel computes `silu_and_mul`."""
+    """See `tokenspeed_kernel.swiglu_quantize`. With ``alpha`` 1, ``beta`` 0, no ``limit`` and columns not interleaved, the kernel
+    computes `silu_and_mul`."""
     intermediate, form = x.shape[-1] // 2, form_of(x, quantization)
     stored = stored_for(x, (*x.shape[:-1], intermediate), form, quantization.dtype, out, scale_out)
     if stored.codes.numel():

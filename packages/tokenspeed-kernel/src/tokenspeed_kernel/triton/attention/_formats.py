@@ -50,4 +50,4 @@ MLA = {
     "scaled": any,
     "sliding_window": any,
 }
-"""Traits that every kernel for MLA over a cache of this folder declares."""
+"""Traits that every kernel of this folder for MLA over a cache declares."""

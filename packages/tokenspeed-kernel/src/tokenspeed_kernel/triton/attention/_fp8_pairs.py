@@ -1,8 +1,9 @@
 """fp8 caches that are read as int16 elements, each of which packs two neighbouring columns of a row.
 
 A register of an MMA operand holds neighbours along k, the reduced axis. For values, k is not the contiguous axis in memory. Then
-8-bit elements must be gathered one by one, because the hardware transposes only elements of at least 16 bits. A row's even
-and odd columns therefore become two MMA operands. The results of the two MMAs are added (keys) or interleaved (values).
+8-bit elements would have to be gathered one by one, because the hardware transposes only elements of at least 16 bits. So the cache
+is loaded as 16-bit elements, and a row's even and odd columns become two MMA operands. The results of the two MMAs are added (keys)
+or interleaved (values).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from tokenspeed_kernel_base.checks import FP8
 # Architectures with PTX that converts two e4m3 values at once and permutes bytes. Other architectures unpack values by integer
 # operations.
 _PTX = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
-_LEAST_WIDTH = 32  # columns of a row; half of them is the least k of a `tl.dot`
+_LEAST_WIDTH = 32  # columns of a row: twice the least k of a `tl.dot`
 
 
 def pairable(cache: Tensor) -> bool:
-    """Whether a cache's rows can be read as int16 pairs of fp8 values: an fp8 dtype, contiguous rows, and even widths and
-    offsets.
+    """Whether a cache's rows can be read as int16 pairs of fp8 values. This requires an fp8 dtype, contiguous rows of at least
+    _LEAST_WIDTH columns, and an even width, even strides and an even offset.
     """
     *apart, last = cache.stride()
     return (

@@ -113,7 +113,8 @@ def write_scores(
     if not tokens:
         return
     native = q.dtype in FP8 and for_architecture(_MULTIPLIES_E4M3, q.device)
-    # bfloat16 represents every fp8 value exactly. Triton's interpreter computes bfloat16 dots wrongly.
+    # bfloat16 represents every fp8 value exactly. Triton's interpreter computes bfloat16 dots wrongly, so the interpreter gets
+    # float32.
     wide = for_architecture({"cpu": torch.float32, "any": torch.bfloat16 if q.dtype in FP8 else q.dtype}, q.device)
     (q, q_fp8), (k, k_fp8) = ((x, None) if native else fp8_operand(x) for x in (q, k))
     tile = tile_for(heads, head_dim, tokens, batch, keys, _COLUMNS[native], q.device)
@@ -146,8 +147,8 @@ def write_scores(
 
 
 def _in_pages(keys: Tensor, axes: int) -> tuple[int, ...]:
-    """Returns the strides of keys or scales by page, slot and so on. Each contiguous key counts as a page of its own, so that a
-    sequence can begin at any key.
+    """Returns the strides of keys or scales: by page, by slot and, for keys, by column. Each contiguous key counts as a page of its
+    own, so the page stride is the slot stride. A sequence can then begin at any key.
     """
     strides = keys.stride()
     return strides if keys.dim() == axes else (strides[0], *strides)

@@ -1,5 +1,5 @@
-"""Causal attention in a narrow window. A program loads all keys that a tile of packed query rows sees, and computes the softmax of
-all of them at once.
+"""Causal attention in a narrow window. A program loads all keys that a tile of packed query rows sees, and computes the softmax
+over all these keys at once.
 
 A tile of few positions sees two ranges of keys: MAIN keys up to its first position, and at most TAIL keys at later positions. The
 window's start masks only MAIN keys, and the causal diagonal only TAIL keys. A program computes one tile without a loop, so that all

@@ -50,7 +50,7 @@ class Band(NamedTuple):
 
 @triton.jit
 def _tile_of(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The `Tile` that begins at row ``first_row`` of a sequence."""
+    """Returns the `Tile` that begins at row ``first_row`` of a sequence."""
     first = first_row // GROUP
     row = first_row + tl.arange(0, BLOCK_M)
     return Tile(row, q_len * GROUP, start, head, first, kv_len - q_len + first, row // GROUP - first)
@@ -58,7 +58,7 @@ def _tile_of(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _band_of(tile, kv_len, window_left, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """The `Band` of keys that ``tile`` sees."""
+    """Returns the `Band` of keys that ``tile`` sees."""
     main = tl.arange(0, MAIN) - (MAIN - 1)
     tail = tl.arange(0, TAIL) + 1
     return Band(main, tail, tl.maximum(main, -tl.minimum(tile.oldest, window_left)), tl.minimum(tail, kv_len - 1 - tile.oldest))
@@ -66,7 +66,7 @@ def _band_of(tile, kv_len, window_left, MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _query_rows(q_rows, tile, GROUP: tl.constexpr):
-    """Pointers to the queries of a tile's rows. Offsets from the tile's first query fit into 32 bits."""
+    """Returns pointers to the queries of a tile's rows. Offsets from the tile's first query fit into 32 bits."""
     held = tl.minimum(tile.row, tile.rows - 1)
     first = q_rows.first + (tile.start + tile.first).to(tl.int64) * q_rows.token_stride + tile.head * GROUP * q_rows.head_stride
     return first + (held // GROUP - tile.first) * q_rows.token_stride + held % GROUP * q_rows.head_stride
@@ -91,7 +91,7 @@ def _cache_rows(cache, tile, band, table, sequence, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _weights(main_dots, tail_dots, tile, band, scaling, sinks, window_left, GROUP: tl.constexpr, HAS_CAP: tl.constexpr):
-    """The softmax over both blocks at once: ``(main_weights, tail_weights, state)``.
+    """Computes the softmax over both blocks at once. Returns ``(main_weights, tail_weights, state)``.
 
     The weights are the unnormalised probabilities of the keys; ``state`` is the `Softmax` state of the rows.
     """
@@ -137,7 +137,7 @@ def _store(out_rows, lse, v_scale, state, acc, tile, SHAPE: tl.constexpr, BLOCK_
 @triton.jit
 def band_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] where there are pages
+    k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] if paged
     v,
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None

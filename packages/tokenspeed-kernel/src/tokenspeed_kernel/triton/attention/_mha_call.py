@@ -3,8 +3,9 @@
 Query rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and query head ``r % GROUP`` of the KV head's
 group. A key is therefore read once for all query heads of its group, and a tile of rows spans few positions.
 
-Only the device knows the sequence lengths. The grid consists of *slots*, work items of ``rows`` query rows each. The slots of
-sequence b begin at ``cu_seqlens[b] * GROUP // rows + b``. A sequence gets as many slots as its rows need, or one more.
+Only the device knows the sequence lengths, so the host cannot count each sequence's tiles. The grid consists of *slots*, work items
+of ``rows`` query rows each. The slots of sequence b begin at ``cu_seqlens[b] * GROUP // rows + b``. A sequence gets as many slots
+as its rows need, or one more.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ class Call(NamedTuple):
         return 0 if self.page_table is None else self.k.shape[1]
 
     def slots(self, rows: int) -> int:
-        """The number of slots of ``rows`` query rows. It is 0 without sequences: rows that belong to no sequence have no slots."""
+        """Returns the number of slots of ``rows`` query rows each. Returns 0 if there are no tokens or no sequences."""
         return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] and self.batch else 0
 
     def operands(self) -> list[Any]:
-        """The arguments from ``q`` to ``cap_log2``, which `tiles_kernel` and `band_kernel` share."""
+        """Returns the arguments from ``q`` to ``cap_log2``, which `tiles_kernel` and `band_kernel` share."""
         pages = (0,) if self.page_table is None else ()
         kv_seqlens = self.cu_seqlens_kv if self.page_table is None else self.cache_seqlens
         (q, _), (k, _), (v, _) = fp8_operand(self.q), fp8_operand(self.k), fp8_operand(self.v)
@@ -105,7 +106,7 @@ class Call(NamedTuple):
         ]
 
     def constants(self) -> dict[str, Any]:
-        """The compile-time arguments SHAPE and FORMATS, which `tiles_kernel` and `band_kernel` share."""
+        """Returns the compile-time arguments SHAPE and FORMATS, which `tiles_kernel` and `band_kernel` share."""
         # bfloat16 represents every fp8 value exactly.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
         dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted bfloat16 dots are wrong

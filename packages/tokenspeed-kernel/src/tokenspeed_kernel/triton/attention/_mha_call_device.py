@@ -37,7 +37,7 @@ def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def scaling_of(multiplier, cap_log2, scales, head, SHAPE: tl.constexpr):
-    """The `Scaling` of a KV head's scores, which includes the head's scales of q and k."""
+    """Returns the `Scaling` of a KV head's scores. Its multiplier includes the head's scales of q and k."""
     if scales.q is not None:
         multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
     if scales.k is not None:

@@ -1,4 +1,4 @@
-"""The choice of tiles for multi-head attention with many queries per sequence, by architecture.
+"""Chooses the tiles, by architecture, for multi-head attention with many queries per sequence.
 
 Figures are TFLOP/s on an H200, causal, 8192 tokens per sequence unless stated otherwise, with Triton 3.6.
 """
@@ -32,16 +32,16 @@ class Choices(NamedTuple):
 
 _CHOICES = {
     "sm_90": Choices(
-        # 400 to 418, or 312 at 16 x 1024. The register limit allows four CTAs per SM: one computes exponentials while another runs
-        # MMAs. Without the limit three CTAs fit, at 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by pointers:
-        # 379.
+        # 400 to 418 TFLOP/s; 312 with 16 sequences of 1024 tokens. The register limit allows four CTAs per SM: one computes
+        # exponentials while another runs MMAs. Without the limit three CTAs fit: 375 and 282. Tiles of 128 x 64: 379 and 282; 64 x
+        # 128: 411 and 271. Keys loaded by pointers: 379.
         narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
-        # 500 to 514. With edges_first 390, because the compiler serialises the WGMMAs. 128 x 128 and 8 warps: 475; by pointers at
-        # most 448.
+        # 500 to 514. With edges_first: 390, because the compiler serialises the WGMMAs. Tiles of 128 x 128 and 8 warps: 475. Keys
+        # loaded by pointers: at most 448.
         wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
-        # 497 with 256 columns; 64 x 64: 358, 128 x 32: 411.
+        # 497 with 256 columns. Tiles of 64 x 64: 358; 128 x 32: 411.
         widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
-        # 348, with keys and values converted from fp8 in registers; 64 x 64: 290.
+        # 348, with keys and values converted from fp8 in registers. Tiles of 64 x 64: 290.
         wide_fp8=Tiles(128, 128, 8, 2),
     ),
     # Other architectures were not measured. Their tiles compile without register spills.
@@ -53,14 +53,16 @@ _CHOICES = {
     "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
     "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
 }
-# The tile of `_mha_band`. A window of 128 over 16 x 8192 tokens: 1.37 ms, or 1.8 ms with a loop over blocks of 32 keys.
+# The tile of `_mha_band`. 16 sequences of 8192 tokens with a window of 128 take 1.37 ms, or 1.8 ms with a loop over blocks of 32
+# keys.
 _BAND = Band(64, 4)
 _BAND_KEYS = (64, 128)
 _FEW_LATER = 16
 
 
 def choose(call: Call, longest_q: int) -> Tiles | Band:
-    """Returns the tiles for a call with at most ``longest_q`` queries per sequence, which also choose the kernel."""
+    """Returns the tiles for a call with at most ``longest_q`` queries per sequence. The result's type, `Tiles` or `Band`, chooses
+    the kernel."""
     widest = max(call.q.shape[2], call.v.shape[-1])
     rows = longest_q * call.group
     if call.q.dtype == torch.float32:
@@ -68,7 +70,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
     if _in_a_band(call, rows, widest):
         return _BAND
     choices = for_architecture(_CHOICES, call.q.device)
-    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, 64 rows cost no more (WGMMA)
+    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, a tile of 64 rows costs no more, because WGMMA computes 64
         return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
     if widest > 128:
         return choices.widest

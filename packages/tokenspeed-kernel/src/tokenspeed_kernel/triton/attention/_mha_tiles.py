@@ -93,8 +93,8 @@ def split_width(width: int, v_width: int) -> tuple[int, int]:
 
 
 def _block_w(width: int, v_width: int) -> int:
-    """Returns a value's columns, padded to a power of two. If the value has fewer than 64 columns and the key more, to the key's
-    width.
+    """Returns a value's columns, padded to a power of two. If the value has fewer than 64 columns and the key has more columns,
+    returns the key's padded width.
 
     Code that Triton 3.6 compiled for sm_90 was wrong for values of 32 columns with keys of 64 or 128, and right for equal widths.
     """

@@ -23,7 +23,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 class Queries(NamedTuple):
     """A tile's queries, and each row's position in the sequence.
 
-    The head dimension is in one part (``low``) or two; with one, ``high`` is not read.
+    The head dimension may be split into ``low`` and ``high``, see `split_width`. Without a split, ``high`` is not read.
     """
 
     low: Any
@@ -50,7 +50,8 @@ class Source(NamedTuple):
     """The location of the keys and values that a tile reads.
 
     Fields:
-        k, v: the keys and values as a `Cache`. ``first`` points to the head's first key: of page 0 if paged, else of the sequence.
+        k, v: the keys and values as a `Cache`. Their ``first`` points to the KV head's first key or value: of page 0 if paged, else
+        of the sequence.
         table, pages: `Pages`, and a pointer to the sequence's first page number.
         start, head: the index of the sequence's first key, and the KV head; used only with tensor descriptors.
     """
@@ -83,7 +84,7 @@ class Reach(NamedTuple):
 
 @triton.jit
 def _query_rows(first_row, start, q_len, kv_len, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The `QueryRows` of the tile that begins at row ``first_row`` of a sequence."""
+    """Returns the `QueryRows` of the tile that begins at row ``first_row`` of a sequence."""
     row = first_row + tl.arange(0, BLOCK_M)
     token = (start + row // GROUP).to(tl.int64)
     return QueryRows(row < q_len * GROUP, token, head * GROUP + row % GROUP, kv_len - q_len + row // GROUP)
@@ -138,7 +139,7 @@ def _reach_of(first_row, q_len, kv_len, window_left, SHAPE: tl.constexpr, MASK: 
 
 @triton.jit
 def _first_rows(keys, values, kv_start, head, PAGE_SIZE: tl.constexpr):
-    """Pointers to the first key and the first value of a KV head: of page 0 if paged, else of the sequence."""
+    """Returns pointers to the first key and the first value of a KV head: of page 0 if paged, else of the sequence."""
     k_head = head_of(keys, head)
     v_head = head_of(values, head)
     if PAGE_SIZE == 0:
@@ -247,10 +248,10 @@ def _walk(
     FORMATS: tl.constexpr,
     MASK: tl.constexpr,
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
+    MASKED: tl.constexpr,  # which blocks to mask: "never", "always", or "edges" (before full_begin, and from full_end on)
     STAGES: tl.constexpr,
 ):
-    """Attention of a tile over blocks ``begin`` to ``end`` (exclusive) of keys. Returns the updated ``(state, acc)``.
+    """Computes the attention of a tile over blocks ``begin`` to ``end`` (exclusive) of keys. Returns the updated ``(state, acc)``.
 
     Block i begins at key ``low_block + i * block_n``.
     """
@@ -278,7 +279,8 @@ def _walk(
 
 @triton.jit
 def _attend(blocks, reach, what, SHAPE: tl.constexpr, FORMATS: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr):
-    """Attention over all blocks of keys that a tile sees. Only blocks that some row sees in part are masked (the edges).
+    """Computes the attention over all blocks of keys that a tile sees. Only edge blocks, which some row does not see whole, are
+    masked.
 
     Returns the state of the softmax and the accumulator.
 
@@ -325,7 +327,7 @@ def _store(out_rows, lse, sinks, v_scale, state, acc, rows, head, SHAPE: tl.cons
 @triton.jit
 def tiles_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] where there are pages
+    k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] if paged
     v,
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None

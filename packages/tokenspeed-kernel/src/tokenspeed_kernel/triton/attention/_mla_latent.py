@@ -42,7 +42,7 @@ class Shape(NamedTuple):
         heads: number of query heads.
         rank, rope: columns of a latent and of its rotary part.
         page_size: tokens in a page.
-        causal, windowed: whether later keys, and keys before a window, are hidden.
+        causal, windowed: whether keys after a query's position, and keys before its window, are hidden.
         has_cap: whether scores have a logit cap.
         sparse: whether each page table entry is the slot of a single key; a negative entry means no key.
     """
@@ -63,8 +63,8 @@ class Tile(NamedTuple):
     Attributes:
         block_m, block_n: query rows of a tile, and keys per block.
         num_warps, num_stages: warps of a program, and pipeline stages of the loop.
-        transposed: swap-AB: keys are the M dimension of the scores, and latent columns the M dimension of the accumulator. MMAs
-            whose M is at least 64 are then full even with few queries.
+        transposed: whether to swap A and B: keys are then the M dimension of the scores, and latent columns the M dimension of the
+            accumulator. MMAs whose M is at least 64 are then full even with few queries.
         apart: whether the QK and the PV MMA have their own warp layouts, see `_qk_mma` of the device code.
         parts: the number of ranges of a block's keys for which a row has separate row sums. Each range belongs to a group of warps.
             The partial row sums are added after the loop.
@@ -98,9 +98,10 @@ class Program(NamedTuple):
 
 
 # Tiles by the maximum number of query rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
-# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Not apart 541 us, transposed 418 us, blocks of 32 keys at least 592 us, 32
-# rows 635 us. Loads through tensor descriptors were no faster.
-# 16 heads: 150 us, 4.0 TB/s. 8 warps and apart 155 us; not transposed at least 228 us with 16 rows, and 195 us with 64 rows.
+# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Alternatives: not apart 541 us; transposed 418 us; blocks of 32 keys at
+# least 592 us; tiles of 32 rows 635 us. Loads through tensor descriptors were no faster than loads by pointers. 16 heads: 150 us,
+# 4.0 TB/s. Alternatives: 8 warps and apart 155 us; not transposed at least 228 us with tiles of 16 rows, and 195 us with tiles of
+# 64 rows.
 _TILES = {
     "sm_90": {
         16: Tile(16, 64, 4, 2, transposed=True),
@@ -117,7 +118,7 @@ _TILES = {
 # Tiles for latents with group scales. Such latents are float32 in registers before they are scaled, and need smaller tiles.
 _GROUPED = {arch: {16: Tile(16, 16, 4, 1)} for arch in ("gfx942", "gfx950")}
 _FLOAT32 = Tile(16, 16, 4, 2)
-_WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
+_WIDE = Tile(16, 16, 4, 1)  # for more than 576 columns of latent and rotary part together
 
 
 def tile_for(
@@ -133,7 +134,8 @@ def tile_for(
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    # Below 64 columns, the two swap-AB MMAs compile to different instructions, and results are wrong (Triton 3.6, sm_90).
+    # Below 64 padded latent columns, the two swap-AB MMAs compile to different instructions, and results are wrong (Triton 3.6,
+    # sm_90).
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     if grouped:
         tiles = for_architecture({"any": tiles, **_GROUPED}, device)
@@ -165,7 +167,7 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens of each sequence over a cache of latents.
+    """Computes the attention of the newest tokens of each sequence over a cache of latents.
 
     A sequence has ``max_seqlen_q`` new tokens, or as many as ``cu_seqlens_q`` says.
 
@@ -183,8 +185,8 @@ def attend_latent(
     dtype = output_dtype(q)
     dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # Triton's interpreter computes wrong bfloat16 dots
     rows = min(max_seqlen_q, tokens) * heads
-    # With cu_seqlens_q the bound varies between calls. The bound is rounded up, because the merge kernel is compiled for each
-    # bound.
+    # With cu_seqlens_q the bound varies between calls. The bound is rounded up to a power of two, because the merge kernel is
+    # compiled for each bound.
     q_bound = max_seqlen_q if cu_seqlens_q is None else next_power_of_2(min(max_seqlen_q, tokens))
     rope = width - kv_lora_rank
     block_c = next_power_of_2(max(16, kv_lora_rank))

@@ -35,7 +35,7 @@ def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """`softmax_step` that keeps PARTS partial row sums per row, each over a range of columns: ``row_sum`` is [M, PARTS].
+    """Like `softmax_step`, but keeps PARTS partial row sums per row, each over a range of columns: ``row_sum`` is [M, PARTS].
 
     So no step reduces a row sum across warps.
     """
@@ -141,7 +141,7 @@ def _blocks_in_pages(shape, groups, tile):
 
 @triton.jit
 def _tile_of(tile, first_token, length, q_len, tree_mask, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The query rows of a sequence's tile number ``tile``, as a `Tile`."""
+    """Returns the query rows of a sequence's tile number ``tile``, as a `Tile`."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < q_len * HEADS
     token = first_token + row // HEADS
@@ -156,7 +156,7 @@ def _tile_of(tile, first_token, length, q_len, tree_mask, HEADS: tl.constexpr, B
 
 @triton.jit
 def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The `Reach` of a sequence's tile number ``tile``, restricted to the keys of ``work_item`` if that is not None."""
+    """Returns the `Reach` of a sequence's tile number ``tile``, restricted to the keys of ``work_item`` if that is not None."""
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -206,7 +206,7 @@ def _load_queries(q_rows, tile, SHAPE: tl.constexpr, FORMATS: tl.constexpr, TILE
 
 @triton.jit
 def _scaling_of(multiplier, cap_log2, q_scale, kv_scale):
-    """The `Scaling` of scores, which includes the per-tensor scales of the queries and of the cache."""
+    """Returns the `Scaling` of scores. Its multiplier includes the per-tensor scales of the queries and of the cache."""
     if q_scale is not None:
         multiplier *= tl.load(q_scale)
     if kv_scale is not None:
@@ -265,7 +265,7 @@ def _next_lookup(found, block, pages, page_stride, reach, SHAPE: tl.constexpr, G
 
 @triton.jit
 def _addresses(block, found, cache, pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The `Addresses` of a block of keys. ``found``: the result of `_first_lookup` or `_next_lookup` for this block."""
+    """Returns the `Addresses` of a block of keys. ``found``: the result of `_first_lookup` or `_next_lookup` for this block."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     BLOCK_N: tl.constexpr = TILE.block_n
     c = tl.arange(0, TILE.block_c)
@@ -354,12 +354,13 @@ def _dequantised(stored, scale, SHAPE: tl.constexpr, GROUPS: tl.constexpr, FORMA
 
 @triton.jit
 def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
-    """The dot products of the tile's queries and a block of keys, [M, N]: of the latents plus of the rotary parts."""
+    """Returns the dot products of the tile's queries and a block of keys, [M, N]: those of the latents plus those of the rotary
+    parts."""
     if TILE.apart:
-        # This condition, like the one in the next branch, always holds. The compiler chooses a dot's warp layout by the uses of its
-        # result, up to the end of a branch. With the layout for the second dot, all warps would be in one column, and both halves
-        # of the warps would compute the same scores. The else branch never runs. The code inside the branch is too expensive to be
-        # hoisted, so the branch remains.
+        # Both conditions below always hold, so the else branch never runs. The compiler chooses a dot's warp layout by the uses of
+        # its result, up to the end of a branch. Without the branches, the scores would get the layout for the PV MMA: all warps in
+        # one column. Both halves of the warps would then compute the same scores. The compiler keeps the branches, because the code
+        # in them is too expensive to hoist.
         if block < end:
             dots = _scores(queries.rope, keys.rope, 0.0, TILE.transposed)
         else:
@@ -377,7 +378,7 @@ def _qk_mma(block, queries, keys, end, ROPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _visible(key, named, tile, reach, window_left, tree_mask, SHAPE: tl.constexpr):
-    """The mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
+    """Returns the mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
     if SHAPE.sparse:
         visible = named[None, :]
     elif SHAPE.causal:
@@ -393,7 +394,7 @@ def _visible(key, named, tile, reach, window_left, tree_mask, SHAPE: tl.constexp
 
 @triton.jit
 def _accumulate(state, acc, scores, factor, values, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """One online-softmax step, then ``acc * decay + weights @ values``. Returns ``(state, acc)``."""
+    """Performs one online-softmax step, then computes ``acc * decay + weights @ values``. Returns ``(state, acc)``."""
     if TILE.parts == 1:
         weights, decay, state = softmax_step(state, scores, factor)
     else:
@@ -422,7 +423,8 @@ def _attend(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mainloop: attention of a tile over the key blocks of its `Reach`. Returns the softmax state and the accumulator."""
+    """Runs the mainloop: computes the attention of a tile over the key blocks of its `Reach`. Returns the softmax state and the
+    accumulator."""
     DTYPE: tl.constexpr = FORMATS.dtype
     pages = pages_of(table, sequence)
     state, acc = _nothing_yet(TILE)
@@ -481,7 +483,7 @@ def attend_latent_kernel(
     rope_cache,  # [pages, PAGE_SIZE, ROPE], or None
     page_table,  # [batch, max_pages]
     cache_seqlens,
-    cu_seqlens_q,  # None if every sequence has Q_LEN queries
+    cu_seqlens_q,  # None if every sequence has q_bound queries
     tree_mask,  # int64 [tokens], or None
     q_scale,
     kv_scale,
@@ -506,7 +508,8 @@ def attend_latent_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of a sequence's query rows over all keys of the sequence, or over the keys of one work item."""
+    """Computes the attention of one tile of a sequence's query rows over all keys of the sequence, or over the keys of one work
+    item."""
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
@@ -530,7 +533,7 @@ def attend_latent_kernel(
         q_len = q_bound
         first_token = sequence.to(tl.int64) * q_len
     else:
-        number = tiles - 1 - number  # later queries see more keys, and are scheduled first
+        number = tiles - 1 - number  # later tiles see more keys, and are scheduled first
         first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
         q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token.to(tl.int32)
         if number * BLOCK_M >= q_len * HEADS:

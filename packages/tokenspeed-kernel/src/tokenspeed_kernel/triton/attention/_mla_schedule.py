@@ -1,4 +1,4 @@
-"""The split-KV schedule of MLA, which the device computes: which program attends to which keys of which sequence.
+"""Computes, on the device, the split-KV schedule of MLA: which program attends to which keys of which sequence.
 
 MLA's programs are so large that only one fits on an SM/CU. So a last wave of few programs takes as long as a full wave. The
 kernel therefore compares several sizes of a work item (in blocks of keys, see `_split_kv`), and uses the size whose waves take the
@@ -31,7 +31,8 @@ class Schedule(NamedTuple):
     Attributes:
         work_items: int32 ``[work items, 4]``: the sequence (-1: unused), the first key block, the end block (exclusive), and the
             index of the partial result. Index -1 marks the only work item of its sequence, which writes the final result.
-        parts: int32 ``[batch, 2]``: index of the first partial result of a sequence, and their number (1: not split).
+        parts: int32 ``[batch, 2]``: index of a sequence's first partial result, and the number of its partial results (1: not
+            split).
         plan: upper bounds of the number of partial results, in total and per sequence.
     """
 
@@ -43,7 +44,7 @@ class Schedule(NamedTuple):
 def schedule_work_items(
     cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, sm_count: int, block_n: int, early: bool
 ) -> Schedule | None:
-    """Launches the scheduling of sequences of at most ``capacity`` keys with ``tiles`` tiles of query rows each.
+    """Launches `schedule_kernel` for sequences of at most ``capacity`` keys, with ``tiles`` tiles of query rows each.
 
     Returns None, without a launch, if no sequence is split.
 

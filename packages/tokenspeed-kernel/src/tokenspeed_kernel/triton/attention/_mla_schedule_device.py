@@ -7,8 +7,9 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._split_kv_device import lengths_from, work_items_of
 
-# Costs, in units of the time that one block of keys takes: the overhead of a work item; the merge kernel; writing and reading one
-# wave of partial results. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
+# Costs, in units of the time that one block of keys takes. _STARTING is the overhead of a work item, _MERGING the merge kernel, and
+# _PARTIAL the writing and reading of one wave of partial results. Measured on an H200, where a block of 64 rows and 64 keys takes
+# 2.7 us.
 _STARTING = tl.constexpr(3)
 _MERGING = tl.constexpr(2)
 _PARTIAL = tl.constexpr(2)
@@ -16,13 +17,13 @@ _PARTIAL = tl.constexpr(2)
 
 @triton.jit
 def _first_block(lengths, reach, BLOCK_N: tl.constexpr):
-    """The index of the key block that contains the first key that some query sees. ``reach``: see `schedule_work_items`."""
+    """Returns the index of the key block that contains the first key that some query sees. ``reach``: see `schedule_work_items`."""
     return tl.where(reach < 0, 0, tl.maximum(lengths - reach, 0) // BLOCK_N)
 
 
 @triton.jit
 def _blocks_of(lengths, reach, BLOCK_N: tl.constexpr):
-    """The number of a sequence's key blocks that some query sees."""
+    """Returns the number of a sequence's key blocks that some query sees."""
     return (lengths + BLOCK_N - 1) // BLOCK_N - _first_block(lengths, reach, BLOCK_N)
 
 

@@ -41,13 +41,13 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def no_keys_yet(ROWS: tl.constexpr):
-    """The `Softmax` state of ROWS rows before the first block of keys."""
+    """Returns the `Softmax` state of ROWS rows before the first block of keys."""
     return Softmax(tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32))
 
 
 @triton.jit
 def tanh(x):
-    """tanh with an absolute error of about 1e-7, for any x: the exponential may be 0 or infinite."""
+    """Returns tanh(x) with an absolute error of about 1e-7, for any x, even where the exponential is 0 or infinite."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
 
 
@@ -68,7 +68,7 @@ def scale_scores(dots, scaling, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(state, scores, factor):
-    """One online-softmax step over a block of keys.
+    """Performs one online-softmax step over a block of keys.
 
     Args:
         state: the state of the rows.
@@ -96,23 +96,23 @@ def join_sink(state, sink):
 
 @triton.jit
 def finite_or_zero(row_max):
-    """The row max, but 0 for a row that has seen no key. ``score`` minus the result is therefore never NaN."""
+    """Returns the row max, or 0 for a row that has seen no key. ``score`` minus the result is therefore never NaN."""
     return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
 def log2_sum_exp(state):
-    """The rows' LSE in base 2; -inf for a row that has seen no key."""
+    """Returns the rows' LSE in base 2; -inf for a row that has seen no key."""
     return finite_or_zero(state.row_max) + tl.log2(state.row_sum)
 
 
 @triton.jit
 def log_sum_exp(state):
-    """The rows' LSE in base e; -inf for a row that has seen no key."""
+    """Returns the rows' LSE in base e; -inf for a row that has seen no key."""
     return log2_sum_exp(state) * LN_2
 
 
 @triton.jit
 def reciprocal_of(row_sum):
-    """``1 / row_sum``; 1 for a row that has seen no key, whose accumulator is 0."""
+    """Returns ``1 / row_sum``, or 1 for a row that has seen no key, whose accumulator is 0."""
     return 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -30,5 +30,5 @@ class Shape(NamedTuple):
 
 
 def scales_apart(scale: Tensor | None) -> int:
-    """The stride between the scales of neighbouring KV heads; 0 for one scale or none."""
+    """Returns the stride between the scales of neighbouring KV heads; 0 for one scale or none."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -32,10 +32,10 @@ class Walk(NamedTuple):
     """How keys are split into blocks; compile-time constants.
 
     Attributes:
-        q_len: most new tokens of a sequence.
+        q_len: the largest number of new tokens of a sequence.
         windowed: whether queries see only a window of the keys.
         block_n: keys per block.
-        at_once: lengths read at a time.
+        at_once: how many sequences' lengths a program reads at a time.
     """
 
     q_len: int
@@ -71,7 +71,7 @@ class SplitPlan(NamedTuple):
         work_items: upper bound of the number of work items of all sequences, which determines the grid.
         most: upper bound of the number of work items of one sequence; 1 if no sequence is ever split.
         least: fewest key blocks of a work item.
-        wave: how many work items run concurrently. A batch with little work is split into this many.
+        wave: how many work items run concurrently. A batch with little work is split into this many work items.
         waves_work_items: how many work items a batch with much work is split into.
         long: how many blocks a work item needs to amortise its overhead. Work items are at most this long, unless
             ``waves_work_items`` of them would not cover the work.
@@ -88,11 +88,12 @@ class SplitPlan(NamedTuple):
     at_once: int
 
     def walk(self, q_len: int, window_left: int, block_n: int) -> Walk:
-        """The `Walk` of kernels that follow the plan, for sequences of at most ``q_len`` new tokens."""
+        """Returns the `Walk` of kernels that follow the plan, for sequences of at most ``q_len`` new tokens."""
         return Walk(q_len, window_left >= 0, block_n, self.at_once)
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Uninitialised partial outputs ``[work_items, heads, rows, width]`` and their LSEs ``[work_items, heads, rows]``."""
+        """Allocates, uninitialised, partial outputs ``[work_items, heads, rows, width]`` and their LSEs ``[work_items, heads,
+        rows]``."""
         work_items = self.work_items if self.most > 1 else 0
         return (
             torch.empty((work_items, heads, rows, width), dtype=torch.float32, device=device),
@@ -106,7 +107,7 @@ def plan_work_items(
     """Plans the split of a batch's keys into work items.
 
     Args:
-        blocks: most key blocks of a sequence.
+        blocks: the largest number of key blocks of a sequence.
         heads: programs per work item: KV heads times tiles of query rows.
         at_once: programs that the device runs concurrently.
         waves: waves of programs for a batch with much work.
@@ -154,8 +155,8 @@ def merge_partials(
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
     # With few sequences, a program merges all partial results of one query row at once. With more sequences a program merges all
-    # rows of a head, and with many sequences several heads. Few of many sequences are split, so most programs only find that
-    # their sequence is not split. ``parts`` makes that check cheaper.
+    # rows of a head, and with many sequences several heads. If there are many sequences, few are split, and most programs only find
+    # that their sequence is not split. ``parts`` makes that check cheaper.
     programs = (_FEW if parts is None else _MANY) * sm_count
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))

@@ -41,7 +41,8 @@ class SizeLimits(NamedTuple):
 
 @triton.jit
 def first_block(length, window_left, WALK: tl.constexpr):
-    """The index of the key block that contains the first key that the oldest query of a sequence of ``length`` tokens sees."""
+    """Returns the index of the key block that contains the first key that the oldest query of a sequence of ``length`` tokens
+    sees."""
     if WALK.windowed:
         first = tl.maximum(length - WALK.q_len - window_left, 0) // WALK.block_n
     else:
@@ -51,7 +52,7 @@ def first_block(length, window_left, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_of(length, window_left, WALK: tl.constexpr):
-    """The number of key blocks that some query of a sequence of ``length`` tokens sees."""
+    """Returns the number of key blocks that some query of a sequence of ``length`` tokens sees."""
     return (length + WALK.block_n - 1) // WALK.block_n - first_block(length, window_left, WALK)
 
 
@@ -76,7 +77,7 @@ def _eligible_lengths(lengths, start, end, WALK: tl.constexpr):
 
 @triton.jit
 def eligible_length(lengths, sequence, WALK: tl.constexpr):
-    """The number of keys of one sequence; 0 for a skipped sequence (see `Lengths`)."""
+    """Returns the number of keys of one sequence, or 0 for a skipped sequence (see `Lengths`)."""
     length = tl.minimum(tl.maximum(tl.load(lengths.cache_seqlens + sequence), 0), lengths.capacity)
     if lengths.cu_seqlens_q is not None:
         new = tl.load(lengths.cu_seqlens_q + sequence + 1) - tl.load(lengths.cu_seqlens_q + sequence)
@@ -102,8 +103,8 @@ def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_of(blocks, max_blocks):
-    """The number of work items of a sequence with ``blocks`` key blocks. A sequence without keys has one work item, whose programs
-    write the output for an empty set of keys.
+    """Returns the number of work items of a sequence with ``blocks`` key blocks. A sequence without keys has one work item, whose
+    programs write the output for an empty set of keys.
     """
     return tl.maximum((blocks + max_blocks - 1) // max_blocks, 1)
 
@@ -112,7 +113,7 @@ def work_items_of(blocks, max_blocks):
 def find_work_item(work_item, max_blocks, lengths, WALK: tl.constexpr):
     """Returns ``(sequence, first)``: the sequence that owns ``work_item``, and that sequence's first work item.
 
-    The sequence is ``batch`` if ``work_item`` is beyond the last one.
+    The sequence is ``batch`` if ``work_item`` is beyond the last work item.
     """
     sequence = 0
     first = 0
@@ -130,7 +131,7 @@ def find_work_item(work_item, max_blocks, lengths, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_before(sequence, max_blocks, lengths, WALK: tl.constexpr):
-    """The index of a sequence's first work item: the number of work items of all earlier sequences."""
+    """Returns the index of a sequence's first work item: the number of work items of all earlier sequences."""
     first = 0
     for start in range(0, sequence, WALK.at_once):
         keys, real = _eligible_lengths(lengths, start, sequence, WALK)
@@ -155,7 +156,8 @@ def merge_units_kernel(
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
 ):  # fmt: skip
-    """Merges the work items' partial outputs of tiles of a sequence's query rows, weighted by their LSEs."""
+    """Merges the partial outputs of a sequence's work items, weighted by their LSEs. A program merges some of the tiles of query
+    rows."""
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group
     WIDTH: tl.constexpr = MERGE.width
