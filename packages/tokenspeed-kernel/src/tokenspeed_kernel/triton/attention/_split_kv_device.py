@@ -87,9 +87,10 @@ def eligible_length(lengths, sequence, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
-    """The maximum number of key blocks of a work item.
+    """Returns the maximum number of key blocks of a work item.
 
-    Short work items together fill one wave; with long ones there are at most about ``waves_work_items`` of them.
+    A batch with little work becomes one wave of short work items. A batch with much work becomes at most about ``waves_work_items``
+    work items.
     """
     total = 0
     for start in range(0, lengths.batch, WALK.at_once):

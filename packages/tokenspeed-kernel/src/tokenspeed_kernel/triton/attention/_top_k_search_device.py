@@ -41,7 +41,8 @@ def _as_key(number):
 
 @triton.jit
 def _third(low, high, i):
-    """The first value of third ``i`` (0 to 3) of the uint32 range from low to high, at most high."""
+    """Returns the first value of third ``i`` (0 to 2) of the uint32 range from low to high, at most high. Returns high if ``i`` is
+    3."""
     return low + tl.minimum(i * ((high - low) // 3 + 1), high - low)
 
 
@@ -60,7 +61,7 @@ def _reaching_thirds(keys, low, high):
 
 @triton.jit
 def _third_that_holds(low, high, second, last, wanted):
-    """One ternary-search step for the largest value v such that at least ``wanted`` keys are >= v.
+    """Performs one ternary-search step for the largest value v such that at least ``wanted`` keys are >= v.
 
     Returns the third of the range from low to high that contains v: the third's low and high, and its index 0 to 2. ``second`` and
     ``last`` are the numbers of keys >= the start of the second and of the last third.
@@ -72,10 +73,10 @@ def _third_that_holds(low, high, second, last, wanted):
 
 @triton.jit
 def wanted_key(keys, low, wanted, spare):
-    """The largest value v such that at least ``wanted`` of the sort keys are >= v.
+    """Returns the largest value v such that at least ``wanted`` of the sort keys are >= v.
 
-    May return a lower value if at most ``wanted + spare`` keys are >= that value. This is a ternary search. `threshold_of`
-    compares each key with all parts of the range at once. Here, such comparisons would take too many registers.
+    May return a lower value if at most ``wanted + spare`` keys are >= that value. This function is a ternary search. `threshold_of`
+    instead compares each key with all parts of the range at once, which would take too many registers here.
 
     Args:
         keys: int32, fewer than 2^15.
@@ -96,14 +97,16 @@ def wanted_key(keys, low, wanted, spare):
 
 @triton.jit
 def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """Returns a range of sort keys ``(low, high)``, int64. Very likely it contains the threshold and few other keys of the row."""
+    """Returns a range of sort keys ``(low, high)``, int64. The range very likely contains the threshold and few other keys of the
+    row."""
     SAMPLE: tl.constexpr = SEARCH.sample
     stride = (length + SAMPLE - 1) // SAMPLE
     keys = keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
     live = keys > HIDDEN
     sampled = (length + stride - 1) // stride
     rank = top_k.to(tl.float32) * sampled.to(tl.float32) / length.to(tl.float32)
-    # The standard deviation of the threshold's rank in a random sample is about the root of the rank. The margin is four of these.
+    # The standard deviation of the threshold's rank in a random sample is about the root of the rank. The margin is four standard
+    # deviations.
     margin = 4.0 * tl.sqrt(rank) + 1.0
     upper = (rank - margin).to(tl.int32)
     lower = (rank + margin).to(tl.int32) + 1
@@ -142,9 +145,10 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """One ternary-search step over the whole row: the third of the range from low to high that contains the threshold.
+    """Performs one ternary-search step over the whole row. Returns the third of the range from low to high that contains the
+    threshold.
 
-    The range itself must contain the threshold.
+    The range must contain the threshold.
     """
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     second = length * 0
@@ -166,8 +170,8 @@ def search_row(scores, length, key_stride, top_k, candidates, SEARCH: tl.constex
         candidates: int64 ``[SEARCH.lanes]``, overwritten.
 
     Returns:
-        The threshold's sort key, int64; the sort key of -inf if at most ``top_k`` scores are above -inf. And how many of the scores
-        that equal the threshold are chosen, int32.
+        ``(threshold, ties)``. ``threshold`` is the threshold's sort key, int64, or the sort key of -inf if at most ``top_k`` scores
+        are above -inf. ``ties`` is the number of chosen scores that equal the threshold, int32.
     """
     CANDIDATES: tl.constexpr = SEARCH.lanes
     threshold = tl.full([], HIDDEN, tl.int64)

@@ -24,14 +24,14 @@ def placed(masks, position, first):
 
 @triton.jit
 def continued(masks, key, first, length):
-    """Mask [queries, keys] of the keys that are new tokens and that the query, a tree node, sees.
+    """Returns the mask [queries, keys]: which keys are new tokens that the query, a tree node, sees.
 
     ``first``: the position of the sequence's first new token. ``length``: the number of the sequence's keys.
     """
     new = key - first
     there = (new >= 0) & (new < 64) & (key < length)
     bit = tl.where(there, new, 0)
-    # 32-bit words take half the registers.
+    # 32-bit words take half the registers of 64-bit words.
     low, high = masks.to(tl.int32), (masks >> 32).to(tl.int32)
     word = tl.where((bit < 32)[None, :], low[:, None], high[:, None])
     return there[None, :] & (((word >> (bit & 31)[None, :]) & 1) != 0)

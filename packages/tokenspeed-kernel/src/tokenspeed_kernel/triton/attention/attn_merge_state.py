@@ -1,4 +1,4 @@
-"""Merge of two partial attention outputs, over different keys, by their LSEs."""
+"""Merges two partial attention outputs, computed over different keys, by their LSEs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Elements per program. For 16-bit outputs, a thread accesses each tensor twice with 16 bytes. _ELEMENTS_ODD applies to widths that
-# do not allow 16-byte accesses, where each element has its own address.
+# Elements per program. With 16-bit outputs, a thread makes two 16-byte accesses per tensor. _ELEMENTS_ODD applies to widths that do
+# not allow 16-byte accesses, where each element has its own address.
 _ELEMENTS = 2048
 _ELEMENTS_ODD = 512
 

@@ -89,8 +89,9 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     """
     room = for_architecture(_SHARED_BYTES, device)
     # 64 keys per block: 16 x 8K takes 72 us (32 keys: 76, 128 keys: 75); 64 x 1K takes 38 us (128 keys: 43). Three buffers (7
-    # stages): 16 x 8K takes 72 us. Two buffers (5 stages) take 86 and four (9 stages) take 83, because fewer programs are resident.
-    # Tiles with many rows and keys 128 wide (64 query heads on one KV head, 64 x 4K): four buffers 47, three 56.
+    # stages): 16 x 8K takes 72 us. Two buffers (5 stages) take 86 us. Four (9 stages) take 83 us, because fewer programs are
+    # resident. Tiles with many rows and keys of 128 columns (64 query heads on one KV head, 64 x 4K): four buffers take 47 us,
+    # three take 56 us.
     block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
     if rows > 32 or key_bytes > 512:
         num_warps = 4  # for the tile's registers; 64 rows: 297, or 341 with two warps
@@ -115,7 +116,8 @@ class Formats(NamedTuple):
 
     Attributes:
         dtype: Triton's dtype of the MMA operands.
-        rescaled: whether queries are scaled into float16's range by a power of two, which multiplies the scores again.
+        rescaled: whether queries are divided by a power of two, so that they fit float16's range. The scores are multiplied by the
+            same power.
         q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8` and `_fp8_pairs`; None for other dtypes.
         pairs: whether the cache is read as pairs of 8-bit values.
     """
@@ -154,8 +156,8 @@ class Tile(NamedTuple):
 
 
 _LEAST_ROWS = 16  # the least M of a `tl.dot`
-# KV heads are packed until a key takes this many bytes, a cache line. fp8 cache, 64 x 8K: 146, or 208 unpacked. Packing bfloat16 up
-# to 256 bytes gives 261 instead of 264, but 7.5 instead of 6.7 for 1 x 1K.
+# KV heads are packed until a key takes this many bytes, a cache line. With an fp8 cache, 64 x 8K takes 146 us, or 208 us unpacked.
+# Packing bfloat16 keys up to 256 bytes gives 261 us instead of 264 us, but 7.5 us instead of 6.7 us for 1 x 1K.
 _PACKED_BYTES = 128
 
 
@@ -176,7 +178,7 @@ def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
 
 
 def _reach(x: Tensor) -> int:
-    """The offset of a tensor's last element from its first, in elements."""
+    """Returns the offset of a tensor's last element from its first, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 

@@ -35,7 +35,8 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
-    """Divides the program's queries by one power of two, so that they fit float16's range. Returns both parts and the power."""
+    """Divides the program's queries by one power of two, so that they fit float16's range. Returns ``(queries, queries_odd,
+    power)``."""
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)
@@ -155,7 +156,7 @@ def _scaled_by_row(shape, tile):
 
 @triton.jit
 def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constexpr, SPLIT: tl.constexpr):
-    """The `WorkItem` with index ``number`` within its sequence. The sizes of a sequence's work items differ by at most one
+    """Returns the `WorkItem` with index ``number`` within its sequence. The sizes of a sequence's work items differ by at most one
     block.
     """
     length = eligible_length(lengths, sequence, WALK)
@@ -178,7 +179,7 @@ def _work_item_of(number, max_blocks, sequence, q_len, lengths, WALK: tl.constex
 def _query_rows(
     tile, head, first_token, q_len, item, lengths, tree_mask, SHAPE: tl.constexpr, WALK: tl.constexpr, TILE: tl.constexpr
 ):
-    """The `QueryRows` of tile number ``tile``, of the packed KV heads from ``head`` on."""
+    """Returns the `QueryRows` of tile number ``tile``, of the packed KV heads from ``head`` on."""
     GROUP: tl.constexpr = SHAPE.group
     ROWS: tl.constexpr = GROUP * WALK.q_len
     row = tile * TILE.block_m + tl.arange(0, TILE.block_m)
@@ -260,7 +261,7 @@ def _load_block(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Loads a block of keys and values as they are stored: ``(k, v)``.
+    """Loads a block of keys and values as stored. Returns ``(k, v)``.
 
     A key that no query sees may be NaN, so the nearest visible key is read in its place.
     """
@@ -275,8 +276,8 @@ def _load_block(
     if PAGE_SIZE % BLOCK_N == 0:
         seen = block
         if WALK.windowed and lengths.cu_seqlens_q is not None:
-            # Work items begin at the window of `Walk.q_len` new tokens. If a sequence has fewer new tokens, its first page may have
-            # been freed.
+            # Work items begin where the window of `Walk.q_len` new tokens begins. If a sequence has fewer new tokens, its window
+            # begins later, and the first page of the work item may have been freed.
             seen = tl.maximum(block, item.low // BLOCK_N)
         page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * page_stride)
     else:
@@ -297,7 +298,7 @@ def _load_block(
 
 @triton.jit
 def _visible(key, rows, item, window_left, tree_mask, WALK: tl.constexpr):
-    """The mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
+    """Returns the mask of a block of keys: which keys each query row sees, [M, N], or [1, N] if all rows see the same keys."""
     if WALK.q_len == 1:
         visible = key < item.length
         if WALK.windowed:
@@ -328,7 +329,8 @@ def _attend(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mainloop: attention over the key blocks of a work item. Returns the softmax state and the `Accumulator`."""
+    """Runs the mainloop: computes the attention over the key blocks of a work item. Returns the softmax state and the
+    `Accumulator`."""
     DTYPE: tl.constexpr = FORMATS.dtype
     KV_FP8: tl.constexpr = FORMATS.kv_fp8
     PAIRS: tl.constexpr = FORMATS.pairs
@@ -426,7 +428,7 @@ def decode_kernel(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of query rows, of one KV head or of several, over the keys of one work item.
+    """Computes the attention of a tile of query rows, of one KV head or of several, over the keys of one work item.
 
     If KV heads have few query rows each, ``packed`` heads become one wide head. A query is 0 in the columns of other heads, and
     only its own head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a

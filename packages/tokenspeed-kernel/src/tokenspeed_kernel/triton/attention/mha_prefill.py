@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.spec import Priority
 def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
     """Returns why a configuration of the tunables is rejected: fewer than 16 query rows per warp, or too many pipeline stages.
 
-    None if it is valid. `_mha_band` ignores these tunables.
+    Returns None if the configuration is valid. `_mha_band` ignores these tunables.
     """
     if config["num_warps"] * 16 > config["block_m"]:
         return f"{config['num_warps']} warps have less than 16 rows each in a tile of {config['block_m']}"

@@ -1,7 +1,7 @@
 """RMSNorm and rotary embedding of q and k, and the write of k and v to the paged cache, in one launch.
 
-A program handles a tile of heads of q, or of k and v. The tiles of `apply_rope` hold whole heads, as RMSNorm requires. Every byte
-of qkv is read once, and k and v are written only to the cache.
+A program handles a tile of heads of q, or of k and v. The tiles are those of `apply_rope`, which hold whole heads, as RMSNorm
+requires. Every byte of qkv is read once, and k and v are written only to the cache.
 """
 
 from __future__ import annotations

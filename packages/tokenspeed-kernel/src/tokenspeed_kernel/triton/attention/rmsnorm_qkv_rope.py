@@ -1,7 +1,7 @@
 """RMSNorm, QKV projection, rotary embedding and cache write for one or two tokens, in one kernel.
 
 The kernel is memory-bound. Each program reads the weights of a few rotary pairs, computes these pairs for all tokens, and rotates
-them in registers. Every program normalises the tokens again, which costs little for few tokens.
+them in registers. Every program normalises all tokens itself, which costs little for few tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     """Compile-time constants of `rmsnorm_qkv_rope_kernel`.
 
     Attributes:
-        tokens: all tokens, padded to a power of two.
+        tokens: the number of tokens, padded to a power of two.
         pairs: rotary pairs per program.
         hidden: the hidden size, padded to a power of two.
         head_dim: columns of every head of q, k and v.
@@ -57,8 +57,8 @@ class Program(NamedTuple):
     interpreted: bool
 
 
-# A program of 8 warps holds 128 weights per thread, and loads them all at once. One H200, one token of hidden size 2880 in bfloat16
-# and 5120 outputs, in a decode step of GPT-OSS-120B: 18.4 us. With MMAs on 16 rows of weights at a time: 54 to 58 us.
+# A program of 8 warps holds 128 weights per thread, and loads them all at once. On an H200, in a decode step of GPT-OSS-120B, one
+# bfloat16 token of hidden size 2880 with 5120 outputs takes 18.4 us. With MMAs on 16 rows of weights at a time: 54 to 58 us.
 _ELEMENTS, _WARPS = 32768, 8
 
 

@@ -1,14 +1,14 @@
-"""The top-k positions of each row. A sample gives a lower bound, and slightly more than k scores are >= the bound. These scores are
-listed and searched.
+"""Finds the top-k positions of each row. A sample of the row gives a lower bound of its k-th largest score. Slightly more than k
+scores are >= the bound; these scores are listed and searched.
 
 1. `list_scores_kernel` runs if rows are few, with several programs per row. Each program samples the whole row. It then lists, in
 order of position, the scores of one span of the row that are >= the bound.
 2. `top_k_indices_kernel`, with one program per row, finds the threshold among the listed scores and writes the positions. If rows
    are many, this kernel makes the list itself. If rows are short, it holds all scores in registers, without a list.
 
-A row is therefore read once, and a small part of it twice. Prefix sums instead of atomics determine all positions, so a row always
-gives the same lists. If a bound is too high, or so low that a list overflows, `_top_k_search_device` searches the whole row. This
-is rare, because the bound allows for sampling error, and a list holds at most ``top_k`` scores equal to the bound.
+A row is therefore read once, and its sample twice. Prefix sums instead of atomics determine all positions, so a row always gives
+the same lists. If a bound is too high, or so low that a list overflows, `_top_k_search_device` searches the whole row. Such rows
+are rare, because the bound allows for sampling error, and a list holds at most ``top_k`` scores equal to the bound.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Search(NamedTuple):
             list.
         segment: the largest number of scores that a span's list holds.
         block: scores per step of the listing loop.
-        run: adjacent scores of a block per thread.
+        run: number of adjacent scores of a block that one thread holds.
         sample: the largest number of a row's scores in its sample.
         deviations: margin of the bound, in standard deviations of the threshold's rank in a sample.
         stages: pipeline stages of the listing loop.
@@ -68,13 +68,13 @@ class Search(NamedTuple):
 # scores above the threshold, and top_k scores that equal it. So lists of _LANES entries are enough up to top_k = _LANES / 2.
 _LANES, _WARPS, _FEWEST_LANES, _LANES_A_WARP = 4096, 8, 64, 512
 _BLOCK, _RUN = 4096, 4
-# One in 32 of 65536 scores is in the sample, so that about 3,100 scores are listed for a top_k of 2,048.
+# Of 65536 scores, one in 32 is in the sample. About 3,100 scores are then listed for a top_k of 2,048.
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLED = 1024, 4096, 32
 _DEVIATIONS = 4.0
 _STAGES = {"nvidia": 3, "any": 1}
 # Register limit for two CTAs per SM.
 _REGISTERS: dict[str, dict[str, int]] = {"nvidia": {"maxnreg": 128}, "any": {}}
-_MOST_SPANS, _PROGRAMS = 16, 2  # spans per row; programs per SM/CU
+_MOST_SPANS, _PROGRAMS = 16, 2  # the largest numbers of spans per row and of programs per SM/CU
 
 
 def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:

@@ -1,8 +1,9 @@
 """Device code of `top_k_indices`.
 
-The *threshold* is the smallest chosen score. *Ties* are scores equal to the threshold; the first of them are chosen. The code
-compares int32 *sort keys*, which sort as the scores do, see `sort_key`. A row is split into *spans*, and each span has a *list* of
-its large scores. A list entry is an int64: the bits of the float32 score in the upper half, its position in the row in the lower.
+The *threshold* is the smallest chosen score. *Ties* are scores equal to the threshold; they are chosen in order of position. The
+code compares int32 *sort keys*, which sort as the scores do, see `sort_key`. A row is split into *spans*, and each span has a
+*list* of its large scores. A list entry is an int64: the bits of the float32 score in the upper half, its position in the row in
+the lower half.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ COUNTS = tl.constexpr(3)
 """Number of int32 values stored with a list: the number of scores above a sort key, the number equal to it, and the sort key."""
 
 _INFINITE = tl.constexpr(0x7F800000)  # the sort key of inf
-_FEW_ALIKE = tl.constexpr(2)  # if more scores of a sample equal the bound, ties are counted apart
+_FEW_ALIKE = tl.constexpr(2)  # if more scores of a sample than this equal the bound, ties are counted separately
 
 
 @triton.jit
 def _length_of(lengths, row, keys):
-    """The number of valid scores of a row: its entry of ``lengths``, clamped to 0 to ``keys``; ``keys`` without lengths."""
+    """Returns the number of valid scores of a row: its entry of ``lengths``, clamped to 0 to ``keys``; ``keys`` without lengths."""
     length = keys
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), keys)
@@ -32,10 +33,11 @@ def _length_of(lengths, row, keys):
 
 @triton.jit
 def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A lower bound of the sort keys to list: very likely, at least top_k scores of the row are >= the bound, and few more.
+    """Computes a lower bound of the sort keys to list. Very likely, at least top_k scores of the row are >= the bound, and few
+    more.
 
-    For a short row, all scores above -inf are >= the bound. The row is split into many equal parts, and the sample takes one
-    score of each part, at a pseudo-random position. So a regular pattern in the row does not bias the sample.
+    For a row of at most SEARCH.lanes scores, all scores above -inf are >= the bound. The row is split into many equal parts, and
+    the sample takes one score of each part, at a pseudo-random position. So a regular pattern in the row does not bias the sample.
 
     Returns:
         The bound's sort key, int32, at most that of infinity; and whether more than _FEW_ALIKE scores of the sample equal the
@@ -105,14 +107,15 @@ def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARC
 
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
-    """Lists, in order, the scores of a span whose sort key is above a key, and up to top_k scores whose sort key equals it.
+    """Lists, in order of position, the scores of a span whose sort key is above ``key``, and up to top_k scores whose sort key
+    equals it.
 
-    If few scores of the sample equal the bound, the key is just below the bound's sort key. Then all scores >= the bound are
-    listed, and no score equals the key.
+    ``key`` is the sort key of the bound, see `_bound`. If at most _FEW_ALIKE scores of the sample equal the bound, ``key`` is one
+    less. Then all scores >= the bound are listed, and scores equal to ``key`` are neither listed nor counted.
 
     Args:
         entries: int64 ``[SEARCH.segment]``. Entries that do not fit are only counted.
-        counts: int32 ``[COUNTS]``, written: the number of scores above the key, the number equal to it, and the key.
+        counts: int32 ``[COUNTS]``, written: the number of scores above ``key``, the number equal to ``key``, and ``key``.
     """
     BLOCK: tl.constexpr = SEARCH.block
     key, alike = _bound(scores, length, key_stride, top_k, SEARCH)

@@ -43,8 +43,8 @@ class Config(NamedTuple):
     early: bool
 
 
-# Two H200s, all_reduce_rmsnorm with a residual, [rows, 2880] in bf16, one shot, us per call in a graph of 20 calls, by
-# warps/pack/programs (in parentheses: without PDL):
+# Microseconds per call of all_reduce_rmsnorm on two H200s, by warps/pack/programs (in parentheses: without PDL). One shot, with a
+# residual, [rows, 2880] in bf16, in a graph of 20 calls:
 #    1 row:    8/2/1 2.77, 16/1/1 3.04 (3.49), 4/4/1 3.14, 8/0/1 3.22
 #   16 rows:   8/2/1 3.24, 16/1/1 3.41 (3.92), 8/0/1 3.58, 4/4/1 3.61
 #   64 rows:   16/1/1 4.47 (4.87), 8/0/1 4.52, 8/2/1 4.70, 4/4/1 5.03
@@ -94,7 +94,8 @@ def threads_of(config: Config, device: torch.device) -> int:
 
 def most_programs(config: Config, device: torch.device) -> int:
     """Returns the largest grid of a launch, in programs. Programs loop over the rows with a grid stride."""
-    return config.programs * for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # interpreted one by one
+    return config.programs * for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # the interpreter runs programs one
+    by one
 
 
 def exchange(
@@ -193,7 +194,7 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
 def checked_peers(operator: str, protocol: str, group: ProcessGroup, nbytes: int, row_bytes: int) -> PeerMemory:
     """Returns a group's peer memory after checking that a message fits it.
 
-    Calls that name the kernel bypass the selector. So this function checks again.
+    The selector checks this too, but calls that name the kernel bypass the selector.
 
     Raises:
         ValueError: the group has no peer memory, or too little.

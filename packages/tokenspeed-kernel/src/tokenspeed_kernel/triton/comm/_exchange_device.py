@@ -3,10 +3,10 @@
 A program processes one row at a time in a grid-stride loop. The program sends its own row, waits for the rows of the other ranks,
 and adds all rows in rank order. So every rank gets bitwise equal results.
 
-*One shot*: every rank sends every row to every other rank, and each rank adds all of them. This takes one trip.
-*Two shots*: row r is owned by rank r mod world size. The other ranks send the row to its owner, which adds all of them and sends
-the sum to all ranks. Two shots take two trips, and move 2 / world size of the bytes of one shot. Every rank normalises all sums
-itself, because sending the normalised rows as well would take as long again.
+*One shot*: every rank sends every row to every other rank, and each rank adds all ranks' rows. A one-shot all-reduce takes one trip
+between ranks. *Two shots*: row r is owned by rank r mod world size. The other ranks send the row to its owner, which adds all
+ranks' rows and sends the sum to all ranks. Two shots take two trips, and move 2 / world size of the bytes of one shot. Every rank
+normalises all sums itself, because sending the normalised rows as well would take as long again.
 
 Receive buffers are double-buffered: successive calls alternate between two halves. Each block of 512 bytes (``UNIT``) has a
 generation counter of its uses, whose parity selects the half; see `tokenspeed_kernel_base.ops.comm.peers`.
@@ -50,13 +50,13 @@ def store_row(start, row, column, inside, words, ROW: tl.constexpr):
 
 @triton.jit
 def row_inside(row, column, total, ROW: tl.constexpr):
-    """The mask of a row's vectors that exist; the last row may be shorter than ROW vectors."""
+    """Returns the mask of a row's vectors that exist; the last row may be shorter than ROW vectors."""
     return (column < ROW) & (row.to(tl.int64) * ROW + column < total)
 
 
 @triton.jit
 def from_other(inside, rank, other, column):
-    """The mask of the row's vectors that rank ``other`` sends to this rank; all false if ``other`` is this rank."""
+    """Returns the mask of the row's vectors that rank ``other`` sends to this rank; all false if ``other`` is this rank."""
     return inside & (column * 0 + rank != other)
 
 
@@ -147,7 +147,8 @@ def finish(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The epilogue of a row: stores the sum over the ranks; first, as requested, adds the residual, normalises and quantises.
+    """Runs the epilogue of a row. If requested, adds the residual to the sum over the ranks, normalises and quantises. Stores the
+    result.
 
     ``first``, ``second``: the sum, see `unpack`. ``scales``, ``added``: words of the norm's weight and of the residual. GROUP:
     vectors that share a scale for fp8 output, else 0.

@@ -2,8 +2,8 @@
 
 The value itself signals a vector's arrival. A receive buffer holds `SENTINEL` in every 32-bit word, and no sent word has that
 value. A 32-bit word is never torn, so a vector has arrived when none of its four words is the sentinel. No flag, fence or second
-trip is needed. The reader of a vector resets it to the sentinel. NCCL's low-latency protocol and the one-shot all-reduce of
-TensorRT-LLM work in the same way.
+trip is needed. The rank that reads a vector resets the vector to the sentinel. NCCL's low-latency protocol and the one-shot
+all-reduce of TensorRT-LLM work in the same way.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def moe_dispatch_kernel(
     head = tl.arange(0, BLOCK_HEADER)
     in_head = head < HEADER
     word = head[:, None] * 4 + tl.arange(0, 4)[None, :]
-    # One thread per vector sends a header and clears its buffer. All threads read the header.
+    # For each vector of a header, one thread sends the vector and clears its receive buffer. All threads read the header.
     lane = tl.arange(0, THREADS)
     in_lane = lane < HEADER
     lane_word = lane[:, None] * 4 + tl.arange(0, 4)[None, :]

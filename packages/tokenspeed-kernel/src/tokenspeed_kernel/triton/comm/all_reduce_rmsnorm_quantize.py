@@ -72,7 +72,7 @@ for _protocol in (ONE_SHOT, TWO_SHOT):
         solution="triton",
         capability=TRITON,
         signatures=SIGNATURES,
-        # Each of GROUPS is a power-of-two number of vectors long, for every dtype.
+        # Each group size in GROUPS is a power-of-two number of vectors, for every dtype.
         traits={
             "quantization": "fp8",
             "protocol": _protocol,

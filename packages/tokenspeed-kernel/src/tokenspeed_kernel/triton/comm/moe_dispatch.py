@@ -24,7 +24,8 @@ LONGEST_ROW = 8192
     "moe_dispatch",
     solution="triton",
     capability=TRITON,
-    # Other dtypes hold values that cannot be sent unchanged: the sentinel's word, two 16-bit negative zeros, is sent as +0.
+    # A word equal to the sentinel cannot be sent. In these dtypes it holds two negative zeros, and is sent as two positive zeros.
+    # In other dtypes the value would change.
     signatures=format_signatures("x", "dense", (torch.float16, torch.bfloat16)),
     traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW)},
     priority=Priority.PORTABLE,
