@@ -1,5 +1,5 @@
-"""Host code shared by the portable Triton kernels of all families. This module does not import Triton, because declarations use it
-too.
+"""Host code shared by the portable Triton kernels of all families. Kernels' declarations use this module too, so it does not import
+Triton.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def may_overlap(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """Launch options: PDL if ``early``, else none."""
+    """Returns the launch options: PDL if ``early``, else none."""
     return {"launch_pdl": True} if early else {}
 
 
 def sm_count_of(device: torch.device) -> int:
-    """The SM/CU count of a device; a typical count where it is unknown (an emulated platform)."""
+    """Returns the SM/CU count of a device, or a typical count if the count is unknown (an emulated platform)."""
     return platform_of(device).sm_count or _TYPICAL_SM_COUNT
 
 
@@ -77,7 +77,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """Returns a contiguous tensor: x itself or a copy. For vectors whose strides are not passed to the kernel."""
+    """Returns a contiguous tensor: x itself or a copy. Used for vectors whose strides are not passed to the kernel."""
     return None if x is None else x.contiguous()
 
 

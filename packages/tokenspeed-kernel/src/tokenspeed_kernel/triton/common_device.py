@@ -22,10 +22,10 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def wait_for_products() -> None:
     """Waits on Hopper until all outstanding WGMMAs have completed. Does nothing elsewhere.
 
-    Call it in a loop before computing the dot's first operand (dequantised weights, converted fp8). Such an operand is in
-    registers. Triton (3.6 to 3.9) lets the WGMMAs of one iteration overlap the next iteration. The next operand then overwrites
-    registers that a WGMMA still reads. Results are wrong intermittently, more often on a busier SM. The wait costs up to 2%,
-    because other warps have work meanwhile.
+    Call this function in a loop before computing the dot's first operand (dequantised weights, converted fp8). Such an operand is
+    in registers. Triton (3.6 to 3.9) lets the WGMMAs of one iteration overlap the next iteration. The next operand then overwrites
+    registers that a WGMMA still reads. Without this wait, results are wrong intermittently, more often on a busier SM. The wait
+    costs at most 2%, because other warps have work meanwhile.
     """
     if not _INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
         # Declared impure, so that the compiler does not move or remove the wait.
@@ -37,8 +37,8 @@ def wait_for_products() -> None:
 def start(EARLY: tl.constexpr) -> None:
     """PDL prologue: lets the next kernel launch, then waits until the preceding kernels' writes are visible.
 
-    A kernel launched with PDL must call this first. From then on the next kernel may launch at any time, because its own wait is
-    for the end of this kernel. An earlier launch hides more of the next kernel's launch latency.
+    A kernel launched with PDL must call this first. From then on, the next kernel may launch at any time, because the next kernel
+    waits for the end of this one. An earlier launch hides more of the next kernel's launch latency.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,7 +75,7 @@ def prefetch_rows(rows, inside, width, stride, elsewhere, PADDED: tl.constexpr) 
 
 @triton.jit
 def bits_of(masks):
-    """Population count of int64 masks, int32."""
+    """Returns the population counts of int64 masks, as int32."""
     twos = masks - ((masks >> 1) & 0x5555555555555555)
     fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -84,7 +84,7 @@ def bits_of(masks):
 
 @triton.jit
 def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.constexpr):
-    """The sequence that owns work item ``slot``. A work item is ROWS query rows; a token has GROUP rows.
+    """Returns the sequence that owns work item ``slot``. A work item is ROWS query rows; a token has GROUP rows.
 
     The items of sequence b begin at ``cu_seqlens[b] * GROUP // ROWS + b``. A sequence gets at least one item, and at least as many
     as its rows need. The search compares AT_ONCE sequences at a time.
@@ -99,7 +99,7 @@ def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.
 
 @triton.jit
 def softplus(x):
-    """``log(1 + exp(x))`` in float32, without overflow for large x and without cancellation where the result is small."""
+    """Returns ``log(1 + exp(x))`` in float32, without overflow for large x and without cancellation where the result is small."""
     # max(x, 0) + log(1 + e) with e = exp(-|x|). A polynomial times e approximates log(1 + e) to a relative error of 2^-22.
     # tl.log(1 + e) would lose most digits for small e, because 1 + e is rounded.
     e = tl.exp2(tl.abs(x) * -1.4426950408889634)

@@ -75,8 +75,8 @@ def _third_that_holds(low, high, second, last, wanted):
 def wanted_key(keys, low, wanted, spare):
     """Returns the largest value v such that at least ``wanted`` of the sort keys are >= v.
 
-    May return a lower value if at most ``wanted + spare`` keys are >= that value. This function is a ternary search. `threshold_of`
-    instead compares each key with all parts of the range at once, which would take too many registers here.
+    May return a lower value if at most ``wanted + spare`` keys are >= that value. This function is a ternary search. The sampling
+    kernels' `threshold_of` instead compares each key with all parts of the range at once, which would take too many registers here.
 
     Args:
         keys: int32, fewer than 2^15.

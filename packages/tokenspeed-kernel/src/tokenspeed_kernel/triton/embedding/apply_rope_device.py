@@ -93,7 +93,7 @@ def store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE:
 
 @triton.jit
 def normalise(a, b, tail, norm, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """RMSNorm of heads in the layout of `load_heads`, rounded as `qk_rmsnorm` rounds."""
+    """Applies RMSNorm to heads in the layout of `load_heads`, and rounds as `qk_rmsnorm` rounds."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     HAS_TAIL: tl.constexpr = SHAPE.head_dim > SHAPE.rotary_dim
     one = tl.zeros((1, 1), tl.int32)
@@ -159,7 +159,7 @@ def rotate_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr,
     a, b, tail = load_heads(row_of(q, token, head), inside, SHAPE, TILE)
     if norm.weight is not None:
         a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
-    if SHAPE.q_heads % HEADS == 0:  # the tile has one token: load its angles once
+    if SHAPE.q_heads % HEADS == 0:  # all heads of the tile belong to one token: load its angles once
         one = program * HEADS // SHAPE.q_heads + tl.zeros((1, 1), tl.int64)
         a, b = rotate(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
     else:

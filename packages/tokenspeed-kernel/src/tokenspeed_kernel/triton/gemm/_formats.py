@@ -27,7 +27,7 @@ def _mx(block_shape: tuple[int, int]) -> list[TensorFormat]:
 
 
 def _blocks(size: int, stored: torch.dtype, *across: int) -> list[TensorFormat]:
-    """Returns the formats of 8-bit floats with a scale per ``size`` elements along k, stored as dtype ``stored``.
+    """Returns the formats of 8-bit floats with a scale of dtype ``stored`` per ``size`` elements along k.
 
     ``across``: how many columns of b share a scale; empty for operand a.
     """

@@ -1,4 +1,4 @@
-"""Operands of the Triton GEMMs on the host: their format, scales and strides."""
+"""Describes the operands of the Triton GEMMs to the launchers: format, scales and strides."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Operand(NamedTuple):
 
     @property
     def codes(self) -> Tensor:
-        """``tensor``, with 8-bit floats viewed as uint8."""
+        """Returns ``tensor``, with 8-bit floats viewed as uint8."""
         return self.tensor.view(torch.uint8) if self.tensor.element_size() == 1 else self.tensor
 
     @property

@@ -39,7 +39,7 @@ class Output(NamedTuple):
 
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """The row and column of output tile ``index``, in tiles.
+    """Returns the row and column of output tile ``index``, in tiles.
 
     Tiles are ordered column by column within ``GROUP`` rows of tiles, so that loads of b hit L2.
     """

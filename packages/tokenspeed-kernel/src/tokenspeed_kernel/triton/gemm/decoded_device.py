@@ -34,7 +34,8 @@ def _decoded_lines(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Loads ``[LINES, BLOCK_K]`` of an operand, from element k0 of each line on, and dequantises it to dtype COMPUTE. 0 beyond K.
+    """Loads ``[LINES, BLOCK_K]`` of an operand, from element k0 of each line on, and dequantises to dtype COMPUTE. Elements beyond
+    K are 0.
 
     ``line``, ``inside``: the lines' indices, and which of the lines exist. ``MICRO``: each block of ``BLOCK`` elements along k
     has a one-byte scale, which is applied here.
