@@ -98,8 +98,9 @@ class Configs(NamedTuple):
 
 # One H200, 8192 x 8192 x 8192, e4m3fn. All accumulation in the tensor core: 1484 TFLOP/s with 128 x 256 tiles (1258 without
 # descriptors, 1446 without persistence), 1390 with two CTAs of 128 x 128 tiles per SM. The tensor core's accumulator
-# loses 1.4% of a sum of 8192 positive terms, and 5.5% of a sum of 28672. Beyond k = 2048, each step's partial sum is therefore added
-# in float32, as block scales require anyway. Block scales: 947 TFLOP/s (858 with three stages, 772 persistent, 886 with 64 x 128 tiles).
+# loses 1.4% of a sum of 8192 positive terms, and 5.5% of a sum of 28672. Beyond k = 2048, each step's partial sum is therefore
+# added in float32, as block scales require anyway. Block scales: 947 TFLOP/s (858 with three stages, 772 persistent, 886 with 64 x
+# 128 tiles).
 # Few rows (64 x 7168 x 4096): 12.9 us; 13.7 us with tiles of 128 columns, 13.2 us with k = 128; 14.4 us with block scales.
 # 4096 x 7168 x 4096: 335 us with scales per column (128 x 64 tiles 587 us, 128 x 128 tiles 424 us); 469 us with scale blocks of 64
 # elements; 1106 us with scale blocks of 32 elements (128 x 64 tiles 1406 us, 128 x 128 tiles 1161 us).

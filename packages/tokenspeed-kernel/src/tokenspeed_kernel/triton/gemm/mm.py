@@ -96,7 +96,7 @@ def _multiply(
 ) -> None:
     if not out.numel():
         return
-    # An a with one-byte scales is dequantised once, instead of in every program that reads it.
+    # If a has one-byte scales, it is dequantised once, instead of in every program that reads it.
     x, w, bias = once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), dense(bias)
     if direct.is_eligible(x, w):
         direct.multiply(x, w, bias, out)

@@ -1,5 +1,5 @@
-"""GEMMs with many rows of a and weights b in narrow formats: slices of the weights are dequantised to memory, then `direct`
-multiplies them.
+"""GEMMs with many rows of a and weights b in narrow formats: each slice of the weights is dequantised to memory, then multiplied by
+`direct`.
 
 Dequantising in registers would dequantise every weight once for each 128 rows of a.
 """
@@ -15,7 +15,7 @@ from tokenspeed_kernel.triton.gemm._operands import BLOCK, E4M3, LINE, MICRO, WH
 from tokenspeed_kernel.triton.quantization.dequantize import decode_blocks, dequantize_fp8
 from tokenspeed_kernel_base.platform import platform_of
 
-# Bytes of a dequantised slice of weights: several waves of tiles on a large device, and most of the slice stays in L2.
+# Bytes of a dequantised slice of weights. The slice has several waves of tiles on a large device, and most of it stays in L2.
 _SLICE_BYTES = 64 << 20
 
 # Dequantising to memory is faster if a has at least this many rows. One H200, 8192 x 8192 weights, 4096 rows: 694 us (mxfp4) and
@@ -24,8 +24,8 @@ _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
 def is_eligible(x: Operand, w: Operand) -> bool:
-    """Whether a GEMM is faster if the weights are first dequantised to memory, and whether dequantising them to bfloat16 (for
-    weight-only formats, to a's dtype) is exact."""
+    """Whether a GEMM is faster if the weights are first dequantised to memory. Dequantisation to bfloat16 (for weight-only formats,
+    to a's dtype) must also be exact."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):

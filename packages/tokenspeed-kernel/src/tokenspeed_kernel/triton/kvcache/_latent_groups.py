@@ -13,8 +13,8 @@ class LatentGroups(NamedTuple):
     """How many elements of a latent share a scale, and the strides of the caches of rotary parts and scales, by page, slot and
     element.
 
-    The strides are constexpr: Triton specialises a runtime stride only if it is a multiple of 16. Rotary parts of DeepSeek-V3.2
-    are 328 elements of 16 bits apart.
+    The strides are constexpr: Triton specialises a runtime stride only if it is a multiple of 16. Rotary parts of DeepSeek-V3.2 are
+    328 elements of 16 bits apart, which is not a multiple of 16.
     """
 
     group: int

@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_
 
 @triton.jit
 def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
-    """Pointers to the given slots and heads of a `Cache`. Where a slot is negative, the pointer is invalid."""
+    """Returns pointers to the given slots and heads of a `Cache`. Where a slot is negative, the pointer is invalid."""
     slot = slot.to(tl.int64)
     offset = (slot // PAGE_SIZE) * cache.page_stride + (slot % PAGE_SIZE) * cache.slot_stride
     return cache.first + (offset + head * cache.head_stride)
@@ -18,8 +18,7 @@ def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Converts values to the cache's format: unchanged, or encoded as 8-bit floats in uint8. NATIVE: see `abilities` of the
-    encoder.
+    """Converts values to the cache's format: unchanged, or encoded as 8-bit floats in uint8. NATIVE: see `Encoding`.
     """
     if FORMAT == "copied":
         stored = values

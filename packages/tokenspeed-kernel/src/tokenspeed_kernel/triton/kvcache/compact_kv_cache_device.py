@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, pages_of
 
 @triton.jit
 def _slots_of(pages, table, position, moved, PAGE_SIZE: tl.constexpr):
-    """The cache slots of a sequence's positions; valid only where ``moved``."""
+    """Returns the cache slots of a sequence's positions; valid only where ``moved``."""
     page = tl.load(pages + position // PAGE_SIZE * table.page_stride, mask=moved, other=0)
     return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _slot_of(position, sequence, page_table, table_stride_b, table_stride_p, max_pages, PAGE_SIZE: tl.constexpr):
-    """The cache slots of positions in sequences; -1 for a position without a page."""
+    """Returns the cache slots of positions in sequences; -1 for a position without a page."""
     held = (position >= 0) & (position // PAGE_SIZE < max_pages)
     page = tl.load(page_table + sequence * table_stride_b + position // PAGE_SIZE * table_stride_p, mask=held, other=-1)
     return tl.where(page >= 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)

@@ -1,4 +1,4 @@
-"""The matrices of `_chunks_device`, for per-channel gates: one gate per token and channel.
+"""Computes the matrices of `_chunks_device` for per-channel gates: one gate per token and channel.
 
 ``exp(G[i] - G[j])`` then differs by channel. The decay cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, because the latter
 overflows. Instead, choose a boundary between token j and the later token i, and let R be the running sum at the boundary.
@@ -167,10 +167,10 @@ def channel_blocks_kernel(
 
 @triton.jit
 def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Adds the contribution of TILE.k channels to K K^T and Q K^T, for the pairs of a token before block NUMBER and a later token.
+    """Adds the contribution of TILE.k channels to K K^T and Q K^T, for pairs of a token before the boundary and a later token.
 
-    Only tokens at most N blocks before and after the boundary count, where N is the largest power of two that divides NUMBER.
-    ``distance``: running sums of log2 decays minus the running sum at the boundary.
+    The boundary is the start of block NUMBER. Only tokens within N blocks of the boundary count, where N is the largest power of
+    two that divides NUMBER. ``distance``: running sums of log2 decays minus the running sum at the boundary.
     """
     token = tl.arange(0, TILE.chunk)
     boundary: tl.constexpr = NUMBER * TILE.block
@@ -225,8 +225,8 @@ def channel_chunks_kernel(
 ):  # fmt: skip
     """Computes the off-diagonal blocks of K K^T and scale * P for one chunk and one value head, then solves the chunk's system.
 
-    Token pairs are grouped by a boundary between two blocks. Token i lies within some number of blocks behind the boundary, and
-    token j within the same number of blocks in front of it.
+    Token pairs are grouped by a boundary between two blocks. Token i lies within some number of blocks after the boundary, and
+    token j within the same number of blocks before the boundary.
 
     The kernel also writes queries and keys multiplied by their decays, because per-channel decays are not row factors.
     """
