@@ -18,8 +18,7 @@ def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Converts values to the cache's format: unchanged, or encoded as 8-bit floats in uint8. NATIVE: see `Encoding`.
-    """
+    """Converts values to the cache's format: unchanged, or encoded as 8-bit floats in uint8. NATIVE: see `Encoding`."""
     if FORMAT == "copied":
         stored = values
     else:

@@ -1,14 +1,14 @@
 """The stateless part of the gated delta rule: two matrices per chunk of tokens, one program per chunk and head.
 
-Let ``G`` be the running sums of the log decays within a chunk, and ``S`` the state in front of it. The rows of ``U`` are the values
-that the chunk's tokens write to the state. The rows of ``U`` solve a unit lower triangular system:
+Let ``G`` be the running sums of the log decays within a chunk, and ``S`` the state before the chunk. The rows of ``U`` are the
+values that the chunk's tokens write to the state. ``U`` solves a unit lower triangular system:
 
     (I + A) U = beta * (V - (exp(G) * K) S)     A[i, j] = beta[i] * sum(K[i] * K[j] * exp(G[i] - G[j])) for j < i
     O = scale * ((exp(G) * Q) S + P U)          P[i, j] = sum(Q[i] * K[j] * exp(G[i] - G[j])) for j <= i
     S' = exp(G[last]) * S + (exp(G[last] - G) * K).T U
 
 The kernel here, and the kernels of `_channels_device` for per-channel gates, compute ``(I + A)^-1 * beta`` and ``scale * P``.
-`gated_delta_rule_prefill_device` does the rest.
+`gated_delta_rule_prefill_device` computes ``U``, ``O`` and ``S'``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def joined(inverse, a, FIRST: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.const
     2^FIRST tokens.
 
     Each step doubles the side of the inverted diagonal blocks. For diagonal blocks X and Y, with block E below X and left of Y, the
-    joint inverse has inv(X), inv(Y), and -inv(Y) E inv(X) at the position of E. This is blocked forward substitution, with the same
-    accuracy. No power of ``a`` is formed, because its entries would grow large where keys are alike.
+    joint inverse has inv(X), inv(Y), and -inv(Y) E inv(X) at the position of E. This method is blocked forward substitution, and as
+    accurate as forward substitution. No power of ``a`` is formed, because its entries would grow large where keys are alike.
     """
     row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
     for level in range(FIRST, LEVELS):  # not unrolled: one step uses almost all registers

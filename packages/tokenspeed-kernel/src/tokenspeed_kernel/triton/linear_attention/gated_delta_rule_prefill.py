@@ -1,8 +1,8 @@
 """The chunked gated delta rule for prefill, in two steps.
 
-The first step computes two square matrices per chunk and value head, for all chunks in parallel. With per-channel gates it also
-writes keys and queries multiplied by their decays. The second step computes states and outputs, one chunk of a sequence after
-another. A program keeps the state in registers; only a sequence's first and last state are in global memory.
+The first step computes two square matrices per chunk and value head, for all chunks in parallel. With per-channel gates, the first
+step also writes keys and queries multiplied by their decays. The second step computes states and outputs, one chunk of a sequence
+after another. A program keeps the state in registers; only a sequence's first and last state are in global memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Shape(NamedTuple):
     Attributes:
         k_dim, v_dim: rows and columns of a state.
         v_heads: number of value heads.
-        width: channels per key that the second step reads: k_dim rounded up to `_ALIGNMENT`, padded with zeros.
+        width: channels per key that the second step reads: k_dim rounded up to a multiple of `_ALIGNMENT`. The added channels are
+            zeros.
         group: value heads per query/key head.
         gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
@@ -84,7 +85,7 @@ class Tile(NamedTuple):
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
 # With per-channel gates and more key channels than this, chunks are half as long. With longer chunks, shared memory would hold the
-# operands of a single chunk only, without a pipeline of async copies. That would also be incorrect, see `_ALIGNMENT`.
+# operands of a single chunk only. There would be no pipeline of async copies, and results would be wrong, see `_ALIGNMENT`.
 _WIDEST = 128
 # NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
@@ -142,8 +143,8 @@ def aligned(x: Tensor) -> Tensor:
 
 @functools.cache
 def columns_for(v_dim: int, most: int, sequence_heads: int, sm_count: int) -> int:
-    """Returns the state columns per program, at most ``most``. ``sequence_heads``: the number of sequences times that of value
-    heads.
+    """Returns the state columns per program, at most ``most``. ``sequence_heads``: the number of sequences times the number of
+    value heads.
     """
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
     while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= sm_count:

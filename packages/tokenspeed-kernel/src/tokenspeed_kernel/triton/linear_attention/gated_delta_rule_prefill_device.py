@@ -1,4 +1,4 @@
-"""Device code of the second kernel of `gated_delta_rule_prefill`, which computes states and outputs, chunk after chunk."""
+"""Device code of the second step of `gated_delta_rule_prefill`, which computes states and outputs, chunk after chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The last step of a mixture-of-experts layer: sums the second projection's rows of a token's top-k slots, with routing weights."""
+"""The last step of a mixture-of-experts layer: sums the second projection's rows of a token's top-k slots, each times its routing
+weight."""
 
 from __future__ import annotations
 

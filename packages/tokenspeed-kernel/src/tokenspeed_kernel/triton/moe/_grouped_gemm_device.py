@@ -129,7 +129,8 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
         elif OPTIONS.block > 0:
             tile = tile.to(tl.float32)
         elif FORMAT == "fp8" and OPTIONS.compute == tl.bfloat16 and cuda_capability_geq(8, 9):
-            # Convert through float32: Triton's direct conversion uses F2F, which converts 16 values per cycle per SM on Hopper.
+            # Convert through float32: Triton's direct conversion uses F2F, which converts only 16 values per cycle per SM on
+            # Hopper.
             tile = tile.to(tl.float32)
     if OPTIONS.block > 0:
         BLOCK: tl.constexpr = OPTIONS.block
@@ -155,7 +156,7 @@ def _accumulate(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def _input_rows(inputs, block, GATHER: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to a block's first ROWS input rows. Rows beyond the block's end repeat its last row, and are not stored."""
+    """Returns pointers to a block's first ROWS input rows. Rows beyond the block's end repeat its last row, and are not stored."""
     row = tl.minimum(block.first + tl.arange(0, ROWS), block.end - 1)
     if GATHER:
         row = tl.load(block.order + row) // block.top_k
@@ -199,7 +200,7 @@ def _store_tile(gate, up, block, feature, inputs, weight, out, sizes, swiglu, OP
 
 @triton.jit
 def _weight_rows(feature, n, OPTIONS: tl.constexpr):
-    """The weight's gate row and up row of each output feature. Features beyond ``n`` repeat the last feature, and are not
+    """Returns the weight's gate row and up row of each output feature. Features beyond ``n`` repeat the last feature, and are not
     stored.
     """
     known = tl.minimum(feature, n - 1).to(tl.int64)

@@ -104,7 +104,7 @@ def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.const
 def _scaled(code, scale, dtype: tl.constexpr):
     """Multiplies e2m1 values, whose bits are at positions 15 and 8 to 6, by their scales in float32, and converts to ``dtype``.
 
-    ``scale``: the scale's exponent field. Only float16 subnormals are rounded.
+    ``scale``: the scale's exponent field. The conversion is exact, except for float16 subnormals.
     """
     number = (code << 16).to(tl.float32, bitcast=True)
     return (number * (scale << 23).to(tl.float32, bitcast=True)).to(dtype)

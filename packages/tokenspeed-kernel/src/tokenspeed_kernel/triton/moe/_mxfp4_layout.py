@@ -1,5 +1,5 @@
-"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights, which `moe_apply_mxfp4` reads. The layout is made once, when a model is
-loaded.
+"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights, which `moe_apply_mxfp4` reads. Weights are converted to this layout once,
+when a model is loaded.
 
 A projection ``[rows, k]`` is ``rows / 2`` pairs of rows. One program computes both rows of a pair. A pair is gate and up of a
 feature in w13, and rows ``r`` and ``r + rows / 2`` in w2. ``k`` is split into chunks of 64 elements, which are two blocks of 32. A

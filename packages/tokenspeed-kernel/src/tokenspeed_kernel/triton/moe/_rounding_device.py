@@ -44,7 +44,7 @@ def round_rows_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds rows of x to e4m3 or float16, with a scale each.
+    """Rounds rows of x to e4m3 or float16, with one scale per row.
 
     q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
     ``COUNTED``: ``row_count`` holds the number of rows.
