@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     Attributes:
         features: output features per program.
-        k: elements along k per step; a divisor of 128 for fp8 blocks, because a step has one scale.
+        k: elements along k per step. With fp8 block scales, a divisor of 128, because the elements of a step share one scale.
         warps, stages: a program's warps and pipeline stages.
     """
 
@@ -55,11 +55,11 @@ class Blocks(NamedTuple):
     """How rows are split into blocks, and the tiles of both projections.
 
     Attributes:
-        rows: rows of a block's main part, a power of two from 16.
+        rows: rows of a block's main tile, a power of two, at least 16.
         extra: largest number of rows that a block may have in addition to ``rows``. These extra rows cost a second, small MMA
             with the same weight tile. 0 for none.
         tail: blocks with at most this many rows use a smaller tile; 0 for none.
-        first, second: tiles of the projections. The first accumulates gate and up, so its features count twice.
+        first, second: tiles of the projections. The first projection has two accumulators per feature: gate and up.
         descriptors: load dense weights through tensor descriptors (TMA) if their strides allow it.
     """
 
@@ -85,10 +85,10 @@ class Options(NamedTuple):
     """Compile-time options of `grouped_gemm_kernel`.
 
     Attributes:
-        gated: the first projection, with the activation; else the second.
+        gated: True for the first projection, which applies the activation; False for the second.
         interleaved: whether gate and up rows of the weight alternate.
         format: format of the weight's elements: ``"dense"``, ``"e2m1"`` (packed), ``"fp8"`` (e4m3), or ``"fp8 in bits"``,
-            dequantised by integer operations where the target has no e4m3.
+            which is dequantised by integer operations if the device does not convert e4m3 in hardware.
         scales: scales of the weight: ``"none"``, ``"channels"`` (float32, per row), ``"blocks"`` (float32, per 128 x 128),
             ``"e8m0"``, or ``"e4m3"`` with a float32 global scale.
         block: how many elements of a row share a one-byte scale; 0 for other scales.
@@ -134,8 +134,8 @@ class Program(NamedTuple):
 # tf32 represents float16 and mxfp4 values exactly.
 _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 
-# How many consecutive blocks compute the same features. 4096 tokens as below, blocks of 128 rows: 2425 us with 4, 2589 us with 1,
-# 2432 us with 16.
+# How many consecutive blocks compute the same features. For the layer described below with 4096 tokens and blocks of 128 rows: 2425
+# us with 4, 2589 us with 1, 2432 us with 16.
 _GROUP = 4
 
 # The blocks by the mean number of rows per expert: a key is the largest mean for which its value is used. Measured on an H200:
@@ -175,9 +175,9 @@ _INTERPRETED = {
 _BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED, "any": _SMALL_MEMORY}
 
 # Both operands are fp8. A step's partial sum is scaled before it is added to the accumulator, and takes as many registers as the
-# accumulator does. Tiles therefore have fewer features. DeepSeek-V3, 128 tokens, 32 of 256 experts on this rank: 346 us as below,
-# 358 with 4 stages, 355 with blocks of 32 without a tail, 376 with blocks of 64. The host computes a mean of 32 rows per expert;
-# the true mean is 4. Reading the weights takes 324 us.
+# accumulator does. Tiles therefore have fewer features. DeepSeek-V3, 128 tokens, 32 of 256 experts on this rank: 346 us with the
+# tiles below, 358 with 4 stages, 355 with blocks of 32 without a tail, 376 with blocks of 64. The host computes a mean of 32 rows
+# per expert; the true mean is 4. Reading the weights takes 324 us.
 _LARGE_MEMORY_FP8 = {
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
     45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
@@ -259,7 +259,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     pairs = tokens * plan.top_k
     rows, row_scale = rounded(x, plan.activation_dtype, formats.carrier, static_scale=getattr(weights, "w13_input_scale", None))
     wide = torch.float32 if plan.wide_activations else x.dtype
-    # Rounding to 16 bits first would change one in twenty e4m3 values by one step.
+    # If activations were first rounded to 16 bits, one in twenty e4m3 values would change by one step.
     between_dtype = {"none": wide, "mxfp4": formats.carrier}.get(plan.activation_dtype, torch.float32)
     between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
     _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
@@ -284,7 +284,7 @@ class _Formats(NamedTuple):
         weight, scales: formats of the weight and its scales, see `Options`.
         compute: dtype of both MMA operands.
         precision: ``input_precision`` of float32 dot products.
-        carrier: dtype in which rounded activations are stored, exactly.
+        carrier: dtype that stores the rounded activations exactly.
     """
 
     weight: str
@@ -307,8 +307,8 @@ class _Formats(NamedTuple):
         # One-byte block scales multiply the weights. The scaled weights are no longer e4m3 values.
         if weight == "fp8" and scales != "e8m0" and plan.activation_dtype in ("fp8", "fp8_static"):
             return _Formats(*stored, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
-        # e8m0 scales have bfloat16's range, and elements have at most four significant bits. e4m3, and e2m1 times e4m3, are exact
-        # in float16 and bfloat16.
+        # e8m0 scales have bfloat16's range, and elements have at most four significant bits. e4m3 values, and e2m1 values times
+        # e4m3 scales, are exact in float16 and bfloat16.
         wants_range = plan.activation_dtype == "mxfp4" or scales == "e8m0"
         half_tokens = plan.dtype == torch.float16 and plan.activation_dtype == "none"
         half_weights = plan.dtype == torch.float16 and plan.weight_format == "dense"
@@ -340,14 +340,14 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
     """Adapts a tile that was chosen for dense 16-bit weights to other weight formats.
 
-    ``features``: the largest number of features whose accumulators fit into registers together with the dequantisation. ``k``:
-    elements of a weight row.
+    ``features``: the largest number of features whose accumulators fit into registers beside the values that are being dequantised.
+    ``k``: elements of a weight row.
     """
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
     if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
-        # Rows that are not aligned to 16 bytes are loaded one byte at a time, each byte in its own register. 64 bytes per row
-        # spill.
+        # Rows that are not aligned to 16 bytes are loaded one byte at a time, each byte in its own register. 64 bytes per row would
+        # spill registers.
         most = 32 if formats.scales == "channels" and k % 16 else 64
         return tile._replace(features=min(tile.features, features), k=min(tile.k, most), stages=min(tile.stages, 3))
     return tile

@@ -46,7 +46,8 @@ class Tile(NamedTuple):
         split_k: among how many programs k is split; another kernel adds their partial sums.
         tail: blocks with at most ``tail`` pairs use a tile of ``tail`` columns; 0 for one tile size. If ``tail`` is at least 32,
             blocks with at most ``tail / 2`` pairs use ``tail / 2`` columns.
-        separate: whether the two blocks of a chunk have separate accumulators: shorter dependency chains of MMAs, more registers.
+        separate: whether the two blocks of a chunk have separate accumulators, which shortens the dependency chains of MMAs and
+            takes more registers.
     """
 
     rows: int
@@ -68,7 +69,8 @@ class Options(NamedTuple):
         activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
         dtype: Triton's dtype of the MMA operands.
-        ptx, drain: whether weights are decoded by inline PTX, and only after outstanding WGMMAs, see `_mxfp4_decode_device.decode`.
+        ptx, drain: whether inline PTX decodes the weights, and whether it first waits for outstanding WGMMAs; see
+            `_mxfp4_decode_device.decode`.
     """
 
     scaled: bool
@@ -116,7 +118,7 @@ _FEW_PAIRS = 8
 # alternatives. With two warps, `tl.dot` compiles to mma.sync. WGMMA, unlike mma.sync, needs waits. So mma.sync is faster while
 # weight loads bound the time. (16 tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
 _FEW = {
-    # One token: 14 and 10; 17 for the second with the reduction of partial sums (without split-K 18 and 18).
+    # One token: 14 and 10; the second GEMM and the reduction of its partial sums take 17 (without split-K 18 and 18).
     "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
     "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
 }
@@ -124,13 +126,13 @@ _REGIMES = {
     "sm_90": (
         # 4 tokens: 41 and 22 (28 without split-K).
         Regime(0.3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 2, 4, split_k=2)),
-        # 16: 122 and 67 (unrolled 124 and 72); 64: 230 and 127.
+        # 16 tokens: 122 and 67 (unrolled 124 and 72); 64 tokens: 230 and 127.
         Regime(3, Tile(64, 8, 2, 4), Tile(64, 8, 2, 4)),
-        # 256: 305 and 167 (four stages 325 and 173, one size 341 and 184, WGMMA with 128 x 16 341 and 183).
+        # 256 tokens: 305 and 167 (four stages 325 and 173, one tile size 341 and 184, WGMMA with 128 x 16 341 and 183).
         Regime(20, Tile(64, 16, 2, 6, tail=8), Tile(64, 16, 2, 6, tail=8)),
-        # 1024: 532 and 268 (64 x 32 615 and 296); 2048: 781 and 411 (64 x 128 823 and 442).
+        # 1024 tokens: 532 and 268 (tiles of 64 x 32: 615 and 296); 2048 tokens: 781 and 411 (tiles of 64 x 128: 823 and 442).
         Regime(100, Tile(64, 64, 4, 4, tail=32, separate=False), Tile(64, 64, 4, 4, tail=32, separate=False)),
-        # 8192: 2234 and 1100 (128 x 128 with eight warps 2305 and 1245, one size 2512 and 1173).
+        # 8192 tokens: 2234 and 1100 (tiles of 128 x 128 with eight warps 2305 and 1245, one tile size 2512 and 1173).
         Regime(math.inf, Tile(64, 128, 4, 3, tail=64, separate=False), Tile(64, 128, 4, 4, tail=64, separate=False)),
     ),
     # Not measured: tiles that compile for every target without register spills.

@@ -114,7 +114,7 @@ def _multiply_tile(
     k = sizes.k
     first_chunk = part.first_chunk
     row = part.row_tile * ROWS + tl.arange(0, ROWS)
-    # Rows beyond the last recompute it, and are not stored.
+    # Rows beyond the last row recompute the last row, and are not stored.
     own = tl.minimum(row, rows - 1)
     lane = tl.arange(0, 32)
     wide = tl.arange(0, 64)

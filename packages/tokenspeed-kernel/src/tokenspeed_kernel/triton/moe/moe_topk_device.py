@@ -17,7 +17,7 @@ _UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _key(value):
-    """int32 sort keys: they sort as the float32 values do, with NaN above all."""
+    """Returns int32 sort keys, which sort as the float32 values do, with NaN above all."""
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)  # -0
@@ -26,16 +26,16 @@ def _key(value):
 
 @triton.jit
 def _value(key):
-    """The float32 value of a sort key: inverts `_key`."""
+    """Returns the float32 value of a sort key: the inverse of `_key`."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_with_id(logits, ids):
-    """int32 sort keys: the sort key of a 16-bit float in the upper 16 bits, the inverted expert id in the lower 16.
+    """Returns int32 sort keys: the sort key of a 16-bit float in the upper 16 bits, the inverted expert id in the lower 16 bits.
 
-    So the largest key also contains its expert id.
+    So the largest key also contains its expert id, and among equal floats the lowest id has the largest key.
     """
     infinity: tl.constexpr = 0x7C00 if logits.dtype == tl.float16 else 0x7F80
     bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
@@ -47,7 +47,7 @@ def _key_with_id(logits, ids):
 
 @triton.jit
 def _exp(x):
-    """exp with an error of at most one ulp. ``tl.exp`` may be tens of ulps off, which can change the chosen experts."""
+    """Returns exp(x) with an error of at most one ulp. ``tl.exp`` may be tens of ulps off, which can change the chosen experts."""
     whole = tl.minimum(tl.maximum(tl.floor(x * 1.4426950216293335), -126.0), 126.0)
     rest = tl.fma(x, 1.4426950216293335, -whole)
     rest = tl.fma(x, 1.9259629911266175e-08, rest)
@@ -62,8 +62,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _sqrtsoftplus(x):
-    """``sqrt(log(1 + exp(x)))``, NaN for NaN. Computed by log(1 + u) = 2 artanh(u / (2 + u)), in which the argument of artanh is at
-    most 1/3.
+    """Returns ``sqrt(log(1 + exp(x)))``, and NaN for NaN. The logarithm is computed as log(1 + u) = 2 artanh(u / (2 + u)). The
+    argument of artanh is at most 1/3.
     """
     raised = _exp(-tl.abs(x))
     ratio = tl.div_rn(raised, 2.0 + raised)
@@ -76,7 +76,7 @@ def _sqrtsoftplus(x):
 
 @triton.jit
 def _score(x, SCORING: tl.constexpr):
-    """The score of each logit: its sigmoid or its sqrt-softplus, by ``SCORING``."""
+    """Returns the score of each logit: its sigmoid or its sqrt-softplus, by ``SCORING``."""
     if SCORING == "sigmoid":
         return _sigmoid(x)
     return _sqrtsoftplus(x)
@@ -84,7 +84,7 @@ def _score(x, SCORING: tl.constexpr):
 
 @triton.jit
 def _softmax(x):
-    """Softmax of each row. A row with a NaN becomes NaN throughout."""
+    """Returns the softmax of each row. If a row has a NaN, all its results are NaN."""
     raised = _exp(x - tl.max(x, axis=1)[:, None])
     return tl.div_rn(raised, tl.broadcast_to(tl.sum(raised, axis=1)[:, None], raised.shape))
 
@@ -107,7 +107,7 @@ def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
 
 @triton.jit
 def _best(keys, ids, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, PACKED: tl.constexpr):
-    """The expert ids of the ``COUNT`` largest sort keys of each row, largest first."""
+    """Returns the expert ids of the ``COUNT`` largest sort keys of each row, largest first."""
     slots = tl.arange(0, COUNT_PADDED)[None, :]
     chosen = tl.zeros([keys.shape[0], COUNT_PADDED], tl.int32)
     if COUNT <= _UNROLLED:

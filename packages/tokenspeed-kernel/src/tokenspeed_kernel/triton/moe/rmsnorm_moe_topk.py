@@ -106,7 +106,8 @@ def rmsnorm_moe_topk(
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Block 0 stores the sum of x and the residual while other programs may still read both. So the sum must alias neither.
+    # A token's first program stores the sum of x and the residual while the token's other programs may still read both. So the sum
+    # must alias neither.
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -74,7 +74,7 @@ def rmsnorm_moe_topk_kernel(
     tl.store(logits + token * EXPERTS + expert, round_to(logit, logits.dtype.element_ty, INTERPRETED), mask=real)
 
     # The last program of a token sees all of the token's logits, and routes the token. The barrier orders all threads' stores
-    # before the counter.
+    # before the increment of the counter.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
     if before == BLOCKS - 1:

@@ -1,4 +1,4 @@
-"""Layer normalisation of rows with an optional preceding residual add: `rmsnorm` with a mean and a bias."""
+"""Layer normalisation of rows, after an optional residual add. Unlike `rmsnorm`, it subtracts the mean and adds a bias."""
 
 from __future__ import annotations
 
