@@ -1,4 +1,4 @@
-"""RMSNorm of rows with an optional preceding residual add. One program normalises one tile of rows.
+"""RMSNorm of rows, after an optional residual add. One program normalises one tile of rows.
 
 A row is read once, kept in registers between the sum of squares and the scaling, and written once. Only rows that do not fit in
 registers are read twice.
@@ -36,14 +36,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-# H200, 16384 rows of 2880, bf16, percent of a copy's bandwidth. 32 elements per thread (4 warps) reach 95%, 16 elements 89%, 8
-# elements 73%. With a residual, all three sizes reach 96%. 64 rows take 1.8 us with each size. Rows of 128 to 8192 reach 89 to 98%
-# with 32 elements.
+# H200, 16384 rows of 2880 elements, bf16, percent of a copy's bandwidth. 32 elements per thread (4 warps) reach 95%, 16 elements
+# 89%, 8 elements 73%. With a residual, all three sizes reach 96%. 64 rows take 1.8 us with each size. Rows of 128 to 8192 elements
+# reach 89 to 98% with 32 elements per thread.
 _ELEMENTS_A_WARP = 1024
-# For rows of 8192 or more elements, more elements per thread are better. Rows of 12288 reach 90% with 8 warps, 85% with 16, 60%
-# with 32.
+# For rows of 8192 or more elements, more elements per thread are better. Rows of 12288 elements reach 90% with 8 warps, 85% with
+# 16, 60% with 32.
 _WARPS = 8
-# More than 64 elements per thread would spill.
+# More than 64 elements per thread would spill registers.
 _MOST_ELEMENTS_A_WARP = 2048
 # Rows longer than LONGEST_ROW take two passes, in steps of _STEP columns.
 LONGEST_ROW, _STEP = 32768, 8192
@@ -76,7 +76,7 @@ def launch_rows(
     Args:
         kernel: the Triton kernel.
         x, weight, eps, residual, out, residual_out: the operator's arguments.
-        more: arguments that the kernel takes in addition to those of `rmsnorm_kernel`, after them.
+        more: further positional arguments of the kernel, which follow those of `rmsnorm_kernel`.
         flags: constexpr arguments that `rmsnorm_kernel` does not take.
     """
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)

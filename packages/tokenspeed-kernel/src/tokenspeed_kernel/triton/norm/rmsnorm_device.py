@@ -23,7 +23,7 @@ def inverse_rms(x, hidden, eps):
 
 @triton.jit
 def load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Loads x; with a residual, returns x + residual, rounded to the residual's dtype. 0 outside the mask ``inside``."""
+    """Loads x; with a residual, returns x + residual, rounded to the residual's dtype. Elements outside ``inside`` are 0."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + residual_offsets, mask=inside, other=0.0)

@@ -28,9 +28,9 @@ device_code = DeviceModule(__name__ + "_device")
 
 # A program holds the gate's row and x's row in registers, so both limits are half of `rmsnorm`'s.
 _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
-# 8 elements per thread, that is two 16-byte loads. With more elements, ptxas moves the loads of gates behind the sums of squares to
-# save registers. A program then waits for both loads in sequence. On an H100, 2048 rows of 128 take 2.0 us, and 3.7 us with 32
-# elements.
+# 8 elements per thread: one 16-byte load of x and one of the gate. With more elements, ptxas moves the loads of gates behind the
+# sums of squares to save registers. A program then waits for the two loads one after the other. On an H100, 2048 rows of 128 take
+# 2.0 us, and 3.7 us with 32 elements.
 _ELEMENTS_A_WARP, _ELEMENTS, _MOST_WARPS = 256, 1024, 8
 # With at least _MANY elements per SM/CU, a program's tile has _TOGETHER times as many rows. 262144 rows of 128 took 67.9 us with
 # these larger tiles, and 70.1 us without.
@@ -47,9 +47,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def tile_for(hidden: int, many: bool) -> Tile:
-    """Returns the tile for few or ``many`` rows of ``hidden`` elements. Both tiles have the same number of a row's elements per
-    thread.
-    """
+    """Returns the tile for few or ``many`` rows of ``hidden`` elements. Both tiles have the same number of elements per thread."""
     block = next_power_of_2(hidden)
     together = max(1, _ELEMENTS // block)
     warps = min(together * block // _ELEMENTS_A_WARP, _MOST_WARPS)

@@ -1,4 +1,4 @@
-"""RMSNorm of rows with an optional preceding residual add, fused with quantisation.
+"""RMSNorm of rows, after an optional residual add, fused with quantisation.
 
 A program normalises `rmsnorm`'s tile of whole rows, rounds the result to x's dtype, and quantises it in registers.
 """

@@ -50,10 +50,10 @@ def abilities(device: torch.device) -> Abilities:
 def division_steps(dtype: torch.dtype) -> int:
     """Returns the number of corrections that `divide` needs for dividends of this dtype.
 
-    After one correction, the quotient before rounding is within 2^-23 ulp of the exact quotient. That is too far in one case: the
-    exact quotient is that close to the midpoint of two float32 values next to a rounding boundary of the narrow format. If x has at
-    most 11 significant bits, no divisor gives such a quotient (a test samples divisors). float32 values get a second correction,
-    after which the quotient is correctly rounded (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-    processor", 1990).
+    After one correction, the quotient before rounding is within 2^-23 ulp of the exact quotient. This error matters in one case
+    only: if the exact quotient is within 2^-23 ulp of the midpoint of two float32 values next to a rounding boundary of the narrow
+    format. If x has at most 11 significant bits, no divisor gives such a quotient (a test samples divisors). float32 values get a
+    second correction, after which the quotient is correctly rounded (Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", 1990).
     """
     return 2 if dtype == torch.float32 else 1

@@ -90,7 +90,7 @@ def pack_scaled_e2m1(pairs, factors):
     The result is int32, with undefined bits above the byte. For sm_90 and later.
 
     This function does the work of `encode_e2m1` and `pack_e2m1` with half the instructions. The ulp of bfloat16 is 0.5 from 64 on,
-    1 from 128 on, and 2 from 256 on, so adding such constants rounds to e2m1. The scaled values are exact.
+    1 from 128 on, and 2 from 256 on, so adding a constant of such a size rounds to e2m1. The scaled values are exact.
     """
     return tl.inline_asm_elementwise(
         """
@@ -178,9 +178,11 @@ def blocks_of_program(
     groups of ``UNIT``.
 
     Returns:
-        The index of the program's first element of x, and each block's offset from this element, in groups of ``UNIT`` elements.
-        The number of the program's first block, and each block's offset from this number. The index of the program's first scale;
-        further scales follow contiguously. A mask of the blocks that exist, and a mask of the scales to store.
+        ``(first_x, x_at, first_made, made_at, first_scale, inside, stored)``. ``first_x`` is the index of the program's first
+        element of x, and ``x_at`` each block's offset from this element, in groups of ``UNIT`` elements. ``first_made`` is the
+        number of the program's first block, and ``made_at`` each block's offset from this number. ``first_scale`` is the index of
+        the program's first scale; further scales follow contiguously. ``inside`` masks the blocks that exist, ``stored`` the scales
+        to store.
     """
     programs = tl.cdiv(count, BLOCKS)
     outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS

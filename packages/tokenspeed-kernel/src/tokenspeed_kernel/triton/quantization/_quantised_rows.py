@@ -99,7 +99,8 @@ class Rows(NamedTuple):
     """The distribution of x's rows over programs.
 
     Attributes:
-        per_matrix: rows per matrix. All rows count as one matrix, unless scales are in tiles, which matrices do not share.
+        per_matrix: rows per matrix. All rows count as one matrix, unless scales are in tiles, because a tile has scales of one
+            matrix only.
         programs: programs per matrix.
         matrices: number of matrices.
     """

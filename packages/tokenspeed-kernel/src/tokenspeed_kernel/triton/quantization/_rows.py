@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.ops.quantization.formats import swizzled_shape
 class Config(NamedTuple):
     """Elements per tile, and warps per program.
 
-    With 4 warps and 4096 elements, a thread has four 16-byte loads of 16-bit values in flight. Tiles are smaller where SMs would
-    otherwise idle.
+    With 4 warps and 4096 elements, a thread has four 16-byte loads of 16-bit values in flight. Small tensors get smaller tiles,
+    because SMs would otherwise idle.
     """
 
     tile: int

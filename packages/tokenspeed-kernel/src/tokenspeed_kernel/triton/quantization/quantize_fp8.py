@@ -2,8 +2,8 @@
 
 Rows and blocks are groups of consecutive elements. A program holds a tile of whole groups in registers, so that x is read once.
 Larger groups and 2D tiles are read twice by one program, in chunks. The scale of a whole tensor takes two launches. The first
-computes partial maxima. In the second, each program reduces all partial maxima, then quantises. The second launch walks backwards,
-to hit the data that the first launch left in the cache.
+computes partial maxima. In the second, each program reduces all partial maxima, then quantises. The second launch starts at the end
+of x, to hit the data that the first launch left in the cache.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# All figures are from one H200 with 8192 x 8192 bfloat16, which a copy moves at 4.07 TB/s. The most elements of a group, and of a
-# region (with hardware conversion to fp8), that a program holds in registers. Larger ones are read twice. Tiles of 128 x 128 reach
-# 3.44 TB/s when held, and 2.95 TB/s when read twice.
+# All figures are from one H200 with 8192 x 8192 bfloat16, which a copy moves at 4.07 TB/s. _HELD and _REGION_HELD are the most
+# elements of a group, and of a region (with hardware conversion to fp8), that a program holds in registers. Larger groups and
+# regions are read twice. Tiles of 128 x 128 reach 3.44 TB/s when held, and 2.95 TB/s when read twice.
 _HELD, _REGION_HELD = 16384, 16384
 _REGION_WARPS = 16
-# Elements per chunk of data that is read twice, and warps.
+# Elements per chunk of a group or region that is read twice, and warps per program.
 _CHUNK, _CHUNK_WARPS = 4096, 8
 # Elements per thread if one group fills a program's tile. Scales per row reach 3.93 TB/s, and 3.38 TB/s with 16 elements.
 _EACH = 32

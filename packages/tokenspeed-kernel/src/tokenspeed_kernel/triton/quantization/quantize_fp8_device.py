@@ -21,8 +21,8 @@ def scale_of(amax, LIMIT: tl.constexpr):
 
 @triton.jit
 def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
-    """Returns the scales of groups, given their amax, in the form in which they are stored, and the factors that `_encoded`
-    needs.
+    """Returns ``(scale, factor, divisor, reciprocal)`` for groups, given their amax: the scales as stored, and arguments of
+    `_encoded`.
     """
     if E8M0:
         exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
@@ -109,8 +109,8 @@ def quantize_groups_kernel(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Quantises ``GROUPS`` groups at one index of x's outer axis. q and the scales are contiguous. Packed scales are padded with
-    groups of scale 0.
+    """Quantises ``GROUPS`` groups of one outer row of x (see `_rows.Groups`). q and the scales are contiguous. Packed scales are
+    padded with groups of scale 0.
     """
     programs = tl.cdiv(count, GROUPS)
     outer = (tl.program_id(0) // programs).to(tl.int64)
@@ -166,7 +166,7 @@ def quantize_regions_kernel(
     q_ptr += batch * m * k
     if ONCE:
         row, column = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, COLUMNS)[None, :]
-        # A mask per element would take too many registers to hold all elements.
+        # If every element had its own mask, the region would not fit in registers.
         inside = (column < right) if EVEN_ROWS else (row < bottom) & (column < right)
         x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
         amax = largest(largest(x, 1), 0)
