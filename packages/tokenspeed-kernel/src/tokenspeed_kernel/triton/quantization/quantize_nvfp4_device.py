@@ -26,10 +26,9 @@ _SIXTH = tl.constexpr(1 / 6)
 
 @triton.jit
 def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Quantises blocks, float32 ``[BLOCKS, 16]``, to packed e2m1 ``[BLOCKS, 8]``, and returns them and their e4m3 scales
-    ``[BLOCKS]``.
+    """Quantises blocks, float32 ``[BLOCKS, 16]``, to packed e2m1 ``[BLOCKS, 8]``.
 
-    Both results are uint8.
+    Returns the packed values, and the blocks' e4m3 scales ``[BLOCKS]``. Both are uint8.
     """
     scale, step = _scale_of_blocks(largest(x, 1), global_scale, NATIVE, INTERPRETED, STEPS)
     code = _codes(x, prepare_divisor(step, INTERPRETED), INTERPRETED, STEPS)
@@ -38,9 +37,9 @@ def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.const
 
 @triton.jit
 def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Returns the e4m3 scales (uint8) of blocks, given their amax, and their steps.
+    """Returns ``(scale, step)`` for blocks, given their amax: the e4m3 scales (uint8), and the steps.
 
-    A block's step is its decoded scale times the global scale: the value that its elements are divided by.
+    A block's step is the divisor of its elements: the decoded scale times the global scale.
     """
     if INTERPRETED or STEPS > 1:
         sixth = tl.div_rn(amax, 6.0)
@@ -98,8 +97,8 @@ def quantize_nvfp4_kernel(
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
     )
-    # Load a block in two halves, each with one load of one thread. A whole block is then in one thread, and its scale is computed
-    # once.
+    # Load a block in two halves, each with one load of one thread. One thread then holds a whole block, and the block's scale is
+    # computed once.
     x_ptr += first_x
     at = tl.arange(0, _HALF)[None, :]
     low = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)

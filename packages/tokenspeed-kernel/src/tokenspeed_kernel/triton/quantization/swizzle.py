@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# If a row consists of whole 32-bit words of four scales: the number of tiles of a program, which hold 128 bytes of each row, and
-# the program's warps.
+# For rows that consist of whole 32-bit words of four scales: the number of tiles that a program copies, which hold 128 bytes of
+# each row, and the program's warps.
 _ACROSS, _WARPS = 32, 4
 # For other rows: the bytes that a program copies. Its eight neighbouring tiles hold 32 bytes of each row, one memory sector.
 _BYTES = 4096

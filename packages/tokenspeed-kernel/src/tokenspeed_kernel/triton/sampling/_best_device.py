@@ -50,7 +50,7 @@ def best_of_spans_kernel(
         better = key > best_key
         best_key = tl.where(better, key, best_key)
         best_id = tl.where(better, ids, best_id)
-    # Positions beyond the end hold -inf, with ids above all real ids, so they never win.
+    # Positions beyond the end hold -inf, with ids above all real ids, so they are never the result.
     found = tl.max(packed(best_key, best_id), axis=0)
     if FINAL:
         _store_best(found, row, first_token, tokens, tokens_stride, values, values_stride)

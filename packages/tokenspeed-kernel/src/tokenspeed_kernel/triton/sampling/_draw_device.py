@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.sampling._weights_device import limit_of, target_o
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
 _LARGEST_PAIR = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-# A drawable token packs its id above its weight, which has at most 41 bits. A vocabulary has at most 2^22 tokens.
+# A drawable token is packed into an int64: its id above its weight. The weight has at most 41 bits, and the id at most 22 bits.
 _WEIGHT_BITS = tl.constexpr(41)
 _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 

@@ -1,10 +1,10 @@
 """Estimates the distribution of a row's logits, and from it the range of logits that contains the cutoff token.
 
-The bins of the histogram are ranges of octaves. A token's octaves are log2 of the row's largest weight divided by the token's.
-The maximum of every group of a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough
-tokens into a range, that range is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range
-is a guess with a margin of four
-standard errors. A wrong guess is detected and repaired: it costs time, but changes no result.
+The bins of the histogram are ranges of octaves. A token's octaves are log2 of the row's largest weight divided by the token's
+weight. The maximum of every group of a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put
+enough tokens into a range, that range is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the
+range is a guess with a margin of four standard errors. A wrong guess is detected and repaired: it costs time, but changes no
+result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTH = tl.constexpr(WEIGHTLESS.value / 255)
 _HALF = tl.constexpr(0.5)
 _MARGIN = tl.constexpr(1e-3)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
-# Half the width of a guessed range, in standard errors; and the multiplier of the error term for few large tokens.
+# Half the width of a guessed range, in standard errors; and the multiplier of the error term for the few largest tokens.
 _ERRORS = tl.constexpr(4.0)
 _ERRORS_OF_FEW = tl.constexpr(2.0)
 # Weights are taken from the middle of a token's bin. _ERROR_OF_BIN is the relative standard error of such a weight. _BIAS_OF_BINS
@@ -36,8 +36,9 @@ _BIAS_OF_BINS = tl.constexpr(4e-3)
 _ROUNDED = tl.constexpr(2e-5)
 # The largest 1/_FEW of the group maxima count as "few". Nearly all tokens of this size are group maxima.
 _FEW = tl.constexpr(16)
-# Among the largest groups / 16 tokens at random positions, groups / 512 are expected not to be their group's maximum. If the sample
-# has more than _OTHERS_AMONG_FEW such tokens, the positions are not random. The sample reads one of 25 tokens of a row of 200,000.
+# If tokens are at random positions, about groups / 512 of the groups / 16 largest tokens are not their group's maximum. If the
+# sample has more than _OTHERS_AMONG_FEW such tokens, the positions are not random. The sample reads one of 25 tokens of a row of
+# 200,000.
 _OTHERS_AMONG_FEW = tl.constexpr(8.0)
 # Bounds the number of tokens above the cutoff that the sample has missed, in multiples of the number of tokens that one sampled
 # token represents.
@@ -96,7 +97,7 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Returns int32 token ids: of the ``index``-th token if groups were concatenated. ``group``: the number of the token's
+    """Returns the int32 ids of the tokens at ``index`` in the concatenation of all groups. ``group``: the number of each token's
     group.
     """
     member = index % (BLOCKS * RUN)
@@ -163,7 +164,8 @@ def _error_of(weight, counts, others, reaching, few, cutoff, part, share, total,
     hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
     error += hidden * at_index(weight, cutoff)
     # The i-th largest token shares its group with a larger token with probability i / groups. At most sum / w tokens have weight w
-    # or more. These two facts bound the variance of the weight of the tokens that larger tokens hide, among the few largest tokens.
+    # or more. These two facts bound the variance of the total weight of those few largest tokens that have a larger token in their
+    # group.
     few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
     error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
     return error
@@ -193,8 +195,8 @@ def range_of_cutoff(
 ):
     """Returns the smallest and the largest sort key, int64, of the range that should hold the cutoff token.
 
-    With both top-k and top-p, the range extends up to the largest logit. The reason is that top-p needs the weight of all tokens
-    that top-k keeps.
+    With both top-k and top-p, the range extends up to the largest logit, because top-p needs the weight of all tokens that top-k
+    keeps.
 
     Args:
         maxima: int32 [groups], the sort keys of the group maxima.
@@ -221,9 +223,10 @@ def range_of_cutoff(
         others = _count_sample(
             logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
         ).to(tl.float32)  # fmt: skip
-        # Nearly all tokens as large as the few largest group maxima are group maxima. So a sampled token represents only itself.
+        # Nearly all tokens as large as the few largest group maxima are group maxima. So a sampled token of this size represents
+        # only itself.
         among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # In rows whose large logits are neighbours, many such tokens are no group maxima.
+        # If a row's large logits are at neighbouring positions, many such tokens are not group maxima.
         few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)
@@ -232,7 +235,8 @@ def range_of_cutoff(
         wanted = tl.where(restricted, k.to(tl.float32), part * total)
         cutoff = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
         error = _error_of(weight, counts, others, reaching, few, cutoff, part, share, total, groups, restricted)
-        # Widen the target by the error: the last bin for the target plus the error, the first bin for the target minus the error.
+        # Widen the range by the error: it ends at the bin for the target plus the error, and starts at the bin for the target minus
+        # the error.
         low_bins = tl.minimum(tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1, _LAST)
         high_bins = tl.minimum(tl.sum((sums < wanted - error).to(tl.int32), axis=0), _LAST - 1)
         if (~restricted) & (low_bins <= certain):

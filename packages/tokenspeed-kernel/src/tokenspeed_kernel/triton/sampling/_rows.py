@@ -32,7 +32,7 @@ class Spans:
 
     @property
     def block(self) -> int:
-        """`count` rounded up to a power of two."""
+        """Returns `count` rounded up to a power of two."""
         return int(next_power_of_2(self.count))
 
 
@@ -75,17 +75,17 @@ class Groups:
 
     @property
     def length(self) -> int:
-        """Tokens per span."""
+        """Returns the number of tokens per span."""
         return self.block * self.blocks
 
     @property
     def size(self) -> int:
-        """Tokens per group."""
+        """Returns the number of tokens per group."""
         return self.blocks * self.run
 
     @property
     def count(self) -> int:
-        """Groups per row."""
+        """Returns the number of groups per row."""
         return self.spans * (self.block // self.run)
 
 

@@ -28,8 +28,8 @@ def from_sort_key(key):
 
 @triton.jit
 def packed(key, token):
-    """Packs a sort key and a token id into an int64. The int64 sort by key, then by descending id: the first of tied tokens is
-    largest.
+    """Packs a sort key and a token id into an int64. The packed values sort by key, then by descending id: among tied tokens, the
+    lowest id has the largest value.
 
     The upper half is the key, the lower half is 2^31 - 1 - token.
     """
@@ -88,7 +88,7 @@ def at_index(values, index):
 
 @triton.jit
 def part_that_holds(low, high, reaching, wanted):
-    """One step of a threshold search: selects the part of [low, high] that contains the threshold.
+    """Performs one step of a threshold search: selects the part of [low, high] that contains the threshold.
 
     The threshold is the largest value such that at least ``wanted`` sort keys are >= it.
 

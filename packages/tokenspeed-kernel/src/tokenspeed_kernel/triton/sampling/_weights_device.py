@@ -22,7 +22,7 @@ _BITS_OF_TWO = tl.constexpr(definition.BITS_OF_TWO)
 _FRACTION_BITS = tl.constexpr(definition.FRACTION_BITS)
 _WEIGHT_BITS = tl.constexpr(definition.WEIGHT_BITS)
 _WEIGHT_OF_LARGEST = tl.constexpr(2.0**definition.WEIGHT_BITS)
-# A token has weight 0 if its weight is below the largest weight by this power of 2, regardless of rounding.
+# A token has weight 0, regardless of rounding, if its exact weight is the largest weight divided by 2 to this power, or less.
 WEIGHTLESS = tl.constexpr(2.0 - definition.LEAST_EXPONENT)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 _INFINITE_KEY = tl.constexpr(0x7F800000)
@@ -76,7 +76,7 @@ def floor_of(min_p, row):
     floor = None
     if min_p is not None:
         p = tl.load(min_p + row).to(tl.float64)
-        # Multiplying by a power of 2 is exact. NaN keeps all.
+        # Multiplying by a power of 2 is exact. If min-p is NaN, all tokens are kept.
         p = tl.where(p > 0.0, tl.where(p < 1.0, p, 1.0), 0.0) * _WEIGHT_OF_LARGEST
         floor = tl.ceil(p).to(tl.int64)
     return floor
@@ -109,7 +109,8 @@ def is_drawn(temperature, largest_key):
 
 @triton.jit
 def scale_of(temperature):
-    """Returns the float32 factor that turns a difference of logits into a base-2 exponent: log2(e) / temperature, limited."""
+    """Returns the float32 factor that turns a difference of logits into a base-2 exponent: log2(e) / temperature, at most
+    _LARGEST_SCALE."""
     scale = _LOG2_E / temperature.to(tl.float64)
     return tl.where(scale < _LARGEST_SCALE, scale, _LARGEST_SCALE).to(tl.float32)
 

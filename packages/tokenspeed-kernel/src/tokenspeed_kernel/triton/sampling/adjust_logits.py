@@ -1,5 +1,5 @@
-"""Penalties and biases of logits. The kernel reads and writes only the logits of listed tokens. All logits are copied first if the
-result goes to another tensor.
+"""Applies penalties and biases to logits. The kernel reads and writes only the logits of listed tokens. All logits are copied first
+if the result goes to another tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def adjust_logits(
     presence_penalty: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.adjust_logits`. Takes one launch, and a preceding copy if ``out`` is not logits."""
+    """See `tokenspeed_kernel.adjust_logits`. Takes one launch, after a copy if ``out`` is not ``logits``."""
     rows, listed = tokens.shape
     vocab = logits.shape[1]
     if out is None:
