@@ -1,5 +1,5 @@
-"""Sampling without sorting rows. For most rows, the largest logits determine the result; for others, the logits around the cutoff
-token do.
+"""Samples without sorting rows. In most rows, the largest logits determine the result. In other rows, the logits around the cutoff
+token determine it.
 
 Top-k and top-p keep the tokens down to the cutoff token, in order of descending logit. One of the kept tokens is drawn, by running
 sums of integer weights in the order of token ids. Integer sums are exact in any order of addition.
@@ -9,8 +9,8 @@ sums of integer weights in the order of token ids. Integer sums are exact in any
    about k groups, or enough groups to make the weight of all other tokens negligible. The list decides greedy rows, rows with top-k
    up to some hundred tokens, and rows whose unlisted tokens weigh too little to matter. The logits of such rows are read only once.
    For the remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain
-   if the group maxima show that enough tokens are in it or above it. Otherwise a sample of whole groups estimates the range, with a
-   margin of four standard errors.
+   if the group maxima show that enough tokens are in the range or above it. Otherwise a sample of whole groups estimates the range,
+   with a margin of four standard errors.
 3. `weigh_kernel` reads the undecided rows. The kernel sums the weights of each chunk of `Tiles.chunk` tokens, and copies the tokens
    in the range.
 4. `finish_kernel` finds the cutoff token among the copied tokens, or, rarely, in the whole row. The kernel then sums the kept
@@ -120,8 +120,8 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows; most rows
-    are decided."""
+    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows, which are most
+    rows."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):

@@ -1,7 +1,8 @@
 """Log-probabilities of tokens in one pass over the logits.
 
 The first kernel computes the sum of exponentials of each span and the largest logit of each group. In the second kernel, one
-program per row adds up the spans. It searches for the most probable tokens in the few groups that can hold them.
+program per row merges the spans' sums. The program also searches for the most probable tokens, in the few groups that can contain
+them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def token_logprobs(
     top_tokens_out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.token_logprobs`. Two launches."""
+    """See `tokenspeed_kernel.token_logprobs`. Takes two launches."""
     rows, vocab = logits.shape
     device = logits.device
     if token_out is None:

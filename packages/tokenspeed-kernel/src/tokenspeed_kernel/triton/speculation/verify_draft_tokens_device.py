@@ -30,7 +30,8 @@ def verify_draft_tokens_kernel(
     nodes,
     NODES: tl.constexpr,
 ):
-    """Walks down the draft tree of one sequence, to the child whose token is the target model's, until no child matches."""
+    """Walks down the draft tree of one sequence. Each step goes to the child whose token is the target model's, until no child
+    matches."""
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * draft_stride_b + at * draft_stride_n, mask=at < nodes, other=-1)

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A thread has two neighbouring channels of a request. For each channel, a thread holds four inputs, four weights and the bias.
+# A thread computes two neighbouring channels of a request. For each channel, a thread holds four inputs, four weights and the bias.
 _CHANNELS, _WARPS = 256, 4
 # Requests per program, if every SM/CU then still has at least two programs. Requests of a program share its loaded weights. On an
 # H200, 64 requests of qwen3-next take 4.4 us, and 5.5 us with one request per program.
