@@ -1,4 +1,4 @@
-"""The base class of emulators: errors, accessible memory, and the `with` block."""
+"""Tests the base class of emulators: errors, accessible memory, and the `with` block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Instruction:
     ids=["unknown", "sanitizer", "no kernel"],
 )
 def test_errors_are_pickled(error: EmulationError) -> None:
-    """Child processes send errors to their parent by pickling."""
+    """Pickling keeps an error's type, text and attributes. Child processes send errors to their parent by pickling."""
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (str(copy), vars(copy)) == (str(error), vars(error))

@@ -1,4 +1,4 @@
-"""The packing of arguments, and the device properties that the driver reports to Triton."""
+"""Tests the packing of arguments, and the device properties that the driver reports to Triton."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Top = Annotated[int, typer.Option("--top", help="Lines per table.", min=1)]
 
 
 def application(summary: str) -> typer.Typer:
-    """A command line without commands."""
+    """Makes a command line without commands."""
     return typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=summary)
 
 
@@ -48,7 +48,7 @@ def execute(
         except EmulationError as error:
             fail(str(error))
         except Exception as error:
-            # The first frames of the traceback are this file's.
+            # Leave out the first frame of the traceback, which is this file's.
             lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
             fail("".join(lines).rstrip())
     return emulator, time.perf_counter() - begin
@@ -65,7 +65,7 @@ def list_launches(emulator: Emulator[Any], what: str) -> None:
 
 
 def launches_of(emulator: Emulator[Report], kernel: str) -> list[Report]:
-    """The launches of kernels with ``kernel`` in their name. Ends the command with an error if there are none."""
+    """Returns the launches of kernels with ``kernel`` in their name. Ends the command with an error if there are none."""
     chosen = [launch for launch in emulator.launches if kernel in launch.kernel]
     if not chosen:
         fail(f"no kernel with {kernel!r} in its name was launched" if kernel else "no kernel was launched")

@@ -1,4 +1,4 @@
-"""The block in which kernels are emulated: its settings, its launches, and the memory that they may access."""
+"""The block in which kernels are emulated: its settings, its launches, and the memory that kernels may access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Edit = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class Allocation:
-    """The byte range ``[start, end)``, a name for messages, and the start of the containing memory block (0: the range itself)."""
+    """A byte range ``[start, end)`` that kernels may access. ``name`` is for messages. ``block`` is the start of the containing
+    memory block, or 0 if the range itself is the block."""
 
     start: int
     end: int
@@ -30,7 +31,7 @@ class Allocation:
 
 
 def allocation_of(tensor: torch.Tensor, name: str, bounds: Bounds = "view") -> Allocation:
-    """The byte range of a tensor's elements, or of all of its storage."""
+    """Returns the byte range of a tensor's elements, or of all of its storage."""
     storage = tensor.untyped_storage()
     block, size = storage.data_ptr(), tensor.element_size()
     if bounds == "storage":
@@ -58,7 +59,7 @@ class LaunchReport:
 
     @property
     def resources(self) -> str:
-        """The resources of each workgroup or CTA in words, for the report."""
+        """Describes the resources of each workgroup or CTA, for the report."""
         raise NotImplementedError
 
 
@@ -67,7 +68,7 @@ Report = TypeVar("Report", bound=LaunchReport)
 
 @dataclass(kw_only=True)
 class Emulator(Generic[Report]):
-    """The result of a block: settings that may be changed between launches, and the list of launches.
+    """The object that an emulator's ``with`` block yields: settings that may be changed between launches, and the list of launches.
 
     Attributes:
         sanitize, counters, bounds, edit: see the block's function.
@@ -91,8 +92,8 @@ class Emulator(Generic[Report]):
         self.extra.append(allocation_of(tensor, name, self.bounds))
 
     def edited(self, kernel: str, text: str) -> str:
-        """The text of a kernel's instructions to execute: the given text, after the ``edit`` function of the block if there is
-        one.
+        """Returns the text of a kernel's instructions to execute: ``text``, changed by the ``edit`` function of the block if there
+        is one.
         """
         return text if self.edit is None else self.edit(kernel, text)
 
@@ -101,7 +102,7 @@ Running = TypeVar("Running", bound=Emulator[Any])
 
 
 class Block(Generic[Running]):
-    """The emulator of the enclosing block, if there is one. Blocks are not nested.
+    """Keeps the emulator of the enclosing ``with`` block, if there is one. Blocks cannot be nested.
 
     Args:
         name: name of the block's function, for messages.
@@ -112,7 +113,7 @@ class Block(Generic[Running]):
         self.current: Running | None = None
 
     def active(self) -> Running:
-        """The emulator of the enclosing block.
+        """Returns the emulator of the enclosing block.
 
         Raises:
             EmulationError: the process is not inside such a block.
@@ -140,7 +141,7 @@ class Block(Generic[Running]):
 def platform(
     vendor: str, version: tuple[int, int], name: str, arch: str, memory: int, processors: int, features: frozenset[str]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, the platform of tokenspeed-kernel, if it is installed, is an emulated device.
+    """Inside the block, tokenspeed-kernel, if installed, uses an emulated device as its platform.
 
     Args:
         vendor, version, name, arch, memory, features: as in ``PlatformInfo`` of tokenspeed-kernel-base.

@@ -13,11 +13,12 @@ class Located(Protocol):
 
     @property
     def source(self) -> tuple[str, int] | None:
-        """``(file, line)`` of the kernel's source; None without debug information."""
+        """Returns ``(file, line)`` of the kernel's source; None without debug information."""
 
     @property
     def where(self) -> str:
-        """Where the instruction is: the source line, if known, and the instruction as written. It ends a sentence."""
+        """Returns the location of the instruction, with which a sentence can end: the source line, if known, and the instruction as
+        written."""
 
 
 def describe(kernel: str, instruction: Located | None) -> str:

@@ -10,7 +10,7 @@ from kernel_emulation.emulator import LaunchReport
 
 
 def number(value: float) -> str:
-    """A count in readable form: ``950``, ``12.3k``, ``4.56M``."""
+    """Formats a count: ``950``, ``12.3k``, ``4.56M``."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"

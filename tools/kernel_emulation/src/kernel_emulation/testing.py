@@ -33,7 +33,7 @@ def put_first(items: list[pytest.Item], name: str) -> None:
 
 
 def emulated(request: pytest.FixtureRequest, name: str, block: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]:
-    """The emulator on which a test's kernels run, with the settings of the test's marker."""
+    """Yields the emulator on which a test's kernels run, with the settings of the test's marker."""
     marker = request.node.get_closest_marker(name)
     if marker is not None and marker.args:
         raise pytest.UsageError(f"{request.node.nodeid}: the marker {name} takes keyword arguments only, got {marker.args}")

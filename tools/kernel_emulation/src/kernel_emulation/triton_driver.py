@@ -31,7 +31,7 @@ Argument = tuple[str, str, Any]
 
 
 def pack(type_: str, value: Any) -> bytes:
-    """The bytes of a scalar or pointer argument. A value that is bytes already is returned unchanged."""
+    """Returns the bytes of a scalar or pointer argument. A value that is bytes already is returned unchanged."""
     if isinstance(value, bytes):
         return value
     if type_.startswith("*"):
@@ -49,7 +49,7 @@ def pack(type_: str, value: Any) -> bytes:
 
 @lru_cache(maxsize=256)
 def compiled_text(digest: str, function: str, kind: str) -> str:
-    """The text (PTX or assembly) of a compiled function in Triton's cache, whatever the kernel's name in the text.
+    """Returns the text (PTX or assembly) of a compiled function in Triton's cache. The kernel may have another name in the text.
 
     Args:
         digest: the hash of the function's metadata.
@@ -64,7 +64,8 @@ def compiled_text(digest: str, function: str, kind: str) -> str:
 
 
 class Launcher(abc.ABC):
-    """Created by Triton for a compiled kernel and called for each launch.
+    """Launches a compiled kernel on the emulator. Triton creates a launcher for each kernel, and calls the launcher for each
+    launch.
 
     Attributes:
         kind: the suffix of the text's file in Triton's cache.
@@ -103,7 +104,8 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     def described(self, type_: str, descriptor: Any, index: int) -> Iterable[tuple[str, Any]]:
-        """The types and values of the kernel's parameters for a tensor descriptor, the ``index``-th of the launch."""
+        """Returns the types and values of the kernel parameters that a tensor descriptor becomes. ``index``: the descriptor's
+        number in the launch."""
 
     def _scalars(self, arguments: tuple[Any, ...]) -> Iterator[Argument]:
         descriptors = 0
@@ -118,7 +120,7 @@ class Launcher(abc.ABC):
 
 
 def _flattened(type_: Any, value: Any, label: str) -> Iterator[Argument]:
-    """The elements of a kernel argument, which may be a nested tuple, without constants."""
+    """Yields the elements of a kernel argument, which may be a nested tuple. Constants are left out."""
     if isinstance(type_, (tuple, list)):
         for at, (of_type, of_value) in enumerate(zip(type_, value, strict=True)):
             yield from _flattened(of_type, of_value, f"{label}[{at}]")

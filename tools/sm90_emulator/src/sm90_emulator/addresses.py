@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernel_emulation.emulator import Allocation, Bounds, allocation_of
 
-# Byte range of a view -> its storage, and the byte range of the storage. If a storage was freed, its item is removed before use.
+# Maps the byte range of a view to its storage and the storage's byte range. Items of freed storages are removed before use.
 _taken: dict[Allocation, tuple[StorageWeakRef, Allocation]] = {}
 
 

@@ -19,7 +19,7 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[^,
 
 
 def bits_of(kind: str) -> int:
-    """The width of a PTX type in bits: 32 for ``f32``, 1 for ``pred``."""
+    """Returns the width of a PTX type in bits: 32 for ``f32``, 1 for ``pred``."""
     if kind == "pred":
         return 1
     if kind.endswith("x2"):
@@ -38,7 +38,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Register:
-    """A register after scopes are resolved, with its declared type."""
+    """A register: its name, which is unique across scopes, and its declared type."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class Statement:
 
     @property
     def where(self) -> str:
-        """A suffix for errors: ``: add.u32 %r1, %r2, %r3``."""
+        """Returns a suffix for errors: ``: add.u32 %r1, %r2, %r3``."""
         return f": {self.text}"
 
 
@@ -180,8 +180,8 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
 
 
 def _registers(directives: str) -> int:
-    """The number of registers per thread at kernel start: an SM's registers divided among its threads, rounded to a multiple of
-    8.
+    """Returns the number of registers per thread at kernel start: an SM's registers divided among its threads, rounded to a
+    multiple of 8.
     """
     given = {found[1]: math.prod(map(int, found[2].split(","))) for found in _DIRECTIVE.finditer(directives)}
     if "maxnreg" in given:

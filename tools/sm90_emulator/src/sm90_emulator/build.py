@@ -23,7 +23,7 @@ _FLAGS = (
 
 
 def cache_directory() -> Path:
-    """The folder of compiled code and PTX: ``SM90_EMULATOR_CACHE``, or ``sm90_emulator`` in the user's cache directory."""
+    """Returns the folder of compiled code and PTX: ``SM90_EMULATOR_CACHE``, or ``sm90_emulator`` in the user's cache directory."""
     if chosen := os.environ.get("SM90_EMULATOR_CACHE"):
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 
 def _processor() -> str:
-    """The processor properties on which `-march=native` depends."""
+    """Returns the processor properties on which `-march=native` depends."""
     try:
         return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
@@ -39,7 +39,7 @@ def _processor() -> str:
 
 
 def _compiler() -> list[str]:
-    """The command that runs a C compiler."""
+    """Returns the command that runs a C compiler."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return [name]
@@ -70,7 +70,7 @@ def compiled(name: str, units: tuple[str, ...], flags: tuple[str, ...]) -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The shared library of the emulator's machine, which executes instructions."""
+    """Returns the shared library of the emulator's machine, which executes instructions."""
     loaded = ctypes.CDLL(str(compiled("machine", _UNITS, (*_FLAGS, "-march=native"))))
     loaded.operation_name.restype = ctypes.c_char_p
     loaded.run_launch.restype = ctypes.c_int

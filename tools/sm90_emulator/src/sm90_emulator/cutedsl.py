@@ -1,4 +1,4 @@
-"""The emulator as the device of CuteDSL's programs.
+"""Makes the emulator the device of CuteDSL's programs.
 
 A program that CuteDSL has compiled consists of host code and a fat binary. The host code computes the launch, and calls CuteDSL's
 runtime for everything that needs a device. `native/runtime.c` replaces these runtime functions, and forwards launches to this
@@ -34,7 +34,7 @@ _handles = itertools.count(1)
 
 
 def ptx_directory() -> Path:
-    """The folder with the PTX of compiled programs. Each file's name is the hash of the program's machine code."""
+    """Returns the folder with the PTX of compiled programs. Each file's name is the hash of the program's machine code."""
     return cache_directory() / "ptx"
 
 
@@ -144,7 +144,8 @@ _callbacks = _LoadLibrary(_load_library), _FindKernel(_find_kernel), _LaunchKern
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """Loads the replacement of CuteDSL's runtime. It takes precedence over CuteDSL's in all libraries that are loaded later."""
+    """Loads the replacement of CuteDSL's runtime. Libraries that are loaded later use the replacement instead of CuteDSL's
+    runtime."""
     path = compiled("runtime", ("runtime.c",), ("-O2", "-fPIC", "-fvisibility=hidden", "-w"))
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

@@ -125,7 +125,7 @@ def _operation(decoder: Decoder, statement: Statement, name: str, kinds: list[st
 
 
 def _words(decoder: Decoder, words: list[str], *known: str) -> set[str]:
-    """The modifiers between an instruction's first word and its type. Modifiers without effect are left out."""
+    """Returns the modifiers between an instruction's first word and its type. Modifiers without effect are left out."""
     given = {word for word in words[1:-1] if word not in _IGNORED}
     if given - set(known):
         raise decoder.unknown(f"modifier {', '.join(sorted(given - set(known)))}")

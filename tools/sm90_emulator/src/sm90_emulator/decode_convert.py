@@ -16,7 +16,7 @@ from sm90_emulator.registers import room_of
 
 _INTEGERS = re.compile(r"[sub](8|16|32|64)")
 _COMBINED = {"and": 1, "or": 2, "xor": 3}
-# Unsigned comparisons, and the comparisons that they are aliases of.
+# Comparisons of unsigned integers, and the comparisons of which they are aliases.
 _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 # The codes of rounding modes; they must equal those in numbers.h.
 _ROUNDINGS = {"rn": 0, "rni": 0, "rz": 1, "rzi": 1, "rm": 2, "rmi": 2, "rp": 3, "rpi": 3, "rna": 4}

@@ -57,17 +57,17 @@ class Scales(NamedTuple):
 
 @triton.jit
 def row_of(rows, token, head):
-    """Pointers to the first elements of the given tokens and heads of `Rows` or `Heads`."""
+    """Returns pointers to the first elements of the given tokens and heads of `Rows` or `Heads`."""
     return rows.first + token * rows.token_stride + head * rows.head_stride
 
 
 @triton.jit
 def head_of(cache, head):
-    """A pointer to the first key or value of a head: slot 0 of page 0."""
+    """Returns a pointer to the first key or value of a head: slot 0 of page 0."""
     return cache.first + head.to(tl.int64) * cache.head_stride
 
 
 @triton.jit
 def pages_of(table, sequence):
-    """A pointer to a sequence's first entry of the page table."""
+    """Returns a pointer to a sequence's first entry of the page table."""
     return table.first + sequence.to(tl.int64) * table.sequence_stride

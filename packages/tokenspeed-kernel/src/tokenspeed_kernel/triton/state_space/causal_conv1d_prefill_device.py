@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.state_space._convolution_device import activated, 
 
 
 class Rows(NamedTuple):
-    """The channels that a program processes, of each token of a sequence.
+    """A program's channels of the tokens of one sequence.
 
     Fields:
         first: pointers to the channels of token 0 of all sequences.
@@ -30,8 +30,8 @@ class Rows(NamedTuple):
 class Taps(NamedTuple):
     """The convolution's weights and bias of the program's channels, float32.
 
-    ``own`` is the weight of the current token, ``nearest`` of the token before it, and so on. Narrow convolutions do not use the
-    last.
+    ``own`` is the weight of the current token, ``nearest`` of the token before it, and so on. ``second`` is used only if the width
+    is above 2, ``third`` only if it is above 3.
     """
 
     own: Any
@@ -43,13 +43,13 @@ class Taps(NamedTuple):
 
 @triton.jit
 def _there(channel, holds, SHAPE: tl.constexpr):
-    """The mask of the valid channels; all false if the scalar condition ``holds`` is false."""
+    """Returns the mask of the valid channels; all false if the scalar condition ``holds`` is false."""
     return channel < tl.where(holds, SHAPE.channels, 0)
 
 
 @triton.jit
 def _input(x, token, channel, SHAPE: tl.constexpr):
-    """Loads the input of one token (relative to the sequence) of `Rows`, float32; 0 at or beyond their end."""
+    """Loads the input of one token (relative to the sequence) of `Rows`, float32; 0 at or beyond ``x.end``."""
     there = _there(channel, token < x.end, SHAPE)
     return tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
 
@@ -149,8 +149,8 @@ def causal_conv1d_prefill_kernel(
 
         if (block == 0) & (slot >= 0):
             tl.debug_barrier()  # orders the reads of all threads before the state is written
-            # Row i becomes row i + length of the old state, or an input. In ascending order, every row is read before it is
-            # overwritten.
+            # Row i of the new state is row i + length of the old state, or an input. Rows are written in ascending order, so every
+            # row is read before it is overwritten.
             for i in tl.static_range(SHAPE.width - 1):
                 token = length - (SHAPE.width - 1) + i
                 last = tl.zeros(channel.shape, tl.float32)

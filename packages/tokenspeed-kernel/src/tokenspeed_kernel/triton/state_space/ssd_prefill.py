@@ -2,8 +2,8 @@
 
 A program processes one head of a segment of a sequence, chunk after chunk, with the state in registers. So inputs are read once,
 results are written once, and no other memory is accessed. With few heads and few sequences, one program per head and sequence would
-be too few. Then sequences are split into several segments. A first launch computes, from x, dt and B alone, the contribution to the
-state of each segment except the last. A program of the second launch first adds up the contributions of the preceding segments.
+be too few. Then sequences are split into several segments. A first launch computes what each segment except the last contributes to
+the state, from x, dt and B alone. A program of the second launch first adds up the contributions of the preceding segments.
 """
 
 from __future__ import annotations

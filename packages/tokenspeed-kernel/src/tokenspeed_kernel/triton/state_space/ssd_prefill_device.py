@@ -143,7 +143,7 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
     integers = tl.ceil(logs)
     fractions = logs - integers
     whole, fraction = tl.cumsum(integers, 0), tl.cumsum(fractions, 0)
-    least: tl.constexpr = 1.2e-38  # stands for 0
+    least: tl.constexpr = 1.2e-38  # replaces a step of 0, so that its logarithm is finite
     weight = fraction - tl.log(tl.where(step < least, least, step))
     return Decays(whole, fraction, weight, tl.sum(integers), tl.sum(fractions))
 
