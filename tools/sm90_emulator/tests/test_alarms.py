@@ -1,5 +1,4 @@
-"""For each error that the machine reports, a kernel of a few instructions. The tests check kind, message, and the faulty
-instruction."""
+"""Tests each error that the machine reports, with a kernel of a few instructions: the error's kind, message and instruction."""
 
 from __future__ import annotations
 

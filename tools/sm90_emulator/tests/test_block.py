@@ -1,4 +1,4 @@
-"""The `with` block of `emulated_sm90`: its settings, and the global memory that kernels may access inside the block."""
+"""Tests the `with` block of `emulated_sm90`: its settings, and the global memory that kernels may access inside the block."""
 
 from __future__ import annotations
 

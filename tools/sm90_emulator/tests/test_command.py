@@ -1,4 +1,4 @@
-"""The command line, with launches of PTX text."""
+"""Tests the command line, with launches of PTX text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Binding of PTX instructions to operations of the machine: the decoder to which binders write, and the table of binders."""
+"""Binds PTX instructions to operations of the machine, with a decoder that collects the operations and a table of binders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sm90_emulator.registers import NONE, SINK, Registers, room_of
 
 Binder = Callable[["Decoder", Statement, list[str]], None]
 BINDERS: dict[str, Binder] = {}
-"""First word of an instruction -> its binder."""
+"""Maps the first word of an instruction to its binder."""
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
@@ -53,7 +53,7 @@ class Decoder:
 
     @property
     def statement(self) -> Statement:
-        """The statement that is being bound."""
+        """Returns the statement that is being bound."""
         assert self.now is not None
         return self.now
 

@@ -1,4 +1,4 @@
-"""The block in which kernels for sm_90 run on the emulator."""
+"""The ``with`` block in which kernels for sm_90 run on the emulator."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def emulated_sm90(
         resident: the largest number of CTAs that are resident together. Another CTA starts when no running CTA can proceed.
         together: number of CTAs that start together; None means 1 with seed 0, otherwise 4.
         multiprocessors: the number of SMs that the device reports.
-        sanitize: whether, in a PDL launch, it is an error to access memory that the preceding kernel wrote before
-            `griddepcontrol.wait`. Other errors are found regardless of this setting.
+        sanitize: whether an access of a PDL launch, before its `griddepcontrol.wait`, to memory that the preceding kernel wrote is
+            an error. Other errors are found regardless of this setting.
         counters: whether to count how often each instruction is executed, for `LaunchReport.counts`.
         bounds: which bytes of a tensor a kernel may access: ``"view"``, from its first to its last element, or ``"storage"``, all
             of the underlying memory, as on a GPU.

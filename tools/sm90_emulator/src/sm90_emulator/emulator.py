@@ -1,4 +1,4 @@
-"""The emulator of the enclosing block, which runs launches and keeps their reports."""
+"""The emulator that runs the launches inside a ``with`` block, and keeps their reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sm90_emulator.program import load
 
 @dataclass(kw_only=True)
 class Emulator(emulator.Emulator[LaunchReport]):
-    """The result of `emulated_sm90`: settings that may be changed between launches, and the list of launches.
+    """The object that `emulated_sm90` yields: settings that may be changed between launches, and the list of launches.
 
     Attributes:
         machine: the settings with which the machine runs launches.

@@ -131,7 +131,7 @@ def run(
             raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
     if not 0 < threads <= 1024:
         raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
-    # Without ranges, the machine checks nothing. No memory at all is expressed by an empty range above all memory.
+    # Without ranges, the machine checks no global access. If no memory is accessible, pass one empty range above all memory.
     limits = np.array([] if ranges is None else merged(ranges) or [(2**64 - 1, 2**64 - 1)], np.uint64).reshape(-1)
     place = np.zeros(len(parameters) + 128, np.uint8)
     start = -place.ctypes.data % 64
@@ -165,7 +165,7 @@ def run(
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges sorted, with adjacent and overlapping ranges merged."""
+    """Returns the ranges sorted, with adjacent and overlapping ranges merged."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:

@@ -21,7 +21,7 @@ INSTRUCTION = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-# Instructions that are only hints, and do nothing.
+# Instructions that the emulator ignores, because they are only hints.
 _NOTHING = {
     "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
 }  # fmt: skip

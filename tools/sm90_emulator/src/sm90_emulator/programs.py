@@ -1,4 +1,4 @@
-"""The emulator as the backend of tokenspeed-kernel-nvidia's programs."""
+"""Makes the emulator the backend of tokenspeed-kernel-nvidia's programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """pytest plugin: runs the kernels of a test on the emulator.
 
-The fixture ``emulated_hopper`` yields the `Emulator`; the marker ``emulated_hopper`` runs a whole test inside one::
+The fixture ``emulated_hopper`` yields the `Emulator`. The marker ``emulated_hopper`` runs a whole test on an emulator::
 
     def test_softmax(emulated_hopper):
         softmax(x, out)
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def emulated_hopper(request: pytest.FixtureRequest) -> Iterator[Emulator]:
-    """The emulator on which the test's kernels run."""
+    """Yields the emulator on which the test's kernels run."""
     from sm90_emulator.driver import emulated_sm90
 
     yield from testing.emulated(request, _NAME, emulated_sm90)

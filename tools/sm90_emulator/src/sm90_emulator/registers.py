@@ -1,4 +1,4 @@
-"""Allocation of operands in memory: the registers of a warp, constants, and special registers."""
+"""Allocates memory for operands: the registers of a warp, constants, and special registers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FLOATS = {"f16": "<e", "f32": "<f", "f64": "<d"}
 
 
 def room_of(kind: str) -> int:
-    """The number of bytes that a register occupies for a whole warp."""
+    """Returns the number of bytes that a register occupies for a whole warp."""
     bits = bits_of(kind)
     return 4 if bits == 1 else LANES * (8 if bits == 64 else 4)
 
@@ -57,12 +57,12 @@ class Registers:
 
     @property
     def size(self) -> int:
-        """The number of bytes of all registers of a warp."""
+        """Returns the number of bytes of all registers of a warp."""
         return self._top
 
     @property
     def constants(self) -> NDArray[np.uint8]:
-        """The bytes of all constants, aligned."""
+        """Returns the bytes of all constants, aligned to 64 bytes."""
         room = np.zeros(len(self._pool) + 64, np.uint8)
         start = -room.ctypes.data % 64
         aligned = room[start : start + len(self._pool)]
@@ -103,7 +103,7 @@ class Registers:
         return self._constants[content]
 
     def kind_of(self, operand: str, scope: Scope) -> str | None:
-        """The declared type of a register; None if the operand is no register."""
+        """Returns the declared type of a register; None if the operand is no register."""
         found = scope.register(operand)
         return None if found is None else found.kind
 

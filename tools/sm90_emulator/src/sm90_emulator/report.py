@@ -12,7 +12,7 @@ from sm90_emulator.machine import LaunchReport
 
 
 def stats(report: LaunchReport, top: int) -> RenderableType:
-    """All statistics of a launch that was executed with counters."""
+    """Returns all statistics of a launch that was executed with counters."""
     assert report.counts is not None
     totals = new_table("", "", "", left=(0, 1))
     lanes = report.thread_instructions / max(report.instructions, 1)

@@ -1,4 +1,4 @@
-"""Tensor maps, which describe a tensor's layout in memory and the tiles to copy to sm_90's TMA hardware."""
+"""Makes tensor maps. A tensor map tells sm_90's TMA hardware a tensor's layout in memory and the shape of the tiles to copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulator as the device of Triton's kernels. It executes the PTX in Triton's cache."""
+"""Makes the emulator the device of Triton's kernels. The emulator executes the PTX in Triton's cache."""
 
 from __future__ import annotations
 
