@@ -1,4 +1,4 @@
-"""Conversions and comparisons of all types, compared with exact arithmetic."""
+"""Tests conversions and comparisons of all types against exact arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUNDED: dict[str, Callable[[Fraction], int]] = {"rn": round, "rz": math.trunc, 
 
 
 def value_of(bits: int, kind: str) -> Number:
-    """Returns the exact value in a register; infinity and NaN are floats."""
+    """Returns the exact value in a register: a Fraction, or a float for infinity and NaN."""
     if kind in INTEGERS:
         return Fraction(bits - (1 << BITS[kind]) if kind[0] == "s" and bits >> (BITS[kind] - 1) else bits)
     if kind == "bf16":
@@ -180,7 +180,7 @@ ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def holds(comparison: str, x: Number, y: Number) -> bool:
-    """Returns the result of a float comparison, by the definition of its name."""
+    """Returns the result of a float comparison, by PTX's definition of ``comparison``."""
     apart = x != x or y != y
     if comparison in ("num", "nan"):
         return apart == (comparison == "nan")

@@ -1,4 +1,4 @@
-"""Asynchronous copies: bulk copies, TMA tiles, and cp.async."""
+"""Tests asynchronous copies: bulk copies, TMA tiles, and cp.async."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HARDWARE = {np.uint8: 0, np.float16: 6, np.float32: 7}
 
 
 def described(array: Any, address: int, box: tuple[int, ...], swizzle: int = 0) -> Any:
-    """Returns the tensor map of an array whose last axis is contiguous, padded to 192 bytes."""
+    """Returns the tensor map of an array whose last axis is contiguous. The map is padded to 192 bytes."""
     content = tensor_map(address, HARDWARE[array.dtype.type], array.shape, array.strides, box, swizzle)
     return np.frombuffer(content.ljust(192, b"\0"), np.uint8)
 

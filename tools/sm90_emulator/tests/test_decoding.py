@@ -1,5 +1,5 @@
-"""Unknown instructions raise an error that names the instruction, before the kernel runs. Also literals, parameters and
-declarations of PTX."""
+"""Tests that an unknown instruction raises an error that names the instruction, before the kernel runs. Also tests literals,
+parameters and declarations of PTX."""
 
 from __future__ import annotations
 

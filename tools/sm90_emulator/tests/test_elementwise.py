@@ -1,4 +1,4 @@
-"""Elementwise instructions, compared with NumPy and PyTorch."""
+"""Tests elementwise instructions against NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_fields_of_bits(kind: str) -> None:
-    """Some fields begin or end outside of the register. Position and length are the lowest 8 bits of registers."""
+    """Some fields begin or end outside of the register. Position and length are the lowest 8 bits of their registers."""
     bits, letter = int(kind[1:]), "r" if kind[1:] == "32" else "d"
     unsigned, result = np.dtype(f"u{bits // 8}"), "%r100" if bits == 32 else "%d40"
     x, y = (DRAW.integers(0, 2**bits, LANES, dtype=unsigned) for _ in range(2))
@@ -177,7 +177,7 @@ def test_comparisons_and_selections() -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_halves(kind: str) -> None:
-    """16-bit operations round once, fused multiply-add included."""
+    """A 16-bit operation rounds once, fused multiply-add included."""
     dtype = torch.float16 if kind == "f16" else torch.bfloat16
     draw = torch.Generator().manual_seed(1)
     a, b, c = (torch.randn(2 * LANES, generator=draw).to(dtype) for _ in range(3))

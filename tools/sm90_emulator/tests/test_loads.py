@@ -1,4 +1,4 @@
-"""Loads and stores of all widths. Also loads that are in flight when an arrival at another CTA's mbarrier releases the loaded
+"""Tests loads and stores of all widths, and loads that are in flight when an arrival at another CTA's mbarrier releases the loaded
 memory."""
 
 from __future__ import annotations

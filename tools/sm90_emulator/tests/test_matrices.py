@@ -1,4 +1,4 @@
-"""Tensor-core instructions, compared with NumPy: mma and wgmma, and the layouts of their operands in shared memory."""
+"""Tests tensor-core instructions against PyTorch: mma and wgmma, and the layouts of their operands in shared memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bytes_of(x: torch.Tensor) -> Any:
 def laid_out(x: torch.Tensor, swizzle: int, across: bool) -> tuple[Any, int, int]:
     """Returns the bytes of ``[rows, k]`` in shared memory, and the descriptor's leading and stride offsets.
 
-    There are 32 bytes along k. Rows are in groups of 8. With ``across``, rows are contiguous, in groups as wide as the swizzle.
+    x has 32 bytes along k. Rows are in groups of 8. With ``across``, the row axis is contiguous, in groups as wide as the swizzle.
     """
     size = x.element_size()
     rows, depth = x.shape
@@ -143,8 +143,8 @@ def a_fragment(a: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_the_left_operand_in_registers(limited: bool) -> None:
-    """With limited accumulation, FP8 keeps 13 fraction bits of the largest term of a sum. A small term beside a large one is
-    lost."""
+    """With limited accumulation, an FP8 wgmma keeps 13 fraction bits below the largest term of a sum. A small term beside a large
+    term is lost."""
     a, b = draw("e4m3", 64, 32).float(), draw("e4m3", 8, 32, seed=1).float()
     a[0, 0], b[0, 0] = 256.0, 256.0
     a[0, 1:], b[0, 1:] = 0.0, 1.0

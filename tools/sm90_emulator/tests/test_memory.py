@@ -1,4 +1,4 @@
-"""Address spaces, atomics, special registers, and the memory of launches of PTX text."""
+"""Tests address spaces, atomics, special registers, and the memory of launches of PTX text."""
 
 from __future__ import annotations
 

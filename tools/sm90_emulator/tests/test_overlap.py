@@ -1,5 +1,5 @@
-"""PDL launches, which may start before the preceding kernel has ended. The tests check which accesses before the wait are
-errors."""
+"""Tests which accesses of a PDL launch, before its wait, are errors. A PDL launch may start before the preceding kernel has
+ended."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Kernels:
 
 
 def refused(first: str, second: str, threads: int = 32) -> bool:
-    """Returns whether the second kernel causes an error if it follows the first kernel."""
+    """Returns whether the second kernel causes an ``overlap`` error if it follows the first kernel."""
     kernels = Kernels()
     kernels.run(first, threads=threads)
     try:

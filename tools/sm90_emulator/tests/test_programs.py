@@ -1,4 +1,4 @@
-"""The binaries of CuteDSL's programs and their PTX, the C compiler, and the setting ``edit``."""
+"""Tests the binaries of CuteDSL's programs and their PTX, the C compiler, and the setting ``edit``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cooperation of threads: lanes of a warp, warps of a CTA, CTAs of a cluster and of a grid; and the errors that the emulator
+"""Tests how threads cooperate (lanes of a warp, warps of a CTA, CTAs of a cluster and of a grid), and the errors that the emulator
 finds."""
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def take_registers(loads: int, computes: int, directives: str, **options: Any) -
 
 def test_registers_that_warps_leave_others() -> None:
     for seed in range(4):
-        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 registers of 3 * 168
+        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # requests 504 of 3 * 168 registers
     take_registers(64, 224, "")  # the number of registers is unknown
-    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 registers of 3 * 80
+    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # requests 184 of 3 * 80 registers
     take_registers(64, 224, ".maxnreg 176")
 
 
@@ -180,8 +180,8 @@ def test_atomics_of_a_grid() -> None:
 
 
 def test_ctas_that_wait_for_later_ones() -> None:
-    """A CTA may wait for a CTA that has not started. The latter starts when all running CTAs are stuck. If no further CTA may run,
-    this is a deadlock."""
+    """A CTA may wait for a CTA that has not started. The awaited CTA starts when no running CTA can proceed. If no further CTA may
+    start, the wait is a deadlock."""
     body = """
     mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 3; @%p1 bra waits; st.release.gpu.global.b32 [%d0], 1;
     waits: ld.acquire.gpu.global.b32 %r2, [%d0]; setp.eq.u32 %p1, %r2, 0; @%p1 bra waits;

@@ -1,4 +1,4 @@
-"""Triton kernels, compiled for sm_90 and executed."""
+"""Tests Triton kernels that are compiled for sm_90 and executed on the emulator."""
 
 from __future__ import annotations
 
