@@ -16,7 +16,7 @@ def clamp_gated(gate, up, limit):
 
 @triton.jit
 def gated(gate, up, alpha, beta):
-    """The gated activation in float32: returns ``(up + beta) * gate * sigmoid(alpha * gate)``."""
+    """Computes the gated activation in float32: ``(up + beta) * gate * sigmoid(alpha * gate)``."""
     return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 

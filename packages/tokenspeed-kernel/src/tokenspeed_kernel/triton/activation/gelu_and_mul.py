@@ -1,4 +1,4 @@
-"""GELU of gate, times up. One program computes one tile of the result; the tiles are those of `gated`."""
+"""Computes ``GELU(gate) * up``. One program computes one tile of the result; the tiles are those of `gated`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LATENT_GROUPS = frozenset(
     )
     for dtype in (torch.float16, torch.bfloat16)
 )
-"""Formats of queries and caches in MLA over a paged cache with group scales and a separate tensor of rotary parts."""
+"""Formats of queries and caches in MLA if the cached latents have group scales and the rotary parts are in a separate tensor."""
 
 MHA = {
     "head_dim": at_most(256),

@@ -1,4 +1,4 @@
-"""Conversion of fp8 operands for MMAs in a wider dtype, on hardware with and without support for fp8."""
+"""Converts fp8 operands for MMAs in a wider dtype, on hardware with or without support for fp8."""
 
 from __future__ import annotations
 

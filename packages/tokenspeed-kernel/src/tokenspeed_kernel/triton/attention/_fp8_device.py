@@ -16,7 +16,7 @@ def widened(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     elif FP8 == "e5m2 in bits":  # e5m2 is the upper byte of a float16
         value = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    elif FP8 == "e4m3":  # through float32: the direct conversion to bfloat16 is a slow instruction; other dtypes lose nothing
+    elif FP8 == "e4m3":  # through float32: the direct conversion to bfloat16 is slow; costs nothing for other dtypes
         value = x.to(tl.float16).to(tl.float32)
     else:
         value = x

@@ -1,5 +1,5 @@
-"""The scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores the scores
-summed over the heads.
+"""Computes the scores of a sparse attention's indexer. A program scores a tile of keys for all heads of a few tokens, and stores
+the scores summed over the heads.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Tile(NamedTuple):
 # 128 query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM: while one reduces, the others run
 # MMAs.
 _BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
-# A program loads its queries once for _BLOCKS blocks of keys. It gets fewer blocks if the grid would otherwise have fewer than
-# _PROGRAMS programs per SM/CU.
+# A program loads its queries once for _BLOCKS blocks of keys. A program gets fewer blocks if the grid would otherwise have fewer
+# than _PROGRAMS programs per SM/CU.
 _BLOCKS, _PROGRAMS = 16, 4
 _SEQUENCES_AT_ONCE = 256
-_COLUMNS = {False: 16, True: 32}  # the least k of a `tl.dot`; True: of fp8 operands
+_COLUMNS = {False: 16, True: 32}  # the least k of a `tl.dot`, by whether its operands are fp8
 _MULTIPLIES_E4M3 = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "gfx950": True, "any": False}
 
 
@@ -67,7 +67,7 @@ INDEXER = {"heads": at_most(128), "head_dim": at_most(256), "scaled": any}
 
 
 def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the outputs for scores and lengths: the caller's tensors, or new ones where the caller passes none."""
+    """Returns the output tensors for scores and lengths: the caller's tensor, or a new one where the caller passes None."""
     if out is None:
         out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
     if lengths_out is None:
@@ -102,7 +102,8 @@ def write_scores(
     scores: Tensor,
     lengths: Tensor,
 ) -> None:
-    """Writes the scores of all tokens and keys and, for each token, the number of keys that it sees. Scores of other keys are -inf.
+    """Writes each token's score of each key, and the number of keys that each token sees. The score of a key that a token does not
+    see is -inf.
 
     Args:
         k, k_scale: index keys and their scales: paged, or contiguous if there is no page_table.

@@ -74,7 +74,7 @@ def _place_of(block, key, stored, first_key, pages, page_stride, PAGE_SIZE: tl.c
 
 @triton.jit
 def _scores_of(keys, queries, weights, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The indexer's scores of a block of keys, ``[BLOCK_N, TOKENS]``: ``relu(q·k)``, weighted and summed over the heads."""
+    """Returns the indexer's scores of a block of keys, ``[BLOCK_N, TOKENS]``: ``relu(q·k)``, weighted and summed over the heads."""
     dots = tl.dot(keys, queries, input_precision="ieee")
     weighted = tl.maximum(dots, 0.0) * weights[None, :]
     return tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)

@@ -1,4 +1,4 @@
-"""A call of multi-head attention for many queries per sequence, and the arguments of its kernels.
+"""Describes a call of multi-head attention with many queries per sequence, and makes the arguments of its kernels.
 
 Query rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and query head ``r % GROUP`` of the KV head's
 group. A key is therefore read once for all query heads of its group, and a tile of rows spans few positions.
@@ -109,7 +109,7 @@ class Call(NamedTuple):
         """Returns the compile-time arguments SHAPE and FORMATS, which `tiles_kernel` and `band_kernel` share."""
         # bfloat16 represents every fp8 value exactly.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
-        dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted bfloat16 dots are wrong
+        dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # the interpreter's bfloat16 dots are wrong
         return {
             "SHAPE": Shape(
                 heads=self.kv_heads,
@@ -127,10 +127,11 @@ class Call(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """How many sequences a program compares at a time when it searches for its sequence."""
+        """Returns how many sequences a program compares at a time when it searches for its sequence."""
         return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))
 
 
 def _dense_distance(scale: Tensor | None) -> int:
-    """The result of `scales_apart` for the contiguous copy of ``scale`` that kernels get: 1 for one scale per head, else 0."""
+    """Returns the stride between heads' scales in the contiguous copy of ``scale`` that kernels get: 1 with one scale per head,
+    else 0."""
     return int(scale is not None and scale.numel() > 1)

@@ -70,7 +70,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
     if _in_a_band(call, rows, widest):
         return _BAND
     choices = for_architecture(_CHOICES, call.q.device)
-    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, a tile of 64 rows costs no more, because WGMMA computes 64
+    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, a smaller tile costs as much as 64 rows, WGMMA's M
         return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
     if widest > 128:
         return choices.widest

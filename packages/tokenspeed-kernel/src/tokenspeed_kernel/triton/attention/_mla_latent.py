@@ -139,7 +139,8 @@ def tile_for(
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     if grouped:
         tiles = for_architecture({"any": tiles, **_GROUPED}, device)
-    # fp8 caches do not use swap-AB, because the converted keys would be the MMA's first operand, in registers.
+    # With swap-AB, keys are the MMA's first operand. Keys converted from fp8 would be in registers, so fp8 caches do not use
+    # swap-AB.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
 

@@ -235,8 +235,8 @@ def _nothing_yet(TILE: tl.constexpr):
 def _first_lookup(pages, page_stride, reach, SHAPE: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
     """Loads the first block's entries of the page table.
 
-    Sparse attention: the slot of each key. Blocks that lie in one page: the number of that page. Otherwise returns 0, which is not
-    read.
+    With sparse attention, returns the slot of each key. If each block lies in one page, returns that page's number. Otherwise
+    returns 0, which is not read.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     found = reach.begin * 0

@@ -94,7 +94,7 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     # three take 56 us.
     block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
     if rows > 32 or key_bytes > 512:
-        num_warps = 4  # for the tile's registers; 64 rows: 297, or 341 with two warps
+        num_warps = 4  # for the tile's registers; 64 rows take 297 us, or 341 us with two warps
     else:
         # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. Unless lean, one warp spills registers.
         num_warps = 1 if lean and key_bytes <= 256 else 2
@@ -284,7 +284,7 @@ def attend_newest(
         dtype = q.dtype
     else:
         dtype = torch.float16
-    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # the interpreter's bfloat16 dots are wrong
     rescaled = q.dtype == torch.bfloat16 and dtype == torch.float16
     group = q.shape[1] // heads
     rows = group * max_seqlen_q

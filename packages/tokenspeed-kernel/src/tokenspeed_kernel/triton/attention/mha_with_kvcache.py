@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
 _DECODED_ROWS = 16  # query rows per KV head in the smallest tile of the decode kernel
-_FEW_KEYS = 256  # keys of a window up to which the extend kernel handles all sequences
+_FEW_KEYS = 256  # the largest window, in keys, for which the extend kernel handles all sequences
 
 
 @register_kernel(

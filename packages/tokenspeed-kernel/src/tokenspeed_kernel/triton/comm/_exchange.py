@@ -119,7 +119,7 @@ def exchange(
         protocol: `ONE_SHOT` or `TWO_SHOT`.
         x, out, residual, residual_out: contiguous tensors.
         row: elements per row; the last row may be shorter.
-        weight: the RMSNorm weight; None returns the plain sum.
+        weight: the RMSNorm weight; None for the plain sum.
         config: overrides the launch configuration of `config_for`.
         scale_out: the output for the scales, if out is fp8.
         group_size: how many elements share a scale, a power of two of 16-byte vectors; 0 for one scale per row.
