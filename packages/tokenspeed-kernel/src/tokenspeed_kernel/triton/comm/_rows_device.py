@@ -1,7 +1,7 @@
 """Device code of all-gather, reduce-scatter, MoE dispatch and MoE combine, which send rows over peer memory.
 
-Each row goes directly to the ranks that need it. As in the all-reduces, a program processes one row at a time. It sends the row
-to the ranks that need it, then waits for the rows of those ranks. If only some ranks need a row, every rank gets a header, which
+Each row goes directly to the ranks that need it. As in the all-reduces, a program processes one row at a time. The program sends
+the row to the ranks that need it, then waits for those ranks' rows. If only some ranks need a row, every rank gets a header, which
 says whether the row follows. The header also tells the receiver that the sender has finished the previous call.
 """
 

@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Streams(NamedTuple):
-    """Which of a token's three M-RoPE positions (time, height, width) each pair uses.
+    """Defines which of a token's three M-RoPE positions (time, height, width) each rotary pair uses.
 
     Attributes:
         height, width: index of the first pair that uses the height (width) position. If interleaved: an upper bound, exclusive, of
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The write of keys and values to the cache.
+    """Describes the write of keys and values to the cache.
 
     Attributes:
         wanted: whether the call writes to a cache.

@@ -85,7 +85,7 @@ def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
 
 @triton.jit
 def store_tile(acc, out, m, n, M, N, INTERPRETED: tl.constexpr):
-    """The epilogue: adds the bias, rounds to the output dtype, and stores the tile.
+    """Runs the epilogue: adds the bias, rounds to the output dtype, and stores the tile.
 
     ``m`` and ``n`` are the indices of the tile's rows and columns, which broadcast to acc's shape.
     """

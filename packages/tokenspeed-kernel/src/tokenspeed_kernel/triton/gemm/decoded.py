@@ -1,5 +1,5 @@
 """GEMMs whose operands are dequantised in registers: the weight-only formats, the mx formats, and 8-bit floats that the tensor
-cores do not support. They also handle dense operands with dtypes or options that backend ``torch`` lacks.
+cores do not support. These GEMMs also handle dense operands with dtypes or options that backend ``torch`` lacks.
 
 The MMAs are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers. So dequantised values need
 not be copied to shared memory. Few tokens are then padded to 16, not to 64.

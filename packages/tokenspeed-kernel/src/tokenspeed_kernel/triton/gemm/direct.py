@@ -142,7 +142,8 @@ _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF
 # The columns of the widest tile if columns have different block scales. The scales and partial sums of 128 columns would leave a
 # thread too few registers.
 _COLUMNS_WITH_SCALES = 64
-# Above this many rows, a separate launch that converts block scales to float32 in a coalesced layout pays off.
+# Above this many rows of a, a separate launch first converts block scales to float32 in a coalesced layout, which saves more time
+# than it costs.
 _FEW_ROWS = 128
 # The tile of scales that one program of the converting launch handles.
 SCALE_LINES, SCALE_BLOCKS = 64, 16

@@ -1,4 +1,5 @@
-"""Compaction of accepted draft tokens in the paged cache. A program moves a range of columns of all nodes of a sequence.
+"""Moves accepted draft tokens to consecutive positions in the paged cache. A program moves a range of columns of all nodes of a
+sequence.
 
 The kernel loads all nodes before it stores any node, because the destination slot of one node can be the source slot of another.
 """

@@ -1,4 +1,4 @@
-"""Copy of whole pages. A program copies one block of a page."""
+"""Copies whole pages. A program copies one block of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expansion of a page table to smaller pages. A program writes a block of one sequence's entries of the new table."""
+"""Expands a page table to smaller pages. A program writes a block of one sequence's entries of the new table."""
 
 from __future__ import annotations
 

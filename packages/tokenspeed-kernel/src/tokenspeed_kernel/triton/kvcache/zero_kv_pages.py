@@ -1,4 +1,4 @@
-"""Clearing of whole pages. A program clears one block of a page."""
+"""Clears whole pages. A program clears one block of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stateless part of the gated delta rule: two matrices per chunk of tokens, one program per chunk and head.
+"""Computes the part of the gated delta rule that needs no state: two matrices per chunk of tokens. One program computes one chunk
+of one head.
 
 Let ``G`` be the running sums of the log decays within a chunk, and ``S`` the state before the chunk. The rows of ``U`` are the
 values that the chunk's tokens write to the state. ``U`` solves a unit lower triangular system:

@@ -105,8 +105,8 @@ _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
 # Warps per program. A block's tile is small, and a program of one warp needs no barriers. On an H200, 8192 tokens of kimi linear
-# take 198 us, and 220 us with two warps. On Blackwell, MMAs leave fewer registers for other values, so the program of a chunk has
-# 8 warps.
+# take 198 us with one warp per block, and 220 us with two warps. On Blackwell, MMAs leave fewer registers for other values, so the
+# program of a chunk has 8 warps.
 _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
 # Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 the pipeline saves 47 of 340 us for
 # 8192 tokens of kimi linear.

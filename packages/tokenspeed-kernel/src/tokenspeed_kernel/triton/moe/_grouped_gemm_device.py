@@ -1,7 +1,7 @@
 """Grouped GEMM: blocks of rows sorted by expert, multiplied by the expert's weight in the checkpoint's layout.
 
-Both projections of a mixture-of-experts layer use this kernel. The first gathers its rows from the tokens and ends with the gated
-activation. The second writes the row of each (token, slot) pair, which `_combine` reduces.
+Both projections of a mixture-of-experts layer use this kernel. The first projection gathers its rows from the tokens and ends with
+the gated activation. The second projection writes the row of each (token, slot) pair, which `_combine` reduces.
 
 The dots are swap-AB: accumulators are ``[features, rows]``. An expert may have few rows, and the MMAs of all vendors have a smaller
 N (8 or 16) than M (16 to 64). A tile is transposed once, when it is stored.
@@ -94,7 +94,7 @@ class Swiglu(NamedTuple):
 
 @triton.jit
 def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
-    """Loads a tile ``[rows, columns]``. Columns from ``k_left`` on are 0; with EVEN_K there are none."""
+    """Loads a tile ``[rows, columns]``. Columns from ``k_left`` on are 0; with EVEN_K there are no such columns."""
     if EVEN_K:
         tile = tl.load(pointers)
     else:

@@ -1,4 +1,4 @@
-"""The schedule of a grouped GEMM, which the device computes: which expert and rows each block has.
+"""Computes, on the device, the schedule of a grouped GEMM: which expert and rows each block has.
 
 `block_schedule` sorts the (token, slot) pairs of a mixture-of-experts layer by expert and splits every expert's rows into blocks.
 The number of blocks depends on the routing, and the host never reads it. Grids cover the most blocks that any routing can need
@@ -47,7 +47,7 @@ class BlockSchedule(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """The number of blocks that a grid must cover, used or not."""
+        """Returns the number of blocks that a grid must cover, used or not."""
         return self.block_expert.shape[0]
 
 

@@ -69,7 +69,7 @@ class Options(NamedTuple):
         activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
         dtype: Triton's dtype of the MMA operands.
-        ptx, drain: whether inline PTX decodes the weights, and whether it first waits for outstanding WGMMAs; see
+        ptx, drain: whether inline PTX decodes the weights, and whether decoding first waits for outstanding WGMMAs; see
             `_mxfp4_decode_device.decode`.
     """
 
