@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The page table: ``[batch, max pages per sequence]``."""
+    """The page table ``[batch, max pages per sequence]``."""
 
     first: Any
     sequence_stride: Any

@@ -1,4 +1,4 @@
-// Instructions that are not elementwise. Included for the names only; interpret.h has the code.
+// Instructions that are not elementwise. Included for the names only; execute.h has the code.
 OTHER(nop)
 OTHER(fence)
 OTHER(bra)

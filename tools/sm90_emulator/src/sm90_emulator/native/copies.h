@@ -17,7 +17,7 @@ typedef struct {
     u32 rank, type, swizzle, interleave, fill_nan;
 } TensorMap;
 
-// The 128-byte tensor map that the host encodes for sm_90. The layout is not documented; it follows CuteDSL's host code.
+// Decodes the 128-byte tensor map that the host encodes for sm_90. The layout is not documented; it is that of CuteDSL.
 static TensorMap tensor_map(const u8 *bytes) {
     u64 w[16];
     u32 h[32];
@@ -48,7 +48,7 @@ static inline u32 swizzled(u32 address, u32 mode) {  // mode: 0: no swizzle, 1: 
 
 static void reduce(void *into, const void *from, u32 count, u32 type, u32 how);
 
-// One tensor copy between global memory and the shared memory of one CTA.
+// Performs a tensor copy between global memory and the shared memory of one CTA. Returns the tile's bytes in shared memory.
 static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, bool loads, u32 reduction, bool waited) {
     u32 size = BYTES_OF_TYPE[map->type], row = map->box[0] * size;
     if (map->swizzle && row > 16u << map->swizzle) fail("a row of %u bytes in a tile that is swizzled by %u", row, 16u << map->swizzle);
@@ -140,7 +140,7 @@ static void reduce(void *into, const void *from, u32 count, u32 type, u32 how) {
     }
 }
 
-// Counts copies whose shared memory must stay allocated: the memory that they write or read.
+// Adds `by` to the pending copies of each CTA whose shared memory a copy reads or writes. A CTA must not end while it has any.
 static void count_pending(const Copy *copy, s32 by) {
     Cluster *cluster = copy->cta->cluster;
     u32 mask = copy->kind == BULK_STORE || copy->kind == TENSOR_STORE ? 1u << copy->cta->rank
@@ -232,7 +232,7 @@ static void perform_at(u32 index) {
 
 static void perform_one(void) { perform_at(below(M->copies_count)); }
 
-// Performs the stores of a thread's first bulk groups, for which a wait on bulk groups waits.
+// Performs the stores of a thread's first `groups` bulk groups. A wait on bulk groups waits for these stores.
 static void perform_stores(Warp *warp, u32 lane, u32 groups) {
     for (u32 i = 0; i < M->copies_count;) {
         Copy *copy = &M->copies[i];
@@ -257,7 +257,8 @@ static void perform_async(Warp *warp, const CopyAsync *copy) {
     if (given) memcpy(to, from, given);
 }
 
-// Performs cp.async copies in order: those of the first commit groups of one lane, or of all lanes if `lane` is 32.
+// Performs at most `most` cp.async copies, in order: those of the first `groups` commit groups of one lane, or of all lanes if
+// `lane` is 32.
 static void perform_asyncs(Warp *warp, u32 lane, u32 groups, u32 most) {
     u32 kept = 0, done = 0;
     CopyAsync *copies = warp->copies;

@@ -234,7 +234,8 @@ UNARY(cvt_rna_tf32_f32, U32, U32, to_tf32(float_of(x)))
 UNARY(cvt_f32_s32, F32, S32, (float)x)
 UNARY(cvt_f32_u32, F32, U32, (float)x)
 UNARY(cvt_f32_f64, F32, F64, (float)x)
-// Conversions without a line above go through float64, which represents all values exactly except 64-bit integers. `more`: a Rounding.
+// Conversions without a line above go through float64, which represents all values exactly except 64-bit integers. `more`: a
+// Rounding.
 UNARY(cvt_f64_s8, F64, S8, (double)x)
 UNARY(cvt_f64_u8, F64, U8, (double)x)
 UNARY(cvt_f64_s16, F64, S16, (double)x)
@@ -263,7 +264,7 @@ UNARY(ftz_f32, F32, F32, flushed(x))
 UNARY(sat_f32, F32, F32, !(x > 0) ? 0 : x > 1 ? 1 : x)
 UNARY(sat_f64, F64, F64, !(x > 0) ? 0 : x > 1 ? 1 : x)
 UNARY(relu_f64, F64, F64, x <= 0 ? 0 : x)
-// Saturates to the range of an integer type. `more`: its bits, and whether it is signed (<< 8).
+// Saturates to the range of an integer type. `more`: the type's bits, and whether it is signed (<< 8).
 UNARY(sat_s64, U64, S64, clamped(x, ins->more))
 UNARY(sat_u64, U64, U64, clamped(x, ins->more))
 #define COMPARE_INTEGERS(BITS)                \

@@ -1,7 +1,8 @@
 // Loads in flight when their memory is released. A thread continues after a load from shared memory until it uses the result. An
-// arrival at an mbarrier of its own CTA is ordered after the load; an arrival at another CTA's mbarrier is not, and that CTA's copies may
-// overwrite memory that has not been read yet. Here memory is read at once, so each load is recorded until a result is used, or the warp
-// passes a fence or a barrier. Memory that a remote arrival releases before that must not be overwritten by another CTA's copy.
+// arrival at an mbarrier of its own CTA is ordered after the load; an arrival at another CTA's mbarrier is not, and that CTA's
+// copies may overwrite memory that has not been read yet. Here memory is read at once, so each load is recorded until a result is
+// used, or the warp passes a fence or a barrier. If an arrival at another CTA's mbarrier releases the memory before that, no other
+// CTA's copy may overwrite the memory.
 #pragma once
 #include "machine.h"
 
@@ -20,7 +21,8 @@ static void use_register(Warp *warp, s32 offset) {
             }
 }
 
-// The load results that an instruction uses. MMAs and warp-wide instructions wait for all loads.
+// Forgets the loads that an instruction waits for: loads whose results it uses, and all older loads. MMAs, barriers and fences wait
+// for all loads.
 static void use_results(Warp *warp, const Instruction *ins, const s32 *pool) {
     switch (ins->op) {
     case OP_mma: case OP_wgmma: case OP_bar_sync: case OP_bar_red: case OP_cluster_arrive: case OP_fence:

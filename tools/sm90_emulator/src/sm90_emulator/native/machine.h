@@ -21,27 +21,27 @@ typedef int64_t s64;
 
 #define LANES 32
 #define FULL 0xFFFFFFFFu
-// Shared memory begins here, as on hardware, which reserves the first KiB. So no address in it is 0.
+// The first shared address of a kernel. As on hardware, the first KiB is reserved, so no valid shared address is 0.
 #define SHARED_BASE 1024u
 // A shared address consists of the CTA's rank in its cluster and an offset.
 #define RANK_SHIFT 24
 #define OFFSET_MASK 0xFFFFFFu
-// Generic addresses of shared memory: no host has memory there.
+// Generic addresses of shared memory begin here, where no host has memory.
 #define SHARED_WINDOW 0x7A00000000000000ull
 #define BARRIERS 16
 #define CLUSTER_MOST 16
 
-// Operands are byte offsets into a warp's registers, or, negative, into the constants. A 32-bit register is 128 bytes, a 64-bit
-// one 256, a predicate 4: a bit for each lane.
+// An operand is a byte offset into a warp's registers, or, if negative, into the constants. For all lanes together, a 32-bit
+// register takes 128 bytes, a 64-bit register 256, and a predicate 4 (one bit per lane).
 typedef struct {
     u16 op;
     u8 negated;  // whether the guard is negated
     u8 kind;
-    s32 guard;  // -1: none
+    s32 guard;  // the guard predicate; -1 for none
     s32 wide;  // the address in `a` has 64 bits
     s32 target;
     s32 d, a, b, c, e;
-    s32 list, count;  // operands in braces, in the pool
+    s32 list, count;  // operands in braces: index of the first in the pool, and their number
     s64 imm;  // added to the address in `a`
     s64 more;
     s64 imm_other;  // added to the address in `b`
@@ -74,9 +74,9 @@ typedef struct {
     u32 shared_bytes;
     u32 local_bytes;  // local memory per thread
     u32 registers;  // initial registers per thread; 0 if unknown
-    u32 resident;  // the most resident CTAs
-    u32 together;  // CTAs that start together, whether they wait for each other or not
-    u64 seed;  // 0: everything in order
+    u32 resident;  // the largest number of resident CTAs
+    u32 together;  // number of CTAs that start together, even if none waits for another
+    u64 seed;  // of random choices; 0: no random order
     u32 check_uninitialised;
     u32 limited_fp8;
     u32 lateness;  // when copies and wgmma are performed: 0 at once, 1 at random times, 2 as late as permitted
@@ -171,7 +171,7 @@ typedef struct Cta {
     Warp *warps;
     u32 warps_count, running;
     Barrier barriers[BARRIERS];
-    u32 pending;  // copies into or out of its memory
+    u32 pending;  // unfinished copies that read or write this CTA's shared memory
     GivenBack *given_back;  // per 16 bytes of shared memory, for CTAs of clusters: see loads.h
     u32 registers_left;  // registers per lane that warps released and others may acquire
     bool done;

@@ -36,7 +36,7 @@ static inline double element(const u8 *bytes, u32 i, u32 kind) {
     }
 }
 
-// Elements of an operand in shared memory: `count` rows (A) or columns (B) from `first` on, over all of k.
+// Loads elements of an operand from shared memory: `count` rows (A) or columns (B) from `first` on, over all of k.
 static void load_operand(Cta *cta, u64 descriptor, u32 kind, bool across, u32 first, u32 count, double *out, u32 by_row, u32 by_k) {
     u32 start = (u32)(descriptor & 0x3FFF) << 4, leading = (u32)(descriptor >> 16 & 0x3FFF) << 4;
     u32 stride = (u32)(descriptor >> 32 & 0x3FFF) << 4, mode = (u32)(descriptor >> 62);

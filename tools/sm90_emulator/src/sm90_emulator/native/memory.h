@@ -77,9 +77,9 @@ static inline u8 *shared_write(Cta *cta, u32 address, u32 size) {
 
 static inline bool is_shared(u64 generic) { return (generic & 0xFF00000000000000ull) == SHARED_WINDOW; }
 
-// The host pointer for a lane's access to an address of a state space.
 enum { GENERIC, GLOBAL, SHARED, PARAMETER, LOCAL };
 
+// Returns the host pointer for a lane's access to an address of a state space.
 static inline void *access_at(Warp *warp, int space, u64 address, u32 size, bool writes, u32 lane) {
     if (address % size) fail("misaligned: %u bytes at %#llx", size, (unsigned long long)address);
     if (space == GENERIC) {

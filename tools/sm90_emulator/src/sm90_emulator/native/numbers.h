@@ -34,7 +34,8 @@ static inline u16 to_bf16(float x) {
     return x != x ? 0x7FFF : (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// A float32 that rounds to any narrower format as the double does: the last bit is set where the conversion is inexact.
+// Converts a double to a float32 that rounds to any narrower format as the double does: the last bit is set if the conversion is
+// inexact.
 static inline float to_odd(double x) {
     float near = (float)x;
     if ((double)near == x || x != x || isinf(near)) return near;
@@ -82,8 +83,8 @@ static inline u32 to_tf32(float x) {  // ties away from zero
     return (bits & 0x7F800000) == 0x7F800000 ? bits : (bits + 0x1000) & ~0x1FFFu;
 }
 
-// Rounding modes of conversions. SPECIAL is added if a float saturates at the largest finite number, or if NaN becomes the integer
-// whose sign bit alone is set, not 0.
+// Rounding modes of conversions. SPECIAL is added if a conversion to a float saturates at the largest finite number, or if a
+// conversion to an integer turns NaN into the integer with only the sign bit set, rather than into 0.
 enum { NEAREST, TOWARDS_ZERO, DOWN, UP, AWAY_FROM_ZERO, TO_ODD, SPECIAL = 8 };
 
 static inline double whole(double x, s64 rounding) {
@@ -96,7 +97,7 @@ static inline double whole(double x, s64 rounding) {
     }
 }
 
-// The bits of a float with the given numbers of fraction and exponent bits.
+// Returns the bits of x as a float with the given numbers of fraction and exponent bits.
 static inline u32 narrowed(double x, int fraction, int exponent, s64 rounding) {
     u32 infinity = ((1u << exponent) - 1) << fraction, sign = (u32)(signbit(x) != 0) << (fraction + exponent);
     if (x != x) return infinity | ((1u << fraction) - 1);

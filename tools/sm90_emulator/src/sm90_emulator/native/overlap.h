@@ -1,6 +1,7 @@
-// Overlapping launches (PDL, programmatic dependent launch). A kernel may start while the preceding kernel still runs; the preceding
-// kernel's writes are visible when griddepcontrol.wait returns. Here launches run one after another, so a kernel's writes are recorded.
-// An access by the next kernel is an error in a warp that has neither waited nor passed a barrier with a warp of its CTA that has.
+// Overlapping launches (PDL, programmatic dependent launch). A kernel may start while the preceding kernel still runs; the
+// preceding kernel's writes are visible when griddepcontrol.wait returns. Here launches run one after another, so a kernel's writes
+// are recorded. An access by the next kernel to recorded bytes is an error, unless the warp has waited, or has passed a barrier
+// with a warp of its CTA that has waited.
 #pragma once
 #include "machine.h"
 
@@ -75,7 +76,7 @@ static bool in_tensor(u64 address, u64 size) {
     return low && address + size <= launch->ranges[low - 1].end;
 }
 
-// The bytes of a slot that are still in a tensor; other bytes may no longer be mapped.
+// Returns a mask of the bytes of a slot that are still in a tensor; other bytes may no longer be mapped.
 static u16 readable_of(const Bytes *bytes, u64 slot) {
     u64 address = 16 * bytes->blocks[slot];
     if (!address || in_tensor(address, 16)) return address ? bytes->masks[slot] : 0;
@@ -84,7 +85,8 @@ static u16 readable_of(const Bytes *bytes, u64 slot) {
     return readable;
 }
 
-// Whether the memory is unchanged since the last kernel. If not, something else ran in between, and had waited for that kernel.
+// Whether the memory is unchanged since the last kernel. If not, something else ran in between, and must have waited for that
+// kernel.
 static bool is_unchanged(const Bytes *bytes) {
     for (u64 i = 0; i < bytes->room; i++) {
         u16 readable = readable_of(bytes, i);
@@ -99,8 +101,8 @@ static void begin_overlap(void) {
     if (!M->early) forget_bytes(&hidden);
 }
 
-// Determines the writes that the next kernel must wait for: those of this kernel, if the next one may start before this one's end; and
-// also those hidden from this kernel, if the next one may start before this one has waited.
+// Determines the writes that the next kernel must wait for: those of this kernel, if the next kernel may start before this
+// kernel's end; and those hidden from this kernel, if the next kernel may also start before this kernel has waited.
 static void end_overlap(bool failed) {
     bool opens = !failed && M->launch->check_overlap && M->triggered;
     if (opens && M->triggered_early)

@@ -1,5 +1,5 @@
-// Replaces the part of CuteDSL's runtime that talks to a device. Compiled programs call these functions. The library must be loaded
-// with global symbols before the programs are.
+// Replaces the part of CuteDSL's runtime that talks to a device. Compiled programs call these functions. This library must be
+// loaded with global symbols before any program is loaded.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

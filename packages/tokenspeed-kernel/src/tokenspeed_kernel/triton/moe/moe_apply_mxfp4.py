@@ -147,8 +147,8 @@ _REGIMES = {
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
     """Returns why the tunable regime does not suit the call's number of (token, slot) pairs; None if it does.
 
-    Split-K is rejected for many pairs, because its memory grows with the pairs. Wide tiles are rejected for few pairs, because
-    most of their columns would be empty.
+    Split-K is rejected for many pairs, because the memory for partial sums grows with the number of pairs. Wide tiles are rejected
+    for few pairs, because most of their columns would be empty.
     """
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["regime_index"] < 2 and pairs > 256:
@@ -242,7 +242,7 @@ def moe_apply_as(
         shape = (first.split_k, pairs, 2 * plan.intermediate_size)
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    # 16-bit floats represent e4m3 values exactly, and also 16-bit floats rounded to mxfp4.
+    # 16-bit floats represent e4m3 values exactly, and also the results of rounding 16-bit floats to mxfp4.
     tokens_in = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
     _project(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:

@@ -184,7 +184,7 @@ def route(
     """Chooses the experts of tokens, and stores their ids and routing weights. ``token``: the tokens' indices, int64 ``[rows]``."""
     group_size: tl.constexpr = EXPERTS // GROUPS
     real = (token < num_tokens)[:, None]
-    # Each group is padded, so that a reshape can make groups an axis. Positions rise with expert ids.
+    # Each group is padded, so that a reshape can make groups an axis. A higher expert id has a higher position.
     position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
     group = position // GROUP_PADDED
     member = position % GROUP_PADDED

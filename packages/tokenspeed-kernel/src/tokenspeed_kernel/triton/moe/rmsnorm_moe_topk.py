@@ -107,7 +107,7 @@ def rmsnorm_moe_topk(
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # A token's first program stores the sum of x and the residual while the token's other programs may still read both. So the sum
-    # must alias neither.
+    # gets a tensor of its own, which aliases neither.
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -1,4 +1,5 @@
-"""Layer normalisation of rows, after an optional residual add. Unlike `rmsnorm`, it subtracts the mean and adds a bias."""
+"""Layer normalisation of rows, after an optional residual add. Unlike RMSNorm, layer normalisation subtracts the mean and adds a
+bias."""
 
 from __future__ import annotations
 

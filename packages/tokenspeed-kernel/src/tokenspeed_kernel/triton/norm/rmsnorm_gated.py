@@ -26,7 +26,8 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A program holds the gate's row and x's row in registers, so both limits are half of `rmsnorm`'s.
+# A program holds the gate's row and x's row in registers, so the longest row and the most elements per warp are half of
+# `rmsnorm`'s.
 _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
 # 8 elements per thread: one 16-byte load of x and one of the gate. With more elements, ptxas moves the loads of gates behind the
 # sums of squares to save registers. A program then waits for the two loads one after the other. On an H100, 2048 rows of 128 take

@@ -1,6 +1,7 @@
 """RMSNorm of rows, after an optional residual add, fused with quantisation.
 
-A program normalises `rmsnorm`'s tile of whole rows, rounds the result to x's dtype, and quantises it in registers.
+A program normalises a tile of whole rows (the tile that `rmsnorm` chooses), rounds the result to x's dtype, and quantises it in
+registers.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
     bits = amax.to(tl.int32, bitcast=True)
     field = bits >> 23
     finite = field != 255
-    if UP:  # an amax above 1.75 * 2^n carries into the next power of two: 448 (e5m2: 57344) has a mantissa of 1.75
+    if UP:  # amax > 1.75 * 2^n gets the next power of two: the largest values, 448 (e4m3) and 57344 (e5m2), are 1.75 * 2^m
         field = (bits + (0x7FFFFF - 0x600000)) >> 23
     scale = tl.where(finite, tl.maximum(field - EMAX, 0), 255)
     # The reciprocal, 2^(127 - byte), is a normal float32 for every finite block.

@@ -19,7 +19,7 @@ device_code = DeviceModule(__name__ + "_device")
 # For rows that consist of whole 32-bit words of four scales: the number of tiles that a program copies, which hold 128 bytes of
 # each row, and the program's warps.
 _ACROSS, _WARPS = 32, 4
-# For other rows: the bytes that a program copies. Its eight neighbouring tiles hold 32 bytes of each row, one memory sector.
+# For other rows: the bytes that a program copies. They are eight neighbouring tiles, with 32 bytes (one memory sector) of each row.
 _BYTES = 4096
 
 

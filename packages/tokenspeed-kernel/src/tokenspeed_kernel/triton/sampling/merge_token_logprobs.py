@@ -14,8 +14,9 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Within a warp, sorting exchanges entries without barriers; a thread holds a few entries. On an H200, 256 rows with the top 64 of
-# 1024 entries take 14.3 us with 128 entries per warp, 21.0 us with 256, and 23.8 us with 512.
+# Entries per warp, and the most warps of a program. Threads of a warp exchange entries without barriers when they sort, and a
+# thread holds a few entries. On an H200, 256 rows with the top 64 of 1024 entries take 14.3 us with 128 entries per warp, 21.0 us
+# with 256, and 23.8 us with 512.
 _ENTRIES_A_WARP, _MOST_WARPS = 128, 8
 
 

@@ -99,7 +99,7 @@ def _merged(parts, row, spans, inverse, SPANS: tl.constexpr):
     # Take the maximum of sort keys, so that NaN propagates.
     largest = from_sort_key(tl.max(sort_key(own_largest), axis=0))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    # A span of -inf adds nothing, whatever the scale.
+    # A span whose logits are all -inf adds nothing, whatever the scale.
     nearness = tl.where(own_largest == float("-inf"), 0.0, tl.exp2((own_largest - shift) * _scale_of(inverse)))
     log_total = tl.log2(tl.sum(totals * nearness, axis=0)) * LN_2
     lse = shift * inverse + log_total

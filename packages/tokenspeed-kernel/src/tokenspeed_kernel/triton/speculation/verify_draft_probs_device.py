@@ -1,7 +1,7 @@
 """Device code of `verify_draft_probs`.
 
-The *residual* of a node is ``max(a * p - b * q, 0)`` per token. p are the target's and q the draft model's probabilities. Residuals
-are summed as integer multiples of 2^-40, so the order of addition does not change the sum.
+The *residual* of a node is ``max(a * p - b * q, 0)`` per token. p are the target model's probabilities, q the draft model's.
+Residuals are summed as integer multiples of 2^-40, so the order of addition does not change the sum.
 
 Kernels are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
 """

@@ -43,9 +43,9 @@ class Limits(NamedTuple):
 _LIMITS = {"sm_90": Limits(64, 8192), "sm_100": Limits(64, 4096), "amd": Limits(64, 8192), "any": Limits(32, 4096)}
 _ROWS, _WARPS = 64, 4
 # Pipeline stages of the loop over chunks. In a pipelined loop, the AMD compiler predicates the last MMAs with a lane mask. An MFMA
-# ignores the mask and writes its result even if no lane is active.
+# ignores the mask and writes its result even if no lane is active. So the loop is not pipelined on AMD.
 _STAGES = {"amd": 1, "any": 2}
-# float32 dot products run on FMA units, with operands in registers.
+# Tokens per chunk for float32: dot products then run on FMA units, with operands in registers.
 _FLOAT32_CHUNK = 16
 # Sequences have one segment if this makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
 # SM/CU, but at most 16, because every segment adds a state that later segments read. A segment has at least 4 chunks, because the
