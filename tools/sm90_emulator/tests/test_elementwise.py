@@ -108,7 +108,8 @@ def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_fields_of_bits(kind: str) -> None:
-    """Some fields begin or end outside of the register. Position and length are the lowest 8 bits of their registers."""
+    """Instructions on bits and bit fields follow the ISA, also for fields that begin or end outside of the register. Position and
+    length are the lowest 8 bits of their registers."""
     bits, letter = int(kind[1:]), "r" if kind[1:] == "32" else "d"
     unsigned, result = np.dtype(f"u{bits // 8}"), "%r100" if bits == 32 else "%d40"
     x, y = (DRAW.integers(0, 2**bits, LANES, dtype=unsigned) for _ in range(2))

@@ -106,7 +106,7 @@ def product(kinds: str, columns: int, first: str, second: str, more: str) -> str
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", TYPES)
 def test_warpgroups(kind: str, swizzle: int) -> None:
-    """Both operands are in shared memory with k innermost. The accumulators start as ones."""
+    """A wgmma adds the exact product to accumulators of ones. Both operands are in shared memory with k innermost."""
     depth = 32 // TYPES[kind].itemsize
     a, b = draw(kind, 64, depth), draw(kind, 40, depth, seed=1)
     (a_room, *a_offsets), (b_room, *b_offsets) = laid_out(a, swizzle, False), laid_out(b, swizzle, False)
@@ -193,7 +193,8 @@ def test_warps(kind: str, depth: int) -> None:
 
 @pytest.mark.parametrize("trans", ["", ".trans"])
 def test_fragments_come_and_go(trans: str) -> None:
-    """Four matrices are loaded as fragments and stored again. Both instructions transpose, or neither."""
+    """``stmatrix`` restores the four matrices that ``ldmatrix`` loaded as fragments. Both instructions transpose, or neither
+    does."""
     data = np.arange(256, dtype=np.uint16)
     body = FILL.format(words=128)
     body += f"""

@@ -89,7 +89,7 @@ def test_a_barrier_that_some_do_not_reach() -> None:
 
 
 def test_mbarriers() -> None:
-    """Three warps pass two phases of an mbarrier, with both kinds of waits."""
+    """Three warps pass two phases of an mbarrier: they wait for the first by parity, for the second by state."""
     body = """
     mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go;
     mbarrier.init.shared.b64 [%r1], 96;

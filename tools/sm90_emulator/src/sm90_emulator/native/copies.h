@@ -17,7 +17,8 @@ typedef struct {
     u32 rank, type, swizzle, interleave, fill_nan;
 } TensorMap;
 
-// Decodes the 128-byte tensor map that the host encodes for sm_90. The layout is not documented; it is that of CuteDSL.
+// Decodes the 128-byte tensor map that the host encodes for sm_90. The layout is undocumented; this function follows CuteDSL's
+// host code.
 static TensorMap tensor_map(const u8 *bytes) {
     u64 w[16];
     u32 h[32];
