@@ -1,7 +1,7 @@
 """The global memory that kernels may access: the memory of tensors whose address was taken.
 
 A launch gets the address of a tensor in one of two ways: from the tensor itself, as an argument, or from ``Tensor.data_ptr()``, as
-    a number.
+a number.
 """
 
 from __future__ import annotations

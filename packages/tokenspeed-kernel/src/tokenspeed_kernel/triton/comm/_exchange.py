@@ -94,7 +94,9 @@ def threads_of(config: Config, device: torch.device) -> int:
 
 def most_programs(config: Config, device: torch.device) -> int:
     """Returns the largest grid of a launch, in programs. Programs loop over the rows with a grid stride."""
-    return config.programs * for_architecture({"cpu": 2, "any": sm_count_of(device)}, device)  # interpreted one by one
+    return config.programs * for_architecture(
+        {"cpu": 2, "any": sm_count_of(device)}, device
+    )  # interpreted programs run one after another
 
 
 def exchange(
