@@ -27,8 +27,8 @@ def adjust_logits_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Adds biases to, and applies penalties to, the logits of one block of a row's listed tokens. Any of these inputs may be
-    None.
+    """Adds biases to, and applies penalties to, the logits of one block of a row's listed tokens. counts, the bias and each penalty
+    may be None.
     """
     start(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
