@@ -1,4 +1,4 @@
-"""Kernels from other packages.
+"""Discovers plugins, which are installed packages that register kernels.
 
 A package registers kernels through an entry point of the group ``tokenspeed_kernel.plugins``, whose object is a function without
 parameters that calls `register_kernel`::
@@ -67,7 +67,8 @@ _disabled: set[str] = set()
 # The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels at import. So the plugin's
 # function cannot declare them a second time.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
-# The registry in which `discover_plugins` has registered kernels. `KernelRegistry.reset` replaces the process-wide registry.
+# The registry in which `discover_plugins` last registered kernels. `KernelRegistry.reset` replaces the process-wide registry, and
+# all kernels must then be registered again.
 _filled: KernelRegistry | None = None
 
 CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
@@ -85,9 +86,9 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         The loaded plugins.
 
     Warns:
-        PluginWarning: a plugin failed, or is ignored because another package's plugin has the same name; the settings disable a
-            plugin that is not installed, or name a kernel that no call of its operator can select; or a kernel implements an
-            operator that is not declared.
+        PluginWarning: a plugin failed; a plugin is ignored because another package's plugin has the same name; the settings disable
+            a plugin that is not installed; the settings name a kernel that no call of its operator can select; a kernel implements
+            an operator that is not declared.
     """
     global _filled
     with _lock:
@@ -184,8 +185,8 @@ def _load(entry: metadata.EntryPoint) -> None:
 
 
 def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
-    """Registers and publishes a plugin's kernels from their declarations, which an earlier load, possibly into another registry,
-    made.
+    """Registers and publishes a plugin's kernels from the declarations that an earlier load made. The earlier load may have used
+    another registry.
     """
     registry = KernelRegistry.get()
     for spec, impl in declared:
