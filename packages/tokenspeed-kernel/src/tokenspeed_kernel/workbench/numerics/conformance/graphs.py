@@ -64,7 +64,7 @@ class Inputs:
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
     """Returns other valid tensor inputs for a captured call, with the same shapes and the same host values.
 
-    Inputs drawn with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
+    Inputs made with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
     further values.
     """
     op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
@@ -74,7 +74,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # false if some of these tensors are prepared, in a kernel's own layout
+    if changed.keys() <= values.keys():  # false if preparation puts some of the changed tensors into the kernel's own layout
         values.update(changed)
     return values
 
