@@ -260,5 +260,6 @@ def _predicted(explanation: Explanation, cost: Cost | None, roofline: Roofline |
     if roofline is None or cost is None:
         return None, ""
     operands = [fmt.storage_dtype for _, fmt in request.signature.roles]
-    # A call that takes 1 us reaches this part of the roofline, so the roofline allows this many microseconds.
+    # In 1 us, the call would reach this fraction of the roofline. So the shortest time that the roofline allows is this many
+    # microseconds.
     return share_of(cost, 1.0, operands, roofline).part, "roofline"
