@@ -1,5 +1,6 @@
 """Recreates captured calls: with the same shapes, strides, dtypes, options and sequence lengths, the same skew of expert loads, and
-newly drawn values."""
+new random values.
+"""
 
 from __future__ import annotations
 

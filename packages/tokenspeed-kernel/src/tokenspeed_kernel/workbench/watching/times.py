@@ -51,8 +51,9 @@ _FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
 
 @dataclass(frozen=True)
 class CallKind:
-    """What calls whose times are counted together have in common. ``shape``: shapes of the operands. ``dtype``: dtype of the first
-    operand."""
+    """A kind of calls, whose times are counted together. ``shape``: shapes of the operands. ``dtype``: dtype of the first
+    operand.
+    """
 
     operator: str
     kernel: str
