@@ -47,8 +47,8 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """Why this kernel was selected and the next best kernels were not, in a receipt's words. ``explanation`` has all
-        reasons.
+        """The reasons why this kernel was selected and the next best kernels were not, in a receipt's words. ``explanation`` has
+        all reasons.
         """
         row = row_of(self.explanation)
         return "; ".join((row.reason, *reasons_of(row)))
