@@ -1,8 +1,8 @@
 """The GPT-OSS model over a flat batch of tokens.
 
 The model calls tokenspeed-kernel's operators wherever one exists, and prefers operators that combine several steps. Such an
-operator runs as a fused kernel if one is eligible, otherwise as one kernel for each step. Nothing here depends on the device or on
-the selected kernels. PyTorch does the rest: embedding lookup, views, and row selection.
+operator runs as a fused kernel if one is eligible, otherwise as one kernel for each step. This module depends neither on the device
+nor on the selected kernels. PyTorch does the rest: embedding lookup, views, and row selection.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from gpt_oss.transfer import Upload
 
 
 def bytes_of(source: TensorSource) -> dict[str, int]:
-    """The size of each tensor of a source in bytes, by name. Reads no tensor."""
+    """Returns the size of each tensor of a source in bytes, by name. Reads no tensor."""
     sizes = {name: getattr(torch, dtype).itemsize for name, dtype in source.dtypes().items()}
     return {name: math.prod(shape) * sizes[name] for name, shape in source.shapes().items()}
 
@@ -24,8 +24,8 @@ def bytes_of(source: TensorSource) -> dict[str, int]:
 class ReadAhead:
     """A source whose tensors are read ahead by a thread, in a given order.
 
-    This object is a context manager; the thread ends with the block. Tensors may be requested in any order, each once. Requests in
-    the given order never wait for one another.
+    This object is a context manager; the thread ends with the block. Tensors may be requested in any order, each once. A request
+    never waits for the request of another tensor: if ``most_bytes`` stops the thread, the caller reads the requested tensor.
 
     Args:
         source: the underlying source.

@@ -5,8 +5,8 @@ group. Each rank runs its shard for the same batch. The outputs of attention and
 ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must get
 the same requests in the same order.
 
-Each sum over ranks is followed by a norm. With many tokens, one kernel does both. With few tokens, one kernel does only the sum;
-the fused kernels of the single-GPU model, which include the norm, follow.
+Each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the norm. With few tokens, one
+kernel computes only the sum. The fused kernels of the single-GPU model, which include the norm, follow.
 """
 
 from __future__ import annotations
