@@ -1,4 +1,4 @@
-"""Tensor-parallel and expert-parallel models generate the same tokens as the model on one rank."""
+"""Tests that tensor-parallel and expert-parallel models generate the same tokens as the model on one rank."""
 
 from __future__ import annotations
 
