@@ -11,7 +11,8 @@ from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
-# vLLM's name of a memory order -> the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second tuple
+# Maps vLLM's name of a memory order to the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second
+# tuple
 # is for a tensor that holds all layers: axis 0 is the layer, and the other axes are counted from 1.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
@@ -32,29 +33,29 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name under which this backend is registered with vLLM."""
+        """Returns the name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[TokenspeedImpl]:
-        """The class that runs a layer's attention."""
+        """Returns the class that runs a layer's attention."""
         return TokenspeedImpl
 
     @staticmethod
     def get_builder_cls() -> type[TokenspeedMetadataBuilder]:
-        """The class that builds a batch's metadata."""
+        """Returns the class that builds a batch's metadata."""
         return TokenspeedMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """The supported numbers of tokens per page, for every layer."""
+        """Returns the supported numbers of tokens per page, for every layer."""
         return list(PAGE_SIZES)
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache. Each slot holds a key followed by its value."""
+        """Returns the shape of a layer's cache. Each slot holds a key followed by its value."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod

@@ -50,7 +50,7 @@ class GptOssExperts(FusedMoEMethodBase):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The hidden size and the intermediate size of this rank's shard, from the plan."""
+        """Returns the hidden size and the intermediate size of this rank's shard, from the plan."""
         return self.plan.hidden_size, self.plan.intermediate_size
 
     def create_weights(
