@@ -1,4 +1,4 @@
-"""vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
+"""Tests vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8 linear layers of vLLM with our method: scales per tensor, channel and block, loaded by vLLM's loader."""
+"""Tests fp8 linear layers of vLLM with our method: scales per tensor, channel and block, loaded by vLLM's loader."""
 
 from __future__ import annotations
 
