@@ -177,8 +177,8 @@ def _prompts(config: Config, batch: int, tokens: int, seed: int) -> list[list[in
 def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Compares logits of the sharded layers with those of the same layers on one GPU, for prompts and for one further token each.
 
-    For scale, the single-GPU logits are also compared with logits of the core's own kernels. The latter differ only by rounding,
-    which already changes the selected experts.
+    For scale, the single-GPU logits are also compared with logits of the core's own kernels. The two implementations on one GPU
+    differ only by rounding, which already changes the selected experts.
     """
     prompts = _prompts(config, 3, 41, options.seed)
 

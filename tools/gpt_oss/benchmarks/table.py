@@ -157,7 +157,7 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:
-    """Whether at least two runs took about the median time. If not, vLLM compiled kernels during some of the runs."""
+    """Returns whether at least two runs took about the median time. If not, vLLM compiled kernels during some of the runs."""
     middle = statistics.median(seconds) if seconds else 0.0
     return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 

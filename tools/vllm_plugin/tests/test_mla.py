@@ -84,7 +84,7 @@ class Unpinned:
 def gather(
     src_cache: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, scale: Tensor, seq_starts: Tensor, **_: Any
 ) -> None:
-    """Like vLLM's operator: copies tokens of each request, from its start on, to a contiguous buffer."""
+    """Copies tokens of each request, from its start on, to a contiguous buffer, like vLLM's operator."""
     factor = float(scale) if src_cache.dtype == torch.float8_e4m3fn else 1.0
     for row, (begin, end) in enumerate(itertools.pairwise(cu_seq_lens.tolist())):
         at = torch.arange(end - begin) + int(seq_starts[row])
@@ -112,7 +112,7 @@ def merge(
     output_lse: Any = None,
     **_: Any,
 ) -> None:
-    """Like vLLM's operator: merges attention over two sets of keys by their log-sum-exps ``[heads, tokens]``."""
+    """Merges attention over two sets of keys by their log-sum-exps ``[heads, tokens]``, like vLLM's operator."""
     assert prefix_lse.shape == suffix_lse.shape == prefix_output.shape[1::-1]
     total = torch.logaddexp(prefix_lse, suffix_lse)
     shares = ((lse - total).exp().t().unsqueeze(-1) for lse in (prefix_lse, suffix_lse))

@@ -1,7 +1,7 @@
 """tokenspeed-kernel: operators for LLM inference, each run by the kernel that is best for the call on this machine.
 
 Importing this package declares the operators, registers their kernels, and lets installed plugins register theirs. The import loads
-no compiler and touches no GPU.
+no compiler and uses no GPU.
 
 Every operator, such as `mha_prefill`, is an attribute of this package. Each operator is declared in ``tokenspeed_kernel_base.ops``.
 """

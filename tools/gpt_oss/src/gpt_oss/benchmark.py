@@ -159,11 +159,11 @@ class Workload:
         return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
-        """The number of positions of a sequence at the end of a decode measurement that starts with ``context`` tokens."""
+        """Returns the number of positions of a sequence at the end of a decode measurement that starts with ``context`` tokens."""
         return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
 
     def prefill_passes(self, context: int) -> int:
-        """The number of passes that prefill the largest batch. Sequences whose prefill is finished decode in the remaining
+        """Returns the number of passes that prefill the largest batch. Sequences whose prefill is finished decode in the remaining
         passes.
         """
         return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
@@ -446,7 +446,8 @@ class _Measuring:
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
         """Times the kernels of a pass, stores them for the report, and returns a row per family of operators."""
         parts = break_down(forward, name, torch.device(self.device), self.roofline)
-        # Other variants than `optimised` are a suffix of the kernels' names, so that a report distinguishes the variants.
+        # The name of a variant other than `optimised` is appended to its kernels' names, so that a report distinguishes the
+        # variants.
         suffix = "" if self.name == "optimised" else f" ({self.name})"
         self.rows += [dataclasses.replace(part.row, kernel=part.row.kernel + suffix) for part in parts]
         return by_family(parts)

@@ -141,7 +141,7 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
     for spec, _ in declared:
         why = why_unreachable(spec.name, spec.operator, current_platform(), by_name=False)
         if why is not None:
-            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows each text once
+            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows each warning text once
 
     def replaced(priority: int | None) -> None:
         for spec, implementation in declared:

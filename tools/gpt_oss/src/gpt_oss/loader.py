@@ -28,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _LISTED = 12  # an error names at most this many tensors for each kind of problem
 
-# safetensors' dtype name -> PyTorch's name: dtypes that weights may have, and some unsupported dtypes for messages.
+# Maps safetensors' dtype names to PyTorch's: dtypes that weights may have, and some unsupported dtypes for messages.
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -64,7 +64,7 @@ class TensorSource(Protocol):
 
 
 def from_files(source: TensorSource) -> bool:
-    """Whether a source reads its tensors from files, so that reading ahead saves time."""
+    """Returns whether a source reads its tensors from files, so that reading ahead saves time."""
     return bool(getattr(source, "from_files", False))
 
 

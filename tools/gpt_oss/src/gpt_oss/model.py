@@ -28,7 +28,7 @@ from gpt_oss.rope import cos_sin_cache
 from gpt_oss.transfer import Upload
 
 Caches = tuple[Tensor, Tensor] | tuple[None, None]
-"""The key cache and the value cache of a layer; two None without a cache."""
+"""The key cache and the value cache of a layer; ``(None, None)`` without a cache."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layer:
 
 
 class GptOss:
-    """A model, ready to run.
+    """A GPT-OSS model, with its weights on a device and prepared for the selected kernels.
 
     Args:
         config: the model's configuration.

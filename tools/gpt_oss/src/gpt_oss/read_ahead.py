@@ -71,7 +71,7 @@ class ReadAhead:
     def get(self, name: str) -> Tensor:
         """Returns one tensor; see `TensorSource`. Raises the source's errors for this tensor."""
         with self._changed:
-            # While the thread is at its byte limit it does not reach this tensor, so the caller reads the tensor instead.
+            # A thread that is at its byte limit does not read this tensor, so the caller reads the tensor itself.
             self._changed.wait_for(lambda: name in self._ready or (name != self._reading and not self._comes(name)))
             if name in self._ready:
                 found = self._ready.pop(name)
@@ -85,7 +85,7 @@ class ReadAhead:
         return self._source.get(name)
 
     def _comes(self, name: str) -> bool:
-        """Whether the thread will read a tensor without further requests for other tensors."""
+        """Returns whether the thread will read a tensor even if no other tensor is requested."""
         return name in self._pending and self._held < self._most and self._thread.is_alive()
 
     def _run(self) -> None:

@@ -82,8 +82,8 @@ class Flight:
 
     @property
     def on_device(self) -> Tensor:
-        """The sampled tokens on the device, stream-ordered before later launches. Waits for the pass if ``tokens`` was
-        overwritten.
+        """The sampled tokens on the device, for work that is launched later on the same stream. Waits for the pass if ``tokens``
+        was overwritten.
         """
         if self._intact is None or self._intact():
             return self._on_device

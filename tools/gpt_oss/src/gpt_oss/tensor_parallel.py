@@ -6,7 +6,7 @@ ranks' logits are gathered. All ranks then have bitwise equal logits and select 
 the same requests in the same order.
 
 Each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the norm. With few tokens, one
-kernel computes only the sum. The fused kernels of the single-GPU model, which include the norm, follow.
+kernel computes only the sum. The next kernel computes the norm: it is a fused kernel, as on a single GPU.
 """
 
 from __future__ import annotations

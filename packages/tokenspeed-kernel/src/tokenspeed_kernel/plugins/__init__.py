@@ -215,7 +215,7 @@ def disabled_plugins() -> list[str]:
 
 
 def disable_plugin(name: str) -> None:
-    """Withdraws a plugin's kernels, and prevents the plugin from being loaded in this process.
+    """Makes selection ignore a plugin's kernels, and prevents the plugin from being loaded in this process.
 
     The kernels remain available to the functions of their own package.
 

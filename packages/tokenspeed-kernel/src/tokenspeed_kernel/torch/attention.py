@@ -1,7 +1,8 @@
 """Prefill attention on a CPU by PyTorch's fused kernel, one sequence at a time. ``cu_seqlens`` is in host memory, so reading it
 needs no device sync.
 
-The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64).
+The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64
+inputs).
 """
 
 from __future__ import annotations

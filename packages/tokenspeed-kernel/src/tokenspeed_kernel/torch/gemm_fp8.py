@@ -32,7 +32,7 @@ DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether x has a contiguous last axis and rows that begin at multiples of 16 bytes, as the library requires.
+    """Returns whether x has a contiguous last axis and rows that begin at multiples of 16 bytes, as the library requires.
 
     The length of a row needs no check, because the traits make k and n multiples of 16.
     """

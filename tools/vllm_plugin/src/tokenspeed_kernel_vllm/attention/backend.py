@@ -70,22 +70,22 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Sinks are supported: an additional score per head in the softmax's denominator."""
+        """Returns True: a sink, an additional score per head in the softmax's denominator, is supported."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Sliding-window layers are supported."""
+        """Returns True: sliding-window layers are supported."""
         return True
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
+        """Returns False: decode context parallelism (DCP) would need an LSE merge across ranks, which is not implemented."""
         return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether kernels may support a head size. TMA and vector loads need rows whose size is a multiple of 16 bytes, in any
-        dtype. The kernels decide which of these head sizes they support.
+        """Returns whether kernels may support a head size. TMA and vector loads need rows whose size is a multiple of 16 bytes, in
+        any dtype. The kernels decide which of these head sizes they support.
         """
         return head_size % 16 == 0

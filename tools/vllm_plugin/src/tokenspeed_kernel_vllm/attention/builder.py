@@ -95,12 +95,12 @@ def _ours(vllm_config: VllmConfig) -> list[TokenspeedImpl]:
 
 
 def _serves_mixed(vllm_config: VllmConfig) -> bool:
-    """Whether every layer has a kernel for mixed batches."""
+    """Returns whether every layer has a kernel for mixed batches."""
     return all(impl.serving.mixed is not None for impl in _ours(vllm_config))
 
 
 def _serves_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether every layer's decode kernel supports as many new tokens as a draft has, plus one."""
+    """Returns whether every layer's decode kernel supports as many new tokens as a draft has, plus one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
         return False

@@ -40,7 +40,7 @@ class GptOssExperts(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """True: this method includes routing."""
+        """True, because this method includes routing."""
         return True
 
     def maybe_roundup_sizes(

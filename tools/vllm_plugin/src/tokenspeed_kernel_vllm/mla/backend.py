@@ -44,5 +44,5 @@ class LatentBackend(MLACommonBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
+        """Returns False: decode context parallelism (DCP) would need an LSE merge across ranks, which is not implemented."""
         return False

@@ -129,7 +129,7 @@ class Baseline:
 
 
 def _given(parameter: Parameter, value: Any) -> bool:
-    """Whether an argument differs from its parameter's default; true for a required parameter."""
+    """Returns whether an argument differs from its parameter's default; true for a required parameter."""
     if parameter.required:
         return True
     return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))

@@ -1,13 +1,14 @@
 """Compares two reports. Pairs their rows, and gives each pair a confidence interval and a verdict.
 
-The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load). So a thousand times hold
-far fewer than a thousand independent observations. An interval that assumed independence would call every drift a difference. A
-round's median is one observation. The rounds of one row are spread over the whole run, so that drift increases their spread.
+The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load). So a thousand times
+contain less information than a thousand independent observations. An interval that assumed independence would report every drift as
+a difference. A round's median is one observation. The rounds of one row are spread over the whole run, so that drift increases
+their spread.
 
 The interval is that of Hodges and Lehmann (1963). The estimate is the median of all ratios between a round of A and a round of B.
 The number of ratios to trim at either end follows exactly from the distribution of the Mann-Whitney U (1947). The interval assumes
 nothing about the distribution of the noise. With seven rounds per side and 95% confidence, the interval remains valid if other load
-spoils one round. A t interval does not. The interval needs at least four rounds per side, or three on one side and five on the
+spoils one round. A t interval would not. The interval needs at least four rounds per side, or three on one side and five on the
 other. Bootstrapping seven rounds would claim more precision than they have.
 
 With many rows, some intervals exclude 1 by chance. At 95%, these are about 3 of 58 rows even if nothing changed. So verdicts
@@ -18,11 +19,11 @@ hundred rows.
 If every round of one side is slower than every round of the other, Student's t-test of the logarithms may lower the p-value. Only
 this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing them.
 
-Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
-addition, a reference workload is timed before every round. The verdict is left open if the reference workload changed too, and the
-remaining difference is below the threshold. The machine may then be the cause. The best method is to run both sides alternately,
-several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart in time as the rounds
-of different sides.
+Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these
+differences. In addition, a reference workload is timed before every round. The verdict is `UNCLEAR` if the reference workload
+changed too, and the remaining difference is below the threshold. The machine may then be the cause. The best method is to run both
+sides alternately, several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart in
+time as the rounds of different sides.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tokenspeed_kernel.workbench.benchmark.timing import Call, measure
 from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.signature import dtype_name
 
-# Much larger than any cache, and small compared with any device's memory.
+# Bytes of a measured copy or sum: much larger than any cache, and small compared with any device's memory.
 _BYTES = 2 << 30
 _MATRIX = 8192
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

@@ -147,7 +147,7 @@ class Between:
 
 @dataclass
 class Measurement:
-    """An implementation at a shape, while it is being measured."""
+    """The measurement of an implementation at a shape, while it is in progress."""
 
     implementation: Implementation
     shape: Shape

@@ -119,7 +119,7 @@ def measure(
 def measure_graph(
     calls: Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times consecutive callables in one CUDA graph. This is their time on the device, without launch overhead.
+    """Times consecutive callables in one CUDA graph. The result is their time on the device, without launch overhead.
 
     With ``"cold"``, caches are cold when the graph starts. So each call finds cold caches if it has its own memory.
 

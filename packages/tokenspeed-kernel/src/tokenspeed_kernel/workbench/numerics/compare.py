@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.checks import describe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
-# Elements per comparison step, in float64; a KV cache may have 10^9 elements.
+# Elements that are converted to float64 and compared at a time; a KV cache may have 10^9 elements.
 _CHUNK = 1 << 24
 # With fewer elements, comparing the error's norm adds nothing to the elementwise comparison.
 _FEWEST_FOR_NORM = 64
@@ -241,7 +241,7 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
 
 
 def _alike(got: Any, expected: Tensor) -> bool:
-    """Whether a value is a tensor with the shape, dtype and device of the expected tensor."""
+    """Returns whether a value is a tensor with the shape, dtype and device of the expected tensor."""
     said = expected.shape, expected.dtype, expected.device
     return isinstance(got, Tensor) and (got.shape, got.dtype, got.device) == said
 
@@ -328,8 +328,8 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
 def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
     """Returns the scale of absolute errors: the rms of the tensor, or of the element's row if that is larger.
 
-    The sizes of rows may differ a lot (the first tokens of a sequence attend to few others), and rounding errors scale with the
-    rounded values.
+    The magnitudes of rows may differ a lot (the first tokens of a sequence attend to few others), and rounding errors scale with
+    the rounded values.
     """
     if wide.numel() % row:  # the row is longer than a chunk
         return rms
@@ -380,7 +380,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and bits."""
+    """Returns whether two tensors on one device have the same shape, dtype and bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(_bits(left.detach().reshape(-1)), _bits(right.detach().reshape(-1)))

@@ -162,7 +162,7 @@ def value_in(request: Request, name: str, like: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two trait values are equal. A boolean never equals an integer."""
+    """Returns whether two trait values are equal. A boolean never equals an integer."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 

@@ -82,9 +82,9 @@ _FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
 # Decoded values of quantised results. The values before quantisation may differ in their last bit, so a value near a rounding
-# boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be 512 times its
-# scale in one result, and slightly less in the other. With the smaller scale, the amax saturates at 448 times the scale, which is
-# one eighth less than 512 times.
+# boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be a power of two in
+# one result, and slightly less in the other. The other result's scale is then half as large, and its amax, almost 512 times that
+# scale, saturates at 448 times, one eighth less.
 _POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
 _BY_FORMAT = {
     "mxfp8": _POWERS_OF_TWO,
@@ -154,5 +154,5 @@ def _is_fp8(fmt: TensorFormat) -> bool:
 
 
 def _is_fp4(fmt: TensorFormat) -> bool:
-    """Whether a format is fp4: scaled elements stored as bytes are pairs of 4-bit values."""
+    """Returns whether a format is fp4: scaled elements stored as bytes are pairs of 4-bit values."""
     return fmt.scale is not None and fmt.storage_dtype == torch.uint8

@@ -62,7 +62,7 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
-    """Whether a kernel's declaration accepts a case; also True if that depends on the values of the case's tensors."""
+    """Returns whether a kernel's declaration accepts a case; also True if that depends on the values of the case's tensors."""
     op = get_operator(spec.operator)
     found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

@@ -253,7 +253,7 @@ def _run(index: int) -> Outcome:
                 op.function(**prepared_by_shape(op, arguments, chosen))
     except CompilationForbiddenError as error:
         return dataclasses.replace(outcome, missing=str(error))
-    except Exception as error:  # a call that cannot be run is an outcome like the others
+    except Exception as error:  # a call that cannot be run must not stop the other calls
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         outcome = dataclasses.replace(outcome, error=text)

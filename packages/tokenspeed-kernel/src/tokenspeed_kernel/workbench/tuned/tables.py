@@ -110,7 +110,7 @@ _known_operators: dict[Any, Any] = memo.new_memo()
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    """Whether any source has results of an operator for a device. Only then does selection depend on a call's sizes.
+    """Returns whether any source has results of an operator for a device. Only then does selection depend on a call's sizes.
 
     Tables that other processes write later are read once memoised decisions are invalidated.
     """

@@ -213,8 +213,9 @@ class CallTimes(Background):
             return self._found[kind]
 
     def _read_events(self, waited_for: int) -> None:
-        """Reads the device times of calls that the device has finished. First waits until it has finished the first
-        ``waited_for`` of the pending calls."""
+        """Reads the device times of calls that the device has finished. First waits until the device has finished the first
+        ``waited_for`` of the pending calls.
+        """
         with self._lock:
             try:
                 while self._pending:

@@ -180,7 +180,7 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
         make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
         outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
         yield _blamed(space, outcome, case.name, said, "unused")
-    if device.type == "cuda":  # on a CPU, the comparison above has already found an index out of range: it raises an error
+    if device.type == "cuda":  # on a CPU, an index out of range has already raised an error in the comparison above
         for outcome in reach(space.spec, cases, device, seed):
             yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
@@ -317,7 +317,7 @@ def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _has_items(space: CaseSpace, case: Case) -> bool:
-    """Whether a case's call is a batch of several items."""
+    """Returns whether a case's call is a batch of several items."""
     return count_items(space.op, space.op.complete(case.build(space.device, space.seed))) > 1
 
 

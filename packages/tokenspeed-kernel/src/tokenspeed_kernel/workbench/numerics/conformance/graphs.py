@@ -2,7 +2,7 @@
 
 A graph repeats launches as they were captured. A replay gives a wrong result if the kernel reads a length on the host, sizes its
 grid by this length, or frees its workspace. To find such kernels, each graph is replayed on the inputs of the capture. Then other
-inputs, which the operator's ``vary`` hook makes, are copied over these, and the graph is replayed again.
+inputs, which the operator's ``vary`` hook makes, are copied over the inputs of the capture, and the graph is replayed again.
 """
 
 from __future__ import annotations

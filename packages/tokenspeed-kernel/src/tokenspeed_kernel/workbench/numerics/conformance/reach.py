@@ -76,7 +76,7 @@ def _received(connection: Connection, process: Any, deadline: float) -> tuple[St
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether a case's arguments contain unused integer indices. Other unused values need no separate process, because
+    """Returns whether a case's arguments contain unused integer indices. Other unused values need no separate process, because
     `unused_values` compares the results.
     """
     changed = _changed_on_host(operator, case, seed)[1]

@@ -120,7 +120,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
+    """Returns whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
 
     An operation that writes a single value to the elements of one mask need not count them.
     """
@@ -131,7 +131,7 @@ def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """On a GPU: makes PyTorch raise RuntimeError for every call in the block that synchronises with the device."""
+    """Makes PyTorch raise RuntimeError for every call in the block that synchronises with the GPU."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
