@@ -302,8 +302,7 @@ class _Measuring:
     def probed(self, first: Probed | None) -> tuple[Probed, dict[str, float]]:
         """Returns the variant's logits for a fixed set of tokens, and their divergence from the first variant's logits. The
         divergence is measured twice: with the experts that the variant selects, and with the experts that the first variant
-            selects. The
-        first variant is compared with itself in chunks of half the length; the results differ by rounding.
+        selects. The first variant is compared with itself in chunks of half the length; the results differ by rounding.
         """
         half = min(_PROBE_TOKENS, self.model.max_positions) // 4 * 2
         run = functools.partial(probe, self.model, self._cache(_PROBES, 2 * half), self._prompts(_PROBES, 2 * half))

@@ -105,8 +105,8 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # The pages to which a pass may write. -1 means no page. It is in padding rows, and after the pages of a sequence, because
-        # the position of a sequence's last pass may be past its pages.
+        # The pages to which a pass may write. -1 means no page. Padding rows contain -1. A sequence's pages are followed by -1,
+        # because the position of its last pass may be past its pages.
         self._written_pages = torch.full_like(self._page_table, -1)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}

@@ -100,7 +100,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listen() -> Iterator[Listener]:
-    """Records the calls of operators inside the block, including the calls that composed operators make."""
+    """Records the calls of operators inside the block, including the calls that operators make to other operators."""
     listener = Listener()
     with watch_calls(listener):
         yield listener

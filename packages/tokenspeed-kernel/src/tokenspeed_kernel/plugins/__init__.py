@@ -125,7 +125,7 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
         setting = config.settings().override_for(family, mode)
-        # No platform is passed, because detecting the platform would touch the GPU. If the kernel does not run on the platform, the
+        # No platform is passed, because detecting the platform would use the GPU. If the kernel does not run on the platform, the
         # call raises an error.
         why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
         if setting is not None and why is not None:

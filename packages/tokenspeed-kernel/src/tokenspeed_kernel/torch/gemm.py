@@ -7,8 +7,8 @@ PyTorch may do so, and then adds split-K partial sums in the operands' dtype.
 
 On a CPU with AMX, a 16-bit GEMM of more than 16 rows reads each row of the left operand up to the next multiple of `CPU_K`
 elements, and multiplies the excess elements by zero. A NaN or an infinity after a row, or at the start of the next row, therefore
-makes the row's results NaN. A contiguous copy does not help, because its rows are adjacent. The 16-bit CPU kernels thus require k
-to be a multiple of `CPU_K`.
+makes the row's results NaN. A contiguous copy does not help, because its rows are adjacent. So the 16-bit CPU kernels require k to
+be a multiple of `CPU_K`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tokenspeed_kernel_base.signature import dtype_name, format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import ANY, Constraint, multiple_of
 
-CPU_K = 32  # bf16, PyTorch 2.13: right for multiples of 32 up to 2912; wrong for k = 31, 33, 70, 80, 100, 144, 200, 1000
+# In bf16 with PyTorch 2.13, results are right for multiples of 32 up to 2912, but wrong for k = 31, 33, 70, 80, 100, 144, 200 and
+# 1000.
+CPU_K = 32
 
 
 def torch_mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> Tensor:

@@ -12,8 +12,7 @@ from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
 # Maps vLLM's name of a memory order to the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second
-# tuple
-# is for a tensor that holds all layers: axis 0 is the layer, and the other axes are counted from 1.
+# tuple is for a tensor that contains all layers: axis 0 is the layer, and the other axes are counted from 1.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),

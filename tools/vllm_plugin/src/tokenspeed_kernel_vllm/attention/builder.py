@@ -38,8 +38,8 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         """Returns which batches can be captured whole: at least those in which all requests have the same number of new tokens.
 
         Mixed batches can be captured whole if one kernel handles mixed batches, because this kernel does not touch the padding rows
-        of a captured batch. If two kernels handle decode requests and other requests, the host must know the number of each. vLLM
-        then captures mixed batches piecewise, with attention outside the graphs.
+        of a captured batch. If one kernel handles decode requests and another kernel handles the other requests, the host must know
+        the number of each. vLLM then captures mixed batches piecewise, with attention outside the graphs.
         """
         if _serves_mixed(vllm_config):
             return AttentionCGSupport.ALWAYS

@@ -14,10 +14,10 @@ other. Bootstrapping seven rounds would claim more precision than they have.
 With many rows, some intervals exclude 1 by chance. At 95%, these are about 3 of 58 rows even if nothing changed. So verdicts
 account for the number of rows. Holm's procedure (1979) bounds, at 5%, the probability that any row of an unchanged program is
 called slower or faster. The bound holds for any number of rows and any dependence between them. Holm's procedure needs a p-value
-per row. The p-value of U is exact. With seven rounds per side the p-value cannot be below 1 in 1716, which is too large for a
-hundred rows.
-If every round of one side is slower than every round of the other, Student's t-test of the logarithms may lower the p-value. Only
-this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing them.
+per row. The p-value of U is exact. With seven rounds per side the p-value cannot be below 1 in 1716, but with a hundred rows Holm's
+procedure requires 1 in 2000. If every round of one side is slower than every round of the other, Student's t-test of the logarithms
+may lower the p-value. Only this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing
+them.
 
 Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these
 differences. In addition, a reference workload is timed before every round. The verdict is `UNCLEAR` if the reference workload

@@ -46,7 +46,7 @@ def gpu_monitor(device: torch.device) -> Monitor | None:
     """Returns a function that reads a GPU's state. None on a CPU, on a GPU that NVML does not know, or without ``nvidia-ml-py``."""
     if device.type != "cuda" or torch.version.hip:
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.5 or so
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # missing before torch 2.5 or so
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:

@@ -30,11 +30,11 @@ class Method:
 
     Attributes:
         cache: the caches' state before each call, see `measure`.
-            graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
+        graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
         copies: the number of copies of the arguments that the calls cycle through; fewer if these copies exceed 8 GiB.
         budget_s: seconds of timing per row, over all rounds.
         rounds: rounds per row. Between two rounds of one row, all other rows are measured. Each round builds the arguments again.
-            Seven is the smallest number of rounds with which `compare` can still decide if one round is spoilt.
+            `compare` needs at least seven rounds to reach a verdict if other load spoils one of them.
     """
 
     cache: Cache = "cold"

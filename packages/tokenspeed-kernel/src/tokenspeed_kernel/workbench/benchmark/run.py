@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 _COPIED_BYTES = 8 << 30
-# Timed calls per row, over all rounds.
+# The fewest and the most timed calls per row, over all rounds.
 _FEWEST, _MOST = 10, 1000
 # Seconds and calls for measuring launch overhead.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20

@@ -74,7 +74,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # false if preparation puts some of the changed tensors into the kernel's own layout
+    if changed.keys() <= values.keys():  # not if preparation has put a changed tensor into the kernel's own layout
         values.update(changed)
     return values
 
