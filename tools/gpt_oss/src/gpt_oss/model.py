@@ -58,7 +58,7 @@ class Layer:
 
 
 class GptOss:
-    """A GPT-OSS model, with its weights on a device and prepared for the selected kernels.
+    """A GPT-OSS model with its weights on a device. The experts' weights are prepared for the selected kernel.
 
     Args:
         config: the model's configuration.

@@ -20,8 +20,8 @@ from gpt_oss.shards import ShardedGptOss
 
 
 class TensorParallelGptOss(ShardedGptOss):
-    """One rank's heads, and its slice of each expert. The object is used like a whole model, but every rank must run the same
-    batches in the same order. See `ShardedGptOss`.
+    """A model with one rank's heads, and with this rank's slice of each expert. The object is used like a whole model, but every
+    rank must run the same batches in the same order. See `ShardedGptOss`.
 
     Attributes:
         few_tokens: batches of up to this many tokens use a separate sum over ranks; larger batches use a kernel that fuses sum and
