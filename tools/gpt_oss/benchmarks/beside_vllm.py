@@ -69,7 +69,7 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
-    """Random prompts, the same as those of `gpt_oss.benchmark`."""
+    """Returns random prompts, the same as those of `gpt_oss.benchmark`."""
     import torch
 
     prompts: list[list[int]] = torch.randint(vocab, (count, tokens), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -110,7 +110,7 @@ def register_loader() -> None:
 
 
 def configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The ``config.json`` of the model that both engines run, in the format of the released files."""
+    """Returns the ``config.json`` of the model that both engines run, in the format of the released files."""
     from gpt_oss.benchmark import Workload
 
     config = Workload(options.preset, options.layers, batches=(), contexts=(), prefills=()).config
@@ -208,7 +208,9 @@ def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def entry_point(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which vLLM finds `register_loader` as a plugin, as if this script were installed."""
+    """Makes a folder for PYTHONPATH, and returns it. In this folder vLLM finds `register_loader` as a plugin, as if this script
+    were installed.
+    """
     made = folder / "plugin" / f"{LOAD_FORMAT}-0.dist-info"
     made.mkdir(parents=True, exist_ok=True)
     (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {LOAD_FORMAT}\nVersion: 0\n")
@@ -232,7 +234,7 @@ def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Se
 
 
 def table_of(result: dict[str, Any]) -> list[str]:
-    """Table lines that compare our times with vLLM's, with the ratio vLLM / ours."""
+    """Returns table lines with our times, vLLM's times, and their ratio. A ratio above 1 means that this runtime is faster."""
     theirs = {experts: found for experts, found in result["vllm"].items() if "error" not in found}
     lines = [f"{'':22}{'ours':>10}" + "".join(f"{'vLLM, ' + experts:>18}{'over ours':>11}" for experts in theirs)]
     ours = result["ours"]["variants"]["optimised"]

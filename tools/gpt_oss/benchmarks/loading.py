@@ -3,8 +3,9 @@
     python tools/gpt_oss/benchmarks/loading.py --layers 2 --output loading.json
 
 A checkpoint of random weights, in the layout of the released checkpoints, is written to a folder. Then two measurements alternate:
-the files are read sequentially, and a model is loaded from the files. Before each, the files' pages are dropped from the system's
-page cache (``--warm`` keeps them). The system may ignore the request to drop pages; the measured gigabytes per second show this.
+the files are read sequentially, and a model is loaded from the files. Before each measurement, the files' pages are dropped from
+the system's page cache (``--warm`` keeps them). The system may ignore the request to drop pages; the measured gigabytes per second
+show this.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if work is None:
                 del model
                 gc.collect()
-    # The first loading compiles kernels, and creates the device's context.
+    # The first loading also compiles kernels and creates the device's context, so its time is separate.
     return {"bytes": size, "reading_s": reading[1:], "loading_s": loading[1:], "first_s": loading[0]}
 
 

@@ -92,7 +92,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """The report as a Markdown table."""
+    """Returns the report as a Markdown table of decode steps, and a line per prefill."""
     lines = ["| ranks | batch | context | ms a step | ms bare | tokens/s |", "|--:|--:|--:|--:|--:|--:|"]
     for row in report["decode"]:
         times = f"{row['milliseconds_a_step']:.3f} | {row['milliseconds_bare']:.3f} | {row['tokens_per_second']:.0f}"
@@ -150,8 +150,8 @@ def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGr
 
 
 def _length(options: argparse.Namespace) -> int:
-    """The largest number of positions of a sequence. Sequences whose prompt is finished decode while other prompts are
-    prefilled.
+    """Returns the largest number of positions of a sequence. This number includes the tokens that a sequence decodes while other
+    prompts are prefilled.
     """
     passes = -(-max(options.batches) * options.context // options.prefill_tokens)
     return int(options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8)
@@ -177,8 +177,8 @@ def _prompts(config: Config, batch: int, tokens: int, seed: int) -> list[list[in
 def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Compares logits of the sharded layers with those of the same layers on one GPU, for prompts and for one further token each.
 
-    For scale, the single-GPU logits are also compared with logits of the core's own kernels. These differ by rounding alone, which
-    already changes the selected experts.
+    For scale, the single-GPU logits are also compared with logits of the core's own kernels. The two implementations on one GPU
+    differ only by rounding, which already changes the selected experts.
     """
     prompts = _prompts(config, 3, 41, options.seed)
 
@@ -251,7 +251,9 @@ def _decode(model: ShardedGptOss, batch: int, options: argparse.Namespace) -> di
 
 
 def _bare(engine: Engine, batch: int) -> float:
-    """Milliseconds of a pass without the engine, launched repeatedly: replayed on a GPU, and timed with device events."""
+    """Returns the milliseconds of a pass without the engine. On a GPU, the pass is replayed repeatedly and timed with device
+    events; on a CPU, it runs once.
+    """
     decoder, device = engine.decoder, engine.model.device
     assert decoder is not None
     decoder.replay(batch, sampled=True)
@@ -272,8 +274,8 @@ def _bare(engine: Engine, batch: int) -> float:
 
 
 def _left_out(engine: Engine, batch: int) -> dict[str, Any]:
-    """The time of the model's pass without sampling, and how much shorter the pass is without each of its kernels. The times are
-    those of the slowest rank.
+    """Returns the time of the model's pass without sampling, and how much shorter the pass is without each of its kernels. The
+    pass's time is the slowest rank's; the differences are the smallest of all ranks.
     """
     decoder = engine.decoder
     assert decoder is not None

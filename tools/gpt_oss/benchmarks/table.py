@@ -34,7 +34,7 @@ def _results(*names: str) -> Iterator[dict[str, Any]]:
 
 
 def made_on(result: dict[str, Any]) -> list[str]:
-    """Lines that name the device, the software versions and the command of a result."""
+    """Returns lines that name the device, the software versions and the command of a result."""
     metadata = result["metadata"]
     versions = [f"torch {metadata['torch']}", f"Triton {metadata['triton']}", f"commit {metadata['git_commit'][:12]}"]
     driver = [f"driver {metadata['driver']}"] if metadata.get("driver") else []
@@ -42,7 +42,7 @@ def made_on(result: dict[str, Any]) -> list[str]:
 
 
 def decode(results: list[dict[str, Any]]) -> list[str]:
-    """Table of decode steps: one line per batch and context, for the first variant."""
+    """Returns the table of decode steps: one line per batch and context, for the first variant."""
     lines = [
         "| batch | context | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -64,7 +64,9 @@ FAMILIES = {"moe": "experts, routing", "gemm": "GEMMs", "attention": "attention"
 
 
 def operators(results: list[dict[str, Any]]) -> list[str]:
-    """Table of operators: one line per pass of the first variant, with each family's isolated time and roofline time."""
+    """Returns the table of operators: one line per pass of the first variant, with the time of each family of operators, measured
+    in isolation, and its time by the roofline.
+    """
     lines = [
         "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
         "|---|" + "--:|" * (len(FAMILIES) + 2),
@@ -90,7 +92,7 @@ def _time_and_floor(family: dict[str, Any]) -> str:
 
 
 def prefill(results: list[dict[str, Any]]) -> list[str]:
-    """Table of prefills: one line per prefill and variant."""
+    """Returns the table of prefills: one line per prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
     for result in results:
         for variant, measured in result["variants"].items():
@@ -104,7 +106,9 @@ def prefill(results: list[dict[str, Any]]) -> list[str]:
 
 
 def variants(result: dict[str, Any]) -> list[str]:
-    """Table of variants: the steps of each, and the divergence of its distributions from those of the first variant."""
+    """Returns the table of variants: each variant's step times, and the divergence of its distributions from the first
+    variant's.
+    """
     first = next(iter(result["variants"]))
     steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
     heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
@@ -127,7 +131,7 @@ def variants(result: dict[str, Any]) -> list[str]:
 
 
 def beside_vllm(result: dict[str, Any]) -> list[str]:
-    """Our times compared with vLLM's, one line per decode step and prefill."""
+    """Returns the table of our times and vLLM's, one line per decode step and prefill."""
     theirs = {experts: found for experts, found in result["vllm"].items() if "error" not in found}
     ours = result["ours"]["variants"]["optimised"]
     version = next(iter(theirs.values()))["vllm"] if theirs else ""
@@ -153,13 +157,13 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:
-    """Whether at least one other run took about as long as the median run. If not, the median includes compilation by vLLM."""
+    """Returns whether at least two runs took about the median time. If not, vLLM compiled kernels during some of the runs."""
     middle = statistics.median(seconds) if seconds else 0.0
     return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 
 
 def section() -> str:
-    """The text between the README's two markers."""
+    """Returns the text between the README's two markers."""
     lines: list[str] = []
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:

@@ -1,4 +1,4 @@
-"""The benchmark's measurements, and its errors for invalid options."""
+"""Tests the benchmark's measurements, and its errors for invalid options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint in the released layout, from its folder to generated text. The result equals that of transformers."""
+"""Tests checkpoints in the released layout: the generated tokens equal those of transformers. Also tests reading ahead."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("order", [range(30), range(29, -1, -1), [*range(0, 30, 2), *range(1, 30, 2)]], ids=["same", "back", "odd"])
 def test_tensors_are_right_in_any_order(small: TensorDict, order: Any, most_bytes: int) -> None:
     source = Noted(small)
-    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # 28 of the 30 requested tensors
+    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # names 28 of the 30 tensors
         for i in order:
             assert torch.equal(reader.get(f"t{i}"), small.tensors[f"t{i}"])
     assert len(source.threads) == 30
@@ -222,8 +222,9 @@ def test_what_fails_fails_where_it_is_asked_for(small: TensorDict) -> None:
 
 
 def test_a_tensor_is_prepared_while_the_next_one_is_read(small: TensorDict) -> None:
-    """Reading a tensor ends only after the previous tensor is prepared. Preparing a tensor ends only after reading the next tensor
-    has started."""
+    """Each read waits until the previous tensor is prepared. Each preparation waits until the next read has started. So the test
+    ends only if reading and preparing overlap.
+    """
     names = [*small.tensors]
     begun, prepared = ({name: threading.Event() for name in names} for _ in range(2))
 

@@ -132,7 +132,7 @@ WRONG_ROPE: dict[str, tuple[object, ...]] = {
     "kind": (None, True, 1, "linear", "YARN", "", ["yarn"]),
     "factor": (*NO_POSITIVE, 0.5),
     "original_max_positions": NO_COUNT,
-    "beta_fast": (*NO_POSITIVE, 0.5),  # below beta_slow
+    "beta_fast": (*NO_POSITIVE, 0.5),  # 0.5 is below beta_slow
     "beta_slow": (*NO_POSITIVE, 33.0),
     "truncate": NO_FLAG,
     "attention_factor": tuple(value for value in NO_POSITIVE if value is not None),

@@ -1,4 +1,4 @@
-"""Decode passes in static buffers."""
+"""Tests decode passes in static buffers."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_seeds_go_on_beyond_the_largest() -> None:
 
 
 def test_disagreement_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's logits deviate by slightly more than the tolerance."""
+    """The engine's logits are changed by slightly more than the tolerance."""
 
     def collect(completion: Completion, event: Any, original: Any = Completion.add) -> None:
         original(completion, event)

@@ -170,7 +170,7 @@ def test_requests_that_can_never_run(model: GptOss, prompt: list[int], max_token
 
 
 def test_the_last_page_is_used_to_its_end(model: GptOss) -> None:
-    # The 41 + 8 - 1 tokens are stored in 12 pages of 4 tokens.
+    # The cache stores 41 + 8 - 1 tokens, which fill exactly 12 pages of 4 tokens.
     assert len(make_engine(model, pages=12).generate([Request([1] * 41, 8)])[0].tokens) == 8
 
 

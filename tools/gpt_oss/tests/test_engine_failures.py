@@ -1,4 +1,4 @@
-"""A failed step changes nothing. Whatever fails at any point, every request gets the same tokens as without the failure."""
+"""Tests that a failed step changes nothing: whichever call fails, every request gets the same tokens as without the failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def requests(model: GptOss) -> list[Request]:
 
 
 def make_engine(model: GptOss, mode: str = "eager") -> Engine:
-    """Returns an engine that is so small that prompts are chunked, and that requests wait for one another's pages."""
+    """Returns an engine with so few prefill tokens and pages that prompts are chunked, and requests wait for other requests'
+    pages.
+    """
     return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4, **MODES[mode])
 
 
@@ -73,7 +75,7 @@ class Failing:
 
 
 def attempt(engine: Engine) -> tuple[list[Event], BaseException | None]:
-    """Returns the events of a step; or no events, and the raised exception."""
+    """Runs a step. Returns its events and None, or no events and the exception that the step raised."""
     try:
         return engine.step(), None
     except BaseException as error:
@@ -222,7 +224,7 @@ def test_a_stream_that_fails_cancels_only_what_it_queued(
 
 
 def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, str]:
-    """Calls a function, and raises KeyboardInterrupt before the given line of this package that the function runs.
+    """Calls a function. If ``interrupt_at`` is n, raises KeyboardInterrupt before the n-th line of the package gpt_oss that runs.
 
     Returns:
         The function's result; or None and the text of the line before which it was interrupted.
@@ -271,7 +273,8 @@ def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> 
             got, interrupted = traced(calls_of(engine)[name], at)
             if interrupted and engine_state(engine) == before:
                 continue
-            # The last line of `step` and `add` returns the result, after the state change. `cancel` returns nothing.
+            # The last line of `step` and `add` returns the result, after the state change. `cancel` returns nothing. Elsewhere, an
+            # interrupt must leave the state unchanged.
             assert not interrupted or interrupted.startswith("return "), f"call {number}, line {at}: {interrupted}"
             assert at > 3, "the call was traced"
             break

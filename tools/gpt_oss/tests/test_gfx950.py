@@ -1,4 +1,4 @@
-"""On an emulated MI355X, the AMD wheel's kernels run attention and experts, and the logits agree with the reference."""
+"""Tests that on an emulated MI355X, the AMD wheel's kernels run attention and experts, and the logits agree with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU, compiled kernels run every operator, and the result agrees with the reference."""
+"""Tests that compiled kernels run every operator on a GPU, and that the result agrees with the reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_every_operator_has_a_kernel_and_agrees(preset: str, layers: int | None,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_tokens_are_those_of_the_reference(dtype: torch.dtype) -> None:
-    """In fp32, all tokens are equal. In bf16, rounding decides close choices, so the logits must be within the demo's tolerance."""
+    """In fp32, all tokens are equal. In bf16, rounding may decide between nearly equal tokens, so only the logits are compared,
+    within the demo's tolerance.
+    """
     options = demo.Options(preset="tiny", dtype=dtype, device="cuda", max_tokens=48, sampling=Sampling())
     result = demo.run(options, Console(quiet=True))
     assert result.agreement is not None

@@ -39,7 +39,7 @@ def test_earlier_results_stand_in_for_a_kernel(monkeypatch: pytest.MonkeyPatch) 
     every = passes[0][1]
     assert {(each.operator, each.kernel): each.calls for each in found}.items() <= every.items()
     assert ("moe.moe_apply", 2) in {(each.operator, each.calls) for each in found}
-    assert not {each.operator for each in found} & {"attention.rmsnorm_qkv_rope", "moe.rmsnorm_moe_topk"}  # composed on a CPU
+    assert not {each.operator for each in found} & {"attention.rmsnorm_qkv_rope", "moe.rmsnorm_moe_topk"}  # not fused on a CPU
     assert len(passes) == 2 + len(found)
     for each in found:
         logits, heard = passes[1 + int(each.microseconds)]

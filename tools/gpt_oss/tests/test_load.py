@@ -1,5 +1,6 @@
-"""Under random load, an engine does not lose, repeat or mix up tokens. Requests of different lengths arrive at any time. Some
-requests are cancelled, and some stop early. There are so few pages that most requests wait."""
+"""Tests that an engine under random load does not lose, repeat or mix up tokens. Requests of different lengths arrive at any time.
+Some requests are cancelled, and some stop early. There are so few pages that most requests wait.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Wanted:
 
 
 def draw(texts: list[tuple[Request, list[int]]], chance: random.Random) -> Wanted:
-    """Draws a request like one of the texts, but shorter, and perhaps with a stop token."""
+    """Returns a random request: one of the texts, with at most as many tokens to generate, and in half of the cases with stop
+    tokens.
+    """
     request, tokens = chance.choice(texts)
     max_tokens = chance.randint(1, LONGEST)
     stops = frozenset(chance.choices(range(97), k=chance.choice((0, 0, 1, 8))))

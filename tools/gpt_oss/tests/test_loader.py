@@ -319,7 +319,7 @@ def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2000, 12345])
 def test_bytes_arrive_while_others_are_made(count: int) -> None:
-    """In one case, the memory of an earlier copy is freed while the device still reads it."""
+    """The memory of each sent tensor is freed while the device still reads it."""
     upload, made = Upload("cuda", 1000), torch.randint(256, (50, count), dtype=torch.uint8)
     found = []
     for wanted in made:

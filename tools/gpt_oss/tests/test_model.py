@@ -1,4 +1,4 @@
-"""The logits equal the logits of transformers' model with the same weights, however the sequences are chunked."""
+"""Tests that the logits equal those of transformers' model with the same weights, however the sequences are chunked."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_prefill_into_the_cache_changes_nothing(model: GptOss, prompts: list[l
 
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_extending_in_chunks(model: GptOss, prompts: list[list[int]], chunk: int) -> None:
-    """Later prompts start at earlier positions, so a pass has chunks of different lengths."""
+    """Prompt i is i chunks ahead of the first prompt, so a pass has chunks of different lengths."""
     placed = Placed(model, prompts)
     for start in range(-chunk * len(prompts), max(LENGTHS), chunk):
         cuts = [(i, max(start + chunk * i, 0), min(start + chunk * (i + 1), len(p))) for i, p in enumerate(prompts)]

@@ -1,4 +1,6 @@
-"""A request with an invalid field is rejected when it is added, with an error that names the field, and does not affect others."""
+"""Tests that a request with an invalid field is rejected when it is added. The error names the field, and other requests are not
+affected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's tables, and the script that generates these tables from the benchmark's results."""
+"""Tests the README's tables, and the script that generates these tables from the benchmark's results."""
 
 from __future__ import annotations
 

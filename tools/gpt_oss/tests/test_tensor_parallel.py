@@ -1,4 +1,4 @@
-"""Tensor-parallel and expert-parallel models generate the same tokens as the model on one rank."""
+"""Tests that tensor-parallel and expert-parallel models generate the same tokens as the model on one rank."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_shares_put_together_are_the_whole(changes: dict[str, Any], whole_expert
         tensor, left, right = whole.get(name), parts[0].get(name), parts[1].get(name)
         assert left.shape == right.shape == shape, name
         assert all(torch.equal(source.get(name), part) for source, part in zip(from_files, (left, right), strict=True)), name
-        if name != "lm_head.weight" and "router" not in name:  # a model with the shard's configuration has other shapes of these
+        if name != "lm_head.weight" and "router" not in name:  # these shapes may differ from the shard's configuration
             assert shape == expected[name]
         axes = [axis for axis in range(tensor.dim()) if left.shape[axis] != tensor.shape[axis]]
         if axes:

@@ -1,4 +1,4 @@
-"""``Engine(warm="all")`` makes every size class ready: afterwards no request needs a compilation."""
+"""Tests ``Engine(warm="all")``, which runs every size class of passes, so that no later request needs a compilation."""
 
 from __future__ import annotations
 

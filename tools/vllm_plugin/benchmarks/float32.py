@@ -93,7 +93,7 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
 
 
 def head(model: Model, hidden: Tensor) -> Tensor:
-    """Computes the output matrix: the logits ``[rows, vocabulary]`` of rows of the last norm's result."""
+    """Returns the logits ``[rows, vocabulary]``: the output matrix times rows of the last norm's result."""
     # The output matrix is converted in chunks: a float32 copy of all of it would be large, and engines run on the same device.
     return torch.cat([linear(hidden, part.float()) for part in model.weight("lm_head.weight").split(1 << 15)], dim=-1)
 

@@ -123,7 +123,7 @@ def entry_point(folder: Path) -> Path:
 
 
 def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: int) -> list[dict[str, Any]]:
-    """Runs one engine to its end and returns its result lines. If it fails, prints the last lines of its log."""
+    """Runs one engine to its end and returns its result lines. If the engine fails, prints the last lines of its log."""
     variant = VARIANTS[name]
     out = folder / f"{name}-{start}"
     layers = ["--layers", given.layers] if given.layers else []
@@ -194,7 +194,7 @@ def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
-    """Returns the outcomes of the pass criteria of GPT-OSS-120B with 36 layers, applied to the better of the plugin's variants."""
+    """Returns the outcomes of the pass criteria of GPT-OSS-120B with 36 layers, applied to the best of the plugin's variants."""
     ours = [row for row in rows if row["engine"].startswith("plugin")]
     found = []
     for batch, bar in DECODE_BARS.items():

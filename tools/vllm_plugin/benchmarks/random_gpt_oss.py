@@ -26,7 +26,7 @@ _POWER, _LONGEST = -1 / 3, 8.0
 
 
 def config_of(layers: int) -> dict[str, Any]:
-    """``config.json`` of GPT-OSS-120B, with ``layers`` layers."""
+    """Returns the ``config.json`` of GPT-OSS-120B, with ``layers`` layers."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,

@@ -102,7 +102,8 @@ _DEEPSEEK = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-# Case name -> ``config.json`` with the number of layers that is measured. Not all 61 layers of DeepSeek-V3 fit on one GPU.
+# Maps a case's name to its ``config.json``, with the number of layers that is measured. Not all 61 layers of DeepSeek-V3 fit on one
+# GPU.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "llama-3.1-8b-fp8": {**_LLAMA, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
@@ -112,7 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {**_DEEPSEEK, "quantization_config": _BLOCKS},
     "gpt-oss-20b": {**random_gpt_oss.config_of(24), "num_local_experts": 32},
 }
-# Case name -> the measured prefill, if it is not 4 prompts of 8,192 tokens.
+# Maps a case's name to its measured prefill, if that is not 4 prompts of 8,192 tokens.
 PREFILLS = {"deepseek-v3": "1x8192"}
 
 

@@ -23,7 +23,7 @@ LAYERS, LENGTHS, ROWS = 2, (5, 17, 40, 90), 24
 
 
 def shape_of(name: str) -> tuple[int, ...]:
-    """The shape of a parameter in vLLM, except parameters of experts."""
+    """Returns the shape of a parameter in vLLM. The parameter must not belong to an expert."""
     sizes = {
         "embedding.weight": (VOCABULARY, HIDDEN),
         "lm_head.weight": (VOCABULARY, HIDDEN),

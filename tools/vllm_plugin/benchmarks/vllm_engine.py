@@ -45,7 +45,7 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
-# Family of kernels -> words in the kernels' names, lower case; the first family with a matching word applies.
+# Maps a family of kernels to lower-case words in the kernels' names. A kernel belongs to the first family with a matching word.
 _FAMILIES = {
     "attention": ("flash", "attention"),
     "cache": ("cache",),
@@ -158,7 +158,7 @@ class Watched:
         self.logits: list[Any] = []
         self.leads: list[Any] = []
         self.bad: Any = None
-        # Layer name -> the router's logits of each step. Compiled modules do not call hooks, so ``--eager`` is needed.
+        # Maps a layer's name to the router's logits of each step. Compiled modules do not call hooks, so ``--eager`` is needed.
         self.routing: dict[str, list[Any]] = {}
         compute = model.compute_logits
 
@@ -406,7 +406,9 @@ class Engine:
         )
 
     def kernels(self) -> None:
-        """Reports the kernels of a decode step of one request, with their times. 16 steps count; the first 4 steps do not."""
+        """Reports the kernels of a decode step of one request, with their times. The first 4 steps are left out; the times are
+        averages over 16 steps.
+        """
         prompts = self.prompts(1, 64)
         self.generate(prompts, 20)
         found = self.profiled(prompts, 20)

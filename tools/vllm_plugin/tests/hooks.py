@@ -20,10 +20,11 @@ class Hook:
 
     Attributes:
         path: module and name.
-        parameters: parameters that we pass to the function or class, or that vLLM passes to our replacement. Others need a default.
+        parameters: parameters that we pass to the function or class, or that vLLM passes to our replacement. Other parameters must
+            have a default.
         attributes: attributes of a class or enumeration that this package reads or overrides; for a dataclass, its fields.
         partial: whether the function has further parameters, on which this package does not depend.
-        until: the first release that lacks the hook; the package works without the hook there.
+        until: the first release that lacks the hook. The package works with that release without the hook.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""vLLM's attention layer, metadata and forward context on our backend, compared with attention in plain PyTorch."""
+"""Tests our backend with vLLM's attention layer, metadata and forward context. Results are compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_a_captured_mixed_batch(vllm_config: Any) -> None:
 
 
 def test_a_graph_of_mixed_batches_holds_the_kernel_for_them(vllm_config: Any) -> None:
-    """vLLM captures such a graph with one token per request, and passes all tokens as the maximum query length."""
+    """vLLM captures a graph of mixed batches with one token per request. The maximum query length is then the number of all tokens,
+    so the graph must contain the kernel for mixed batches.
+    """
     layer = make_layer(vllm_config)
     step = make_batch(layer, *DECODE)
     common = dataclasses.replace(step.common, max_query_len=step.tokens)
@@ -302,7 +304,9 @@ def test_layers_attend_before_the_first_request(
 
 
 def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builder knows the block size and, from the configuration, the batch sizes. On a CPU nothing is warmed up."""
+    """The builder warms up its own layers, with its block size and the configuration's largest batch. On a CPU nothing is warmed
+    up.
+    """
     called: list[Any] = []
     monkeypatch.setattr(
         builders, "warm_layers", lambda layers, block_size, largest: called.append((list(layers), block_size, largest))

@@ -209,7 +209,7 @@ def test_kernels_are_divided_into_steps() -> None:
 
 
 def test_gaps_between_kernels() -> None:
-    """A kernel that runs beside a longer kernel ends no gap. Gaps between the same two kernels are counted together."""
+    """The device is busy while either of two overlapping kernels runs. Gaps between the same two kernels are counted together."""
     found = [("mm", 0.0, 10.0), ("copy", 2.0, 1.0), ("norm", 14.0, 1.0), ("mm", 15.0, 5.0), ("norm", 21.0, 2.0), ("end", 30.0, 1.0)]
     assert vllm_engine.gaps_of(found) == [(("norm", "end"), (1, 7.0)), (("mm", "norm"), (2, 5.0))]
     assert vllm_engine.gaps_of([]) == []

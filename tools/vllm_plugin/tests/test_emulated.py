@@ -1,4 +1,4 @@
-"""A vendor's wheel without the core: the wheel's kernels run on the emulator, in vLLM's layer with vLLM's metadata."""
+"""Tests a vendor's wheel without the core: the wheel's kernels run on the emulator, in vLLM's layer with vLLM's metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenspeed_kernel_vllm.attention import warmup
 
 @pytest.fixture
 def alone(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The wheel's functions run attention. vLLM's own cache-write operator needs a GPU, so PyTorch replaces it."""
+    """Selects the wheel's functions for attention. vLLM's own cache-write operator needs a GPU, so PyTorch replaces it."""
 
     def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, k_scale: Any, v_scale: Any) -> None:
         narrow = torch.float8_e4m3fn if dtype.startswith("fp8") else k.dtype

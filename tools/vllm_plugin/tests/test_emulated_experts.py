@@ -1,4 +1,4 @@
-"""GPT-OSS's experts in vLLM's runner, with the AMD wheel's kernels on the emulator."""
+"""Tests GPT-OSS's experts in vLLM's runner, with the AMD wheel's kernels on the emulator."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ def test_one_kernel_routes_and_computes(one_process: Any, said: list[str], monke
     assert said[1:] == [LINE % "rounded to fp8"]
     assert launches == [2, 3]
     torch.testing.assert_close(*results, rtol=2**-7, atol=0)
-    # A different order of summation moves some activations to the neighbouring fp8 value: the bound of the wheel's own tests.
+    # A different order of summation moves some activations to the neighbouring fp8 value. The bound is that of the wheel's own
+    # tests.
     assert (results[0].float() - wanted.float()).norm() <= 2e-2 * wanted.float().norm()
 
 
 def test_experts_of_a_rank_are_routed_separately(
     emulated: None, one_process: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fused kernel routes among this rank's experts only."""
+    """The fused kernel would route among this rank's experts only, so under expert parallelism routing is a separate call."""
     one_process.parallel_config.enable_expert_parallel = True
     monkeypatch.setattr(moe_config, "get_tensor_model_parallel_rank", lambda: 0)
     layer = make_layer(96, tp_size=2)

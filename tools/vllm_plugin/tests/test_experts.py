@@ -1,4 +1,4 @@
-"""vLLM's layer of experts with our method, from loading to output, compared with plain PyTorch."""
+"""Tests vLLM's layer of experts with our method, from loading to output. Results are compared with plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float32 reference model, compared with Transformers' model; and the comparison of engines with this reference."""
+"""Tests that the float32 reference model equals Transformers' model, and tests the comparison of engines with this reference."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One test per vLLM hook. If a release changes a hook, the message names the hook, the expected interface, and the new
-interface."""
+"""Tests each vLLM hook. If a release changes a hook, the message names the hook, the expected interface, and the new interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
+"""Tests vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_layer(one_process: Any, monkeypatch: pytest.MonkeyPatch, bias: bool) 
 
 
 def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compiles a model as one graph without breaks, for any number of tokens."""
+    """Compiles a layer as vLLM does: as one graph without breaks, for any number of tokens."""
     monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")
     layer = make_layer()
     graphs = []

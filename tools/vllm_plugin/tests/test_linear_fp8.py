@@ -1,4 +1,4 @@
-"""fp8 linear layers of vLLM with our method: scales per tensor, channel and block, loaded by vLLM's loader."""
+"""Tests fp8 linear layers of vLLM with our method: scales per tensor, channel and block, loaded by vLLM's loader."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_fused_checkpoint_has_one_scale(fp8: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
 def test_a_layer_is_compiled_whole_and_once(fp8: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """vLLM compiles a model as one graph without breaks, for any number of tokens."""
+    """Compiles a layer as vLLM does: as one graph without breaks, for any number of tokens."""
     layer = make_layer(kind, monkeypatch)
     load(layer, checkpoint(kind))
     graphs = []
@@ -176,7 +176,7 @@ def test_vllm_serves_what_no_kernel_does(fp8: Any, own: list[str], monkeypatch: 
     monkeypatch.setattr(linear_fp8, "core_is_there", lambda: False)
     layer = make_layer("block", monkeypatch)
     assert layer.quant_method.plan is None
-    assert layer.quant_method.own.fp8_linear is None  # vLLM's method has made the weights
+    assert layer.quant_method.own.fp8_linear is None  # set by `create_weights` of vLLM's method
     assert len(own) == 1
     assert own[0].startswith("tokenspeed_kernel_vllm: vLLM's own fp8 linear layers, because tokenspeed-kernel, which chooses")
 

@@ -1,4 +1,4 @@
-"""vLLM's layer of latent attention, its metadata and its prefill on our backends, compared with attention in plain PyTorch.
+"""Tests our backends with vLLM's layer of latent attention, its metadata and its prefill. Results are compared with plain PyTorch.
 
 On a CPU, PyTorch replaces vLLM's operators that need a GPU: the gather of cached latents, and the merge of chunks.
 """
@@ -84,7 +84,7 @@ class Unpinned:
 def gather(
     src_cache: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, scale: Tensor, seq_starts: Tensor, **_: Any
 ) -> None:
-    """Like vLLM's operator: copies tokens of each request, from its start on, to a contiguous buffer."""
+    """Copies tokens of each request, from its start on, to a contiguous buffer, like vLLM's operator."""
     factor = float(scale) if src_cache.dtype == torch.float8_e4m3fn else 1.0
     for row, (begin, end) in enumerate(itertools.pairwise(cu_seq_lens.tolist())):
         at = torch.arange(end - begin) + int(seq_starts[row])
@@ -93,8 +93,9 @@ def gather(
 
 
 def nothing_to_mask(lse: Tensor, output: Tensor, query_start_loc: Tensor, cu_seq_lens: Tensor) -> None:
-    """vLLM 0.26 masks requests without tokens in a chunk, because other kernels leave their
-    outputs undefined. Our kernels have already set these outputs."""
+    """Replaces vLLM 0.26's mask of requests without tokens in a chunk, whose outputs other kernels leave undefined. Checks that our
+    kernels have already set these outputs.
+    """
     spans = zip(itertools.pairwise(query_start_loc.tolist()), itertools.pairwise(cu_seq_lens.tolist()), strict=True)
     for (begin, end), (first, last) in spans:
         if first == last:
@@ -111,7 +112,7 @@ def merge(
     output_lse: Any = None,
     **_: Any,
 ) -> None:
-    """Like vLLM's operator: merges attention over two sets of keys by their log-sum-exps ``[heads, tokens]``."""
+    """Merges attention over two sets of keys by their log-sum-exps ``[heads, tokens]``, like vLLM's operator."""
     assert prefix_lse.shape == suffix_lse.shape == prefix_output.shape[1::-1]
     total = torch.logaddexp(prefix_lse, suffix_lse)
     shares = ((lse - total).exp().t().unsqueeze(-1) for lse in (prefix_lse, suffix_lse))
@@ -223,7 +224,9 @@ def run(config: Any, layer: Any, metadata: Any, batch: Batch) -> Tensor:
 
 
 def expected(layer: Any, batch: Batch) -> Tensor:
-    """Attention with expanded keys and values in float32. All tokens of an fp8 cache are rounded, except a prompt's own."""
+    """Returns attention with expanded keys and values in float32. With an fp8 cache, all tokens are rounded to fp8, except the new
+    tokens of a request with more than `SHORT` new tokens.
+    """
     weight = layer.kv_b_proj.weight.float().view(HEADS, NOPE + V_DIM, RANK)
     wanted = []
     rows = sum(batch.query_lens)

@@ -1,5 +1,6 @@
-"""Norms of vLLM's IR that run on the core's kernel. vLLM's own priorities select the kernel. The norms run in place and
-compiled."""
+"""Tests norms of vLLM's IR that run on the core's kernel. vLLM's own priorities select the kernel. The norms are called directly,
+and lowered by vLLM's pass.
+"""
 
 from __future__ import annotations
 

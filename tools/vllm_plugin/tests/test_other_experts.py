@@ -1,4 +1,4 @@
-"""Unquantised experts and fp8 experts with block scales, in vLLM's layer, compared with plain PyTorch."""
+"""Tests unquantised experts and fp8 experts with block scales in vLLM's layer. Results are compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DENSE, FP8 = "dense", "fp8"
 
 
 def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    """The routing of the tests, because vLLM's own routing kernel needs a GPU."""
+    """Routes tokens in place of vLLM's own routing kernel, which needs a GPU."""
     chosen, ids = gating_output.float().sigmoid().topk(topk)
     return chosen, ids.int()
 

@@ -1,4 +1,4 @@
-"""The plugin as vLLM's loader finds it, and the effects of registration."""
+"""Tests that vLLM's loader finds the plugin, and what registration changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel is installed by pip into an environment that has vLLM, and then uninstalled."""
+"""Tests that pip installs the wheel into an environment with vLLM, and uninstalls it without a trace."""
 
 from __future__ import annotations
 

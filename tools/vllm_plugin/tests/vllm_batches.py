@@ -1,4 +1,4 @@
-"""Batches as vLLM's model runner builds them, run through vLLM's own attention layer, and attention in plain PyTorch."""
+"""Builds batches as vLLM's model runner does, runs them through vLLM's attention layer, and computes attention in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS's layer of experts as vLLM builds and loads it, its inputs, and its result in plain PyTorch."""
+"""Builds and loads GPT-OSS's layer of experts as vLLM does, and computes the layer's result in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """tokenspeed-kernel: operators for LLM inference, each run by the kernel that is best for the call on this machine.
 
 Importing this package declares the operators, registers their kernels, and lets installed plugins register theirs. The import loads
-no compiler and touches no GPU.
+no compiler and uses no GPU.
 
 Every operator, such as `mha_prefill`, is an attribute of this package. Each operator is declared in ``tokenspeed_kernel_base.ops``.
 """
@@ -233,7 +233,7 @@ _WORKBENCH = {
     "stop_shape_capture": "watching",
 }
 
-# Deprecated names of operators' steps, for one release.
+# Deprecated names of operators' steps (`plan`, `prepare`), kept for one release.
 _STEPS = {
     "linear_plan": "linear.plan",
     "linear_process_weights": "linear.prepare",
@@ -261,7 +261,7 @@ if settings().verbose:
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
-__all__.extend(ALIASES)  # old names, for one release
+__all__.extend(ALIASES)  # deprecated names of operators, kept for one release
 measured.use("tokenspeed_kernel.workbench.source")
 discover_plugins()
 if settings().watches_calls:

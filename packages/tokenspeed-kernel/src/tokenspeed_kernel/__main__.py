@@ -1,4 +1,4 @@
-"""``python -m tokenspeed_kernel`` is ``tokenspeed-kernel``."""
+"""Makes ``python -m tokenspeed_kernel`` run ``tokenspeed-kernel``."""
 
 from tokenspeed_kernel_command import main
 

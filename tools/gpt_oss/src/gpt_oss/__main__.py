@@ -33,7 +33,7 @@ class Dtype(str, Enum):
 
 
 def _checked_device(name: str) -> str:
-    """The device's name. Raises ValueError if PyTorch cannot use the device on this machine."""
+    """Returns the device's name. Raises ValueError if PyTorch cannot use the device on this machine."""
     try:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:  # a PyTorch that was built without this device raises AssertionError

@@ -68,7 +68,7 @@ _WARM_STEPS = 4
 _REPLAYS = 30  # replays of the pass without the engine; each advances the position by one
 _PREFILL_TOKENS = 65536  # tokens per prefill pass before decode steps; limits the memory of a pass's activations
 # Number of layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not
-# fit.
+# fit in memory.
 _PREFILL_LAYERS = 2
 # Number of sequences, and of tokens of each, with which variants are compared. The first half of each sequence is in the cache, and
 # the logits of the second half are compared.
@@ -159,11 +159,11 @@ class Workload:
         return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
-        """The number of positions of a sequence at the end of a decode measurement that starts with ``context`` tokens."""
+        """Returns the number of positions of a sequence at the end of a decode measurement that starts with ``context`` tokens."""
         return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
 
     def prefill_passes(self, context: int) -> int:
-        """The number of passes that prefill the largest batch. Sequences whose prefill is finished decode in the remaining
+        """Returns the number of passes that prefill the largest batch. Sequences whose prefill is finished decode in the remaining
         passes.
         """
         return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
@@ -300,9 +300,9 @@ class _Measuring:
             yield found
 
     def probed(self, first: Probed | None) -> tuple[Probed, dict[str, float]]:
-        """The variant's logits for a fixed set of tokens, and their divergence from the first variant's logits. The divergence is
-        measured twice: with the experts that the variant selects, and with those that the first variant selects. The first variant
-        is compared with itself in chunks of half the length; the results differ by rounding.
+        """Returns the variant's logits for a fixed set of tokens, and their divergence from the first variant's logits. The
+        divergence is measured twice: with the experts that the variant selects, and with the experts that the first variant
+        selects. The first variant is compared with itself in chunks of half the length; the results differ by rounding.
         """
         half = min(_PROBE_TOKENS, self.model.max_positions) // 4 * 2
         run = functools.partial(probe, self.model, self._cache(_PROBES, 2 * half), self._prompts(_PROBES, 2 * half))
@@ -445,13 +445,14 @@ class _Measuring:
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
         """Times the kernels of a pass, stores them for the report, and returns a row per family of operators."""
         parts = break_down(forward, name, torch.device(self.device), self.roofline)
-        # A report shows variants side by side, in the way it shows backends (solutions).
+        # The name of a variant other than `optimised` is appended to its kernels' names, so that a report distinguishes the
+        # variants.
         suffix = "" if self.name == "optimised" else f" ({self.name})"
         self.rows += [dataclasses.replace(part.row, kernel=part.row.kernel + suffix) for part in parts]
         return by_family(parts)
 
     def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
-        """Returns the floor of a decode step: the time to read the bytes that the step must read."""
+        """Returns the number of bytes that a decode step must read. The step's floor is the time to read these bytes."""
         config, size = self.config, self.dtype.itemsize
         weights = config.num_local_experts, config.hidden_size, config.intermediate_size
         expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 per 32 values

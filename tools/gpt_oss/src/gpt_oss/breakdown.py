@@ -79,7 +79,7 @@ class _Recorded:
             return Part(family, row, count, None)
         average = replace(self.costs[0], flops=flops, bytes=moved)
         row = replace(row, share=share_of(average, timing.median_us, self.operands, roofline))
-        # The fraction f of the roofline is computed for a call of 1 us. The roofline's time of this call is then f us.
+        # If a call took 1 us, it would reach the fraction f of the roofline. So the roofline's time of this call is f us.
         return Part(family, row, count, sum(share_of(cost, 1.0, self.operands, roofline).part for cost in self.costs))
 
 

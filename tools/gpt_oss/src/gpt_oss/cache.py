@@ -43,7 +43,7 @@ class PageAllocator:
         return len(self.free_pages)
 
     def pages_for(self, tokens: int) -> int:
-        """The number of pages that this many tokens of a sequence need."""
+        """Returns the number of pages that this many tokens of a sequence need."""
         return -(-tokens // self.page_size)
 
     def choose(self, count: int, free_pages: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -213,7 +213,7 @@ _YARN = RopeConfig(kind="yarn", factor=32.0, truncate=False)
 
 
 def alternating(layers: int) -> tuple[str, ...]:
-    """The layer types of the released models: sliding, full, sliding, full, ..."""
+    """Returns the layer types of the released models: sliding, full, sliding, full, ..."""
     return tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
 
 
@@ -224,8 +224,8 @@ class Config:
     Attributes:
         layer_types: for each layer ``"sliding_attention"`` or ``"full_attention"``.
         sliding_window: number of visible tokens in a sliding layer, the token itself included.
-        swiglu_alpha, swiglu_limit: parameters of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``. Before it,
-            gate is clamped to at most the limit, and up to [-limit, limit].
+        swiglu_alpha, swiglu_limit: parameters of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``. Before the
+            activation, ``gate`` is clamped to at most the limit, and ``up`` is clamped to [-limit, limit].
         rope: the rotary embedding.
         eos_token_ids: the tokens that end a text.
         quantization: ``"mxfp4"`` if the experts are stored as MXFP4, otherwise None.

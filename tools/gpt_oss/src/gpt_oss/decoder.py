@@ -105,12 +105,13 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # The pages to which a pass may write. -1 means no page: in padding rows, and past a sequence's pages, because the last pass
-        # of a sequence may be there.
+        # The pages to which a pass may write. -1 means no page. Padding rows contain -1. A sequence's pages are followed by -1,
+        # because the position of its last pass may be past its pages.
         self._written_pages = torch.full_like(self._page_table, -1)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
-        # What the rows on the device hold: the batch size, and the request number and length of each sequence. None if unknown.
+        # The contents of the rows on the device: the batch size, and the request number and length of each sequence. None if
+        # unknown.
         self._held: tuple[int, tuple[tuple[int, int], ...]] | None = None
         self._launches = 0
         self._page_rows: dict[int, Tensor] = {}

@@ -2,9 +2,9 @@
 
 Random weights make routing chaotic. The experts are unrelated, the margin between the last selected expert and the next one is
 tiny, and one different expert changes a token's activations completely. So a rounding error of any size grows from layer to layer,
-until every token has different experts. Two comparisons separate this effect from the variant's own error. The first compares a
-model with itself, run in chunks of another length: the results differ by rounding only. The second runs a variant with the experts
-that the first variant has selected.
+until every token has different experts. Two comparisons separate this effect from the variant's own error. The first comparison
+runs a model twice, with chunks of different lengths: the results differ by rounding only. The second comparison runs a variant with
+the experts that the first variant has selected.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class Engine:
         The engine keeps a copy, so the caller may change the prompt's list afterwards.
 
         Raises:
-            TypeError: a field has the wrong type: token ids, counts and seeds are Python ints (a bool, a float, a NumPy scalar or
-                a tensor is not one), and so on; see `gpt_oss.Request` and `gpt_oss.Sampling`.
+            TypeError: a field has the wrong type: token ids, counts and seeds are Python ints (bools, floats, NumPy scalars and
+                tensors are rejected), and so on; see `gpt_oss.Request` and `gpt_oss.Sampling`.
             ValueError: a field has a value that can never run: no token ids or ids outside the vocabulary, settings outside their
                 ranges, more tokens than the model's context or the whole cache holds. Both errors name the field, what it must
                 be, and what it was.
@@ -159,8 +159,8 @@ class Engine:
         caller may call `step` again, after cancelling requests or not: every request gets the same tokens as without the failure.
 
         There are two limits. If an error such as an illegal memory access has destroyed the GPU's context, this process cannot use
-        the GPU any more. If an interrupt arrives after `step` has ended, but before the caller has the events, the step has
-        happened.
+        the GPU any more. If an interrupt arrives after `step` has ended, but before the caller has the events, the step has taken
+        effect and its events are lost.
 
         Raises:
             OutOfPages: no request runs, and the first waiting request cannot start because other code has allocated the pages.

@@ -77,30 +77,30 @@ def is_int(value: object) -> bool:
 
 
 def integer(low: int, high: int | None = None) -> Field:
-    """A field for an int from ``low`` to ``high``, both included. If ``high`` is None, there is no upper bound."""
+    """Returns a field for an int from ``low`` to ``high``, both included. If ``high`` is None, there is no upper bound."""
     if high is None:
         return Field(f"an int of at least {low}", is_int, lambda value: value >= low)
     return Field(f"an int from {low} to {high}", is_int, lambda value: low <= value <= high)
 
 
 def number(low: float, high: float = LARGEST) -> Field:
-    """A field for an int or a float from ``low`` to ``high``, both included. NaN and infinities are invalid."""
+    """Returns a field for an int or a float from ``low`` to ``high``, both included. NaN and infinities are invalid."""
     expected = f"a number from {low:g} to {high:g}"
     return Field(expected, lambda value: is_int(value) or isinstance(value, float), lambda value: low <= value <= high)
 
 
 def one_of(*allowed: str) -> Field:
-    """A field for one of these strings."""
+    """Returns a field for one of these strings."""
     return Field(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str), lambda value: value in allowed)
 
 
 def instance(cls: type) -> Field:
-    """A field for an instance of a class."""
+    """Returns a field for an instance of a class."""
     return Field(f"a {cls.__name__}", lambda value: isinstance(value, cls))
 
 
 def optional(field: Field) -> Field:
-    """A field for None, or for a valid value of another field."""
+    """Returns a field for None, or for a valid value of another field."""
     return Field(
         f"{field.expected} or None",
         lambda value: value is None or field.has_type(value),

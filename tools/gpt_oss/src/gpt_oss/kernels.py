@@ -47,8 +47,8 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """Why this kernel was selected and the next best kernels were not, in a receipt's words. ``explanation`` has all
-        reasons.
+        """The reasons why this kernel was selected and the next best kernels were not, in a receipt's words. ``explanation`` has
+        all reasons.
         """
         row = row_of(self.explanation)
         return "; ".join((row.reason, *reasons_of(row)))
@@ -100,7 +100,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listen() -> Iterator[Listener]:
-    """Records the calls of operators inside the block, including the calls that composed operators make."""
+    """Records the calls of operators inside the block, including the calls that operators make to other operators."""
     listener = Listener()
     with watch_calls(listener):
         yield listener
@@ -141,7 +141,7 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
     for spec, _ in declared:
         why = why_unreachable(spec.name, spec.operator, current_platform(), by_name=False)
         if why is not None:
-            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows each text once
+            warnings.warn(f"a preferred kernel that no call can select: {why}", stacklevel=3)  # Python shows each warning text once
 
     def replaced(priority: int | None) -> None:
         for spec, implementation in declared:

@@ -3,7 +3,7 @@
 Kernels overlap (PDL): a kernel starts and loads weights before the preceding kernel has ended. So the isolated times of kernels
 (`gpt_oss.breakdown`) do not add up to the time of a pass. Leaving out a kernel shows how much optimising it can save at most.
 Results of an earlier pass replace the results of the kernel, so that all other kernels do the same work. Only the kernel's in-place
-changes are missing. This changes values, and so perhaps which experts are selected, but not how many.
+changes are missing. This changes values. It may change which experts are selected, but not their number per token.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _LISTED = 12  # an error names at most this many tensors for each kind of problem
 
-# safetensors' dtype name -> PyTorch's name: dtypes that weights may have, and some unsupported dtypes for messages.
+# Maps safetensors' dtype names to PyTorch's: dtypes that weights may have, and some unsupported dtypes for messages.
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -54,17 +54,17 @@ class TensorSource(Protocol):
     """A source of a model's tensors."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, by name. Reads no tensor."""
+        """Returns the shape of each tensor, by name. Reads no tensor."""
 
     def dtypes(self) -> Mapping[str, str]:
-        """The dtype of each tensor, by name, in PyTorch's spelling: ``"bfloat16"``. Reads no tensor."""
+        """Returns the dtype of each tensor, by name, in PyTorch's spelling: ``"bfloat16"``. Reads no tensor."""
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor, in its stored dtype."""
 
 
 def from_files(source: TensorSource) -> bool:
-    """Whether a source reads its tensors from files, so that reading ahead saves time."""
+    """Returns whether a source reads its tensors from files, so that reading ahead saves time."""
     return bool(getattr(source, "from_files", False))
 
 
@@ -73,7 +73,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a model's tensors in a checkpoint.
+    """Returns the names and shapes of a model's tensors in a checkpoint.
 
     Dense experts are stored ``[experts, inputs, outputs]``. MXFP4 experts are stored ``[experts, outputs, inputs]``, in blocks of
     32 elements (16 bytes) along the inputs, with one scale byte per block. In both formats, gate and up are interleaved along the
@@ -120,7 +120,7 @@ def reading_order(config: Config) -> list[str]:
 
 
 def allowed_dtypes(name: str) -> tuple[str, ...]:
-    """The dtypes that a tensor of this name may have: uint8 for MXFP4 experts, floating point otherwise."""
+    """Returns the dtypes that a tensor of this name may have: uint8 for MXFP4 experts, floating point otherwise."""
     return _PACKED_DTYPES if name.endswith(("_blocks", "_scales")) else _DENSE_DTYPES
 
 
@@ -331,7 +331,7 @@ class RandomTensors:
             return normal(0.5)
         if name == "model.embed_tokens.weight":
             return normal(1.0)
-        inputs = shape[1]  # for dense experts, [experts, inputs, outputs], and for matrices, [outputs, inputs]
+        inputs = shape[1]  # dense experts are [experts, inputs, outputs], matrices are [outputs, inputs]
         return normal(1 / math.sqrt(inputs))
 
 

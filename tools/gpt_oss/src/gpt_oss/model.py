@@ -1,8 +1,8 @@
 """The GPT-OSS model over a flat batch of tokens.
 
 The model calls tokenspeed-kernel's operators wherever one exists, and prefers operators that combine several steps. Such an
-operator runs as a fused kernel if one is eligible, otherwise as one kernel for each step. Nothing here depends on the device or on
-the selected kernels. PyTorch does the rest: embedding lookup, views, and row selection.
+operator runs as a fused kernel if one is eligible, otherwise as one kernel for each step. This module depends neither on the device
+nor on the selected kernels. PyTorch does the rest: embedding lookup, views, and row selection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpt_oss.rope import cos_sin_cache
 from gpt_oss.transfer import Upload
 
 Caches = tuple[Tensor, Tensor] | tuple[None, None]
-"""The key cache and the value cache of a layer; two None without a cache."""
+"""The key cache and the value cache of a layer; ``(None, None)`` without a cache."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layer:
 
 
 class GptOss:
-    """A model, ready to run.
+    """A GPT-OSS model with its weights on a device. The experts' weights are prepared for the selected kernel.
 
     Args:
         config: the model's configuration.

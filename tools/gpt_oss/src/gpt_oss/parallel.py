@@ -27,8 +27,8 @@ from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 
 MODELS: Mapping[str, type[ShardedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
-"""The option's value -> the model's class. ``parts``: a rank has a slice of every expert. ``whole``: a rank has some whole
-experts.
+"""Maps the value of the option ``--experts`` to the model's class. ``parts``: a rank has a slice of every expert. ``whole``: a rank
+has some whole experts.
 """
 
 

@@ -16,7 +16,7 @@ from gpt_oss.transfer import Upload
 
 
 def bytes_of(source: TensorSource) -> dict[str, int]:
-    """The size of each tensor of a source in bytes, by name. Reads no tensor."""
+    """Returns the size of each tensor of a source in bytes, by name. Reads no tensor."""
     sizes = {name: getattr(torch, dtype).itemsize for name, dtype in source.dtypes().items()}
     return {name: math.prod(shape) * sizes[name] for name, shape in source.shapes().items()}
 
@@ -24,8 +24,8 @@ def bytes_of(source: TensorSource) -> dict[str, int]:
 class ReadAhead:
     """A source whose tensors are read ahead by a thread, in a given order.
 
-    This object is a context manager; the thread ends with the block. Tensors may be requested in any order, each once. Requests in
-    the given order never wait for one another.
+    This object is a context manager; the thread ends with the block. Tensors may be requested in any order, each once. A request
+    never waits for the request of another tensor: if ``most_bytes`` stops the thread, the caller reads the requested tensor.
 
     Args:
         source: the underlying source.
@@ -71,7 +71,7 @@ class ReadAhead:
     def get(self, name: str) -> Tensor:
         """Returns one tensor; see `TensorSource`. Raises the source's errors for this tensor."""
         with self._changed:
-            # While the thread is at its byte limit it does not reach this tensor, so the caller reads the tensor instead.
+            # A thread that is at its byte limit does not read this tensor, so the caller reads the tensor itself.
             self._changed.wait_for(lambda: name in self._ready or (name != self._reading and not self._comes(name)))
             if name in self._ready:
                 found = self._ready.pop(name)
@@ -85,7 +85,7 @@ class ReadAhead:
         return self._source.get(name)
 
     def _comes(self, name: str) -> bool:
-        """Whether the thread will read a tensor without further requests for other tensors."""
+        """Returns whether the thread will read a tensor even if no other tensor is requested."""
         return name in self._pending and self._held < self._most and self._thread.is_alive()
 
     def _run(self) -> None:

@@ -106,7 +106,9 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
 
 
 def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:
-    """The values as a tuple. Raises TypeError or ValueError for the first value that is not a token id of the vocabulary."""
+    """Returns the values as a tuple. Raises TypeError or ValueError for the first value that is not a token id of the
+    vocabulary.
+    """
     ids = tuple(values)
     # No Python loop runs over tokens. Prompts may be long, and the device waits meanwhile.
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:

@@ -11,10 +11,11 @@ from gpt_oss.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The frequency of each pair of dimensions, in radians per position: float32 ``[head_dim / 2]``.
+    """Returns the frequency of each pair of dimensions, in radians per position: float32 ``[head_dim / 2]``.
 
     YaRN keeps high frequencies, which distinguish adjacent tokens. It divides low frequencies, whose angles would leave the
-    range seen in training, by the stretching factor. In between it mixes the two linearly (Peng et al., 2023, arXiv:2309.00071).
+    range seen in training, by the stretching factor. In between, YaRN mixes the kept and the divided frequencies linearly (Peng et
+    al., 2023, arXiv:2309.00071).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     kept = 1.0 / rope.theta**exponents
@@ -22,7 +23,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return kept
 
     def dimension(rotations: float) -> float:
-        """The (fractional) index of the dimension pair that makes this many rotations over the training context."""
+        """Returns the (fractional) index of the dimension pair that makes this many rotations over the training context."""
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -36,9 +37,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def cos_sin_cache(rope: RopeConfig, head_dim: int, positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """The cosines and sines of every position: float32 ``[positions, head_dim]``, ``head_dim / 2`` cosines, then as many sines.
+    """Returns the cosines and sines of every position: float32 ``[positions, head_dim]``, ``head_dim / 2`` cosines, then as many
+    sines.
 
-    Both are multiplied by YaRN's attention factor, so that q and k are each scaled by it.
+    The cosines and sines are multiplied by YaRN's attention factor, so that q and k are each scaled by this factor.
     """
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.scale).to(device)

@@ -48,7 +48,7 @@ class Sampling:
 def check_sampling(sampling: Sampling) -> None:
     """Raises TypeError or ValueError for the first field that is not as `Sampling` states.
 
-    The constructor of `Sampling` calls this function. The engine calls it again, because unpickling does not.
+    The constructor of `Sampling` calls this function. The engine calls it again, because unpickling does not call the constructor.
     """
     check_fields(_FIELDS, sampling)
 

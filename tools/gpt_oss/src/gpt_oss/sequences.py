@@ -36,15 +36,17 @@ class Running(NamedTuple):
         return self.generated >= self.request.max_tokens
 
     def next_tokens(self, budget: int) -> Sequence[int | None]:
-        """The input tokens of the next pass. While the request generates: its last token, None if that token is in flight. Before:
-        at most ``budget`` tokens of the prompt.
+        """Returns the input tokens of the next pass. After the first generated token, this is the last token, or None if the last
+        token is in flight. Before, these are at most ``budget`` tokens of the prompt.
         """
         if self.generated:
             return (self.last_token,)
         return self.request.prompt[self.cached : self.cached + budget]
 
     def after(self, tokens: int) -> Running:
-        """The state after the launch of a pass over ``tokens`` tokens. The pass generates a token if it completes the prompt."""
+        """Returns the state after the launch of a pass over ``tokens`` tokens. The pass generates a token if it completes the
+        prompt.
+        """
         cached = self.cached + tokens
         generates = cached >= len(self.request.prompt)
         last_token = None if generates else self.last_token
@@ -80,17 +82,19 @@ class Flight:
 
     @property
     def on_device(self) -> Tensor:
-        """The sampled tokens on the device, stream-ordered before later launches. Waits for the pass if ``tokens`` was
-        overwritten.
+        """The sampled tokens on the device, for work that is launched later on the same stream. Waits for the pass if ``tokens``
+        was overwritten.
         """
         if self._intact is None or self._intact():
             return self._on_device
         return self._tokens.wait().to(self._on_device.device)
 
     def tokens(self) -> list[int]:
-        """The sampled tokens on the host. Waits for the pass."""
+        """Returns the sampled tokens on the host. Waits for the pass."""
         return self._tokens.wait().tolist()
 
     def logits(self) -> Tensor | None:
-        """The logits, float32 ``[rows, vocab_size]`` in host memory; None if they were not requested. Waits for the pass."""
+        """Returns the logits, float32 ``[rows, vocab_size]`` in host memory; None if they were not requested. Waits for the
+        pass.
+        """
         return None if self._logits is None else self._logits.wait()

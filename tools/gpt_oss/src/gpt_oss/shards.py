@@ -25,8 +25,8 @@ _UNIT_SCALE = 127
 
 
 def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
-    """The configuration of one rank's shard: its heads, and either its experts or its intermediate features. If the features are
-    not divisible by the number of ranks, they are padded.
+    """Returns the configuration of one rank's shard: its heads, and either its experts or its intermediate features. If the
+    features are not divisible by the number of ranks, they are padded.
 
     Args:
         config: the whole model's configuration.
@@ -52,7 +52,7 @@ def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
 
 
 def _features(config: Config, size: int) -> int:
-    """The number of intermediate features of a rank: whole blocks of 32, if weights are quantised in blocks."""
+    """Returns the number of intermediate features of a rank: whole blocks of 32, if weights are quantised in blocks."""
     unit = 32 if config.quantization == "mxfp4" else 1
     return -(-config.intermediate_size // (unit * size)) * unit
 
@@ -149,13 +149,15 @@ class ShardedSource:
 
 
 def slices_of(whole: int, count: int, rank: int) -> tuple[int, int]:
-    """The begin and end of a rank's slices of an axis with ``whole`` slices, ``count`` per rank. The last ranks may have fewer."""
+    """Returns the begin and end of a rank's slices of an axis with ``whole`` slices, ``count`` per rank. The last ranks may have
+    fewer.
+    """
     start = min(rank * count, whole)
     return start, min(start + count, whole)
 
 
 def filled(tensor: Tensor, axis: int, count: int, filling: int = 0) -> Tensor:
-    """A tensor, padded at its end to ``count`` slices along an axis."""
+    """Returns a tensor, padded at its end to ``count`` slices along an axis."""
     missing = count - tensor.shape[axis]
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - axis) + (0, missing), value=filling) if missing else tensor
 

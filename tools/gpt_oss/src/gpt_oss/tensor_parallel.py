@@ -5,8 +5,8 @@ group. Each rank runs its shard for the same batch. The outputs of attention and
 ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must get
 the same requests in the same order.
 
-Each sum over ranks is followed by a norm. With many tokens, one kernel does both. With few tokens, one kernel does only the sum;
-the fused kernels of the single-GPU model, which include the norm, follow.
+Each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the norm. With few tokens, one
+kernel computes only the sum. The next kernel computes the norm: it is a fused kernel, as on a single GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpt_oss.shards import ShardedGptOss
 
 
 class TensorParallelGptOss(ShardedGptOss):
-    """One rank's heads, and its slice of each expert. The object is used like a whole model, but every rank must run the same
-    batches in the same order. See `ShardedGptOss`.
+    """A model with one rank's heads, and with this rank's slice of each expert. The object is used like a whole model, but every
+    rank must run the same batches in the same order. See `ShardedGptOss`.
 
     Attributes:
         few_tokens: batches of up to this many tokens use a separate sum over ranks; larger batches use a kernel that fuses sum and

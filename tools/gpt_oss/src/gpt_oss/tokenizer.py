@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def chat(self, message: str) -> list[int]:
-        """The tokens of a chat with one user message, up to the start of the model's answer."""
+        """Returns the tokens of a chat with one user message, up to the start of the model's answer."""
 
 
 class ByteTokenizer:
@@ -33,7 +33,7 @@ class ByteTokenizer:
         return [self.START, *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text for these tokens. Invalid UTF-8 bytes become �, and the two special tokens are omitted."""
+        """Returns the text for these tokens. Invalid UTF-8 bytes become �, and the two special tokens are omitted."""
         return bytes(token for token in tokens if token < self.START).decode(errors="replace")
 
     def chat(self, message: str) -> list[int]:

@@ -64,7 +64,7 @@ class Upload:
         self._buffers = [(torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
 
     def send(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
-        """Returns a new device tensor, uint8 ``[count]``. The stream that uses the data can use it at once.
+        """Returns a new device tensor, uint8 ``[count]``, after the copies to it have completed.
 
         Args:
             count: number of bytes.

@@ -119,7 +119,8 @@ class Fp8Linear(LinearMethodBase):
             return
         scale = getattr(layer, self.scale_name).data
         if self.scales == "tensor":
-            # A fused layer has one scale for each of its parts; if the checkpoint stores the fused layer, it has one scale.
+            # A fused layer has one scale for each of its parts. If the checkpoint stores the layer already fused, only the first
+            # scale is loaded, and applies to all parts.
             each = torch.where(scale == _UNSET, scale[0], scale)
             scale = each.repeat_interleave(torch.tensor(layer.logical_widths, device=scale.device)).unsqueeze(1)
         input_scale = layer.input_scale.data.max().view(1) if self.static else None

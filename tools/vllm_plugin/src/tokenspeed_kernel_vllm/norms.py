@@ -18,7 +18,7 @@ _INSTALLED = core_is_there()
 
 
 def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    """Whether our kernel supports the call: it normalises the whole row, and multiplies by a weight of x's dtype."""
+    """Returns whether our kernel supports the call: it normalises the whole row, and multiplies by a weight of x's dtype."""
     return weight is not None and weight.dtype == x.dtype and variance_size is None and x.stride(-1) == 1
 
 

@@ -19,7 +19,9 @@ ACTIVATIONS = ("none", "fp8", "mxfp4")
 
 
 def core_is_there() -> bool:
-    """Whether the core is installed. Another project's package of the same name does not count, because its functions differ."""
+    """Returns whether the core is installed. Another project's package of the same name does not count, because its functions
+    differ.
+    """
     return find_spec(CORE) is not None and "tokenspeed-kernel" not in {wrong.name for wrong in wrong_distributions()}
 
 

@@ -1,4 +1,4 @@
-"""Kernels from other packages.
+"""Discovers plugins, which are installed packages that register kernels.
 
 A package registers kernels through an entry point of the group ``tokenspeed_kernel.plugins``, whose object is a function without
 parameters that calls `register_kernel`::
@@ -67,7 +67,8 @@ _disabled: set[str] = set()
 # The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels at import. So the plugin's
 # function cannot declare them a second time.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
-# The registry in which `discover_plugins` has registered kernels. `KernelRegistry.reset` replaces the process-wide registry.
+# The registry in which `discover_plugins` last registered kernels. `KernelRegistry.reset` replaces the process-wide registry, and
+# all kernels must then be registered again.
 _filled: KernelRegistry | None = None
 
 CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
@@ -85,9 +86,9 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         The loaded plugins.
 
     Warns:
-        PluginWarning: a plugin failed, or is ignored because another package's plugin has the same name; the settings disable a
-            plugin that is not installed, or name a kernel that no call of its operator can select; or a kernel implements an
-            operator that is not declared.
+        PluginWarning: a plugin failed; a plugin is ignored because another package's plugin has the same name; the settings disable
+            a plugin that is not installed; the settings name a kernel that no call of its operator can select; a kernel implements
+            an operator that is not declared.
     """
     global _filled
     with _lock:
@@ -124,7 +125,7 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     config.warn_about_unknown_overrides(declared)
     for family, mode in declared:
         setting = config.settings().override_for(family, mode)
-        # No platform is passed, because detecting the platform would touch the GPU. If the kernel does not run on the platform, the
+        # No platform is passed, because detecting the platform would use the GPU. If the kernel does not run on the platform, the
         # call raises an error.
         why = None if setting is None else why_unreachable(setting[0], f"{family}.{mode}")
         if setting is not None and why is not None:
@@ -184,8 +185,8 @@ def _load(entry: metadata.EntryPoint) -> None:
 
 
 def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
-    """Registers and publishes a plugin's kernels from their declarations, which an earlier load, possibly into another registry,
-    made.
+    """Registers and publishes a plugin's kernels from the declarations that an earlier load made. The earlier load may have used
+    another registry.
     """
     registry = KernelRegistry.get()
     for spec, impl in declared:
@@ -214,7 +215,7 @@ def disabled_plugins() -> list[str]:
 
 
 def disable_plugin(name: str) -> None:
-    """Withdraws a plugin's kernels, and prevents the plugin from being loaded in this process.
+    """Makes selection ignore a plugin's kernels, and prevents the plugin from being loaded in this process.
 
     The kernels remain available to the functions of their own package.
 

@@ -1,1 +1,1 @@
-"""Kernels of PyTorch itself, registered as a backend."""
+"""Registers PyTorch's own functions as kernels of the backend ``torch``."""

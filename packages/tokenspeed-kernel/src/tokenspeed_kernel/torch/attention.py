@@ -1,7 +1,8 @@
-"""Prefill attention on a CPU by PyTorch's fused kernel, one sequence at a time. Reading ``cu_seqlens`` on the host needs no device
-sync.
+"""Prefill attention on a CPU by PyTorch's fused kernel, one sequence at a time. ``cu_seqlens`` is in host memory, so reading it
+needs no device sync.
 
-The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64).
+The kernel handles causal attention only, without windows, sinks, logit caps or LSE. Accumulators are float32 (float64 for float64
+inputs).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 
-# Ranked above the portable Triton kernels, because Triton interprets those on a CPU, while this kernel is compiled.
+# Ranked above the portable Triton kernels: on a CPU, Triton interprets its kernels, while this kernel is compiled.
 @register_kernel(
     "attention",
     "mha_prefill",

@@ -1,13 +1,14 @@
-"""Dense GEMMs by ``torch.mm``, ``torch.addmm`` and ``torch.bmm``, which call the vendor's library: no copies, no dequantisation.
+"""Dense GEMMs by ``torch.mm``, ``torch.addmm`` and ``torch.bmm``, which call the vendor's library. Operands are neither copied nor
+dequantised.
 
 On a CPU, float16 and bfloat16 GEMMs accumulate in float32 and round once, after the bias. The same holds on a GPU unless PyTorch
-may reduce in lower precision (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its siblings). PyTorch
-allows that by default, and then adds split-K partial sums in the operands' dtype.
+may reduce in lower precision (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its siblings). By default,
+PyTorch may do so, and then adds split-K partial sums in the operands' dtype.
 
 On a CPU with AMX, a 16-bit GEMM of more than 16 rows reads each row of the left operand up to the next multiple of `CPU_K`
 elements, and multiplies the excess elements by zero. A NaN or an infinity after a row, or at the start of the next row, therefore
-makes the row's results NaN. A contiguous copy does not help, because its rows are adjacent. The 16-bit CPU kernels thus require k
-to be a multiple of `CPU_K`.
+makes the row's results NaN. A contiguous copy does not help, because its rows are adjacent. So the 16-bit CPU kernels require k to
+be a multiple of `CPU_K`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from tokenspeed_kernel_base.signature import dtype_name, format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import ANY, Constraint, multiple_of
 
-CPU_K = 32  # bfloat16, PyTorch 2.13: multiples of 32 up to 2912 are right; k = 31, 33, 70, 80, 100, 144, 200 and 1000 are wrong
+# In bf16 with PyTorch 2.13, results are right for multiples of 32 up to 2912, but wrong for k = 31, 33, 70, 80, 100, 144, 200 and
+# 1000.
+CPU_K = 32
 
 
 def torch_mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
@@ -39,8 +42,8 @@ _GPU, _CPU = (CapabilityRequirement(vendors=frozenset(vendors)) for vendors in (
 
 
 def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement, k: Constraint) -> None:
-    """Registers `mm` and `bmm` for one operand dtype. Each dtype has a separate declaration, because the declaration requires the
-    same dtype of the result and the bias.
+    """Registers `mm` and `bmm` for one operand dtype. Each dtype has its own declaration, because the result and the bias must have
+    the operands' dtype.
     """
     formats, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
     register_kernel(

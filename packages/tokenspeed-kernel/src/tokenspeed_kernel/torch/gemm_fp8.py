@@ -24,17 +24,17 @@ from tokenspeed_kernel_base.traits import at_least, multiple_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes
-# With block scales, m must be a multiple of this constant, so that a column of float32 scales has a multiple of 16 bytes. PyTorch
-# 2.11 with CUDA 13.0 rejects any other m.
+# With block scales, m must be a multiple of this constant, so that a column of m float32 scales is a multiple of 16 bytes long.
+# PyTorch 2.11 with CUDA 13.0 rejects any other m.
 ROWS_OF_SCALES = 4
 # Dtypes of (a, b). The library has no GEMM of e5m2 with e5m2.
 DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether x has a contiguous last axis and rows that begin at multiples of 16 bytes, as the library requires.
+    """Returns whether x has a contiguous last axis and rows that begin at multiples of 16 bytes, as the library requires.
 
-    The rows' lengths already are multiples of 16 bytes.
+    The length of a row needs no check, because the traits make k and n multiples of 16.
     """
     if x.data_ptr() % ALIGNMENT:
         return False
@@ -56,7 +56,7 @@ def _vector(x: Tensor) -> Tensor:
 
 
 def _are_blocks(b: Tensor, b_scale: Tensor) -> bool:
-    # Scales of a single block along k, one per column, have the shape and the meaning of per-column scales.
+    # Block scales of shape [1, n] have a single block along k, so they mean the same as per-column scales.
     return b_scale.ndim == 2 and b_scale.shape != (1, b.shape[1])
 
 
@@ -74,7 +74,7 @@ def torch_scaled_mm(
             a_scale = pad(a_scale.mT, (0, rows - m)).mT
         a_scale, b_scale = _vector(a_scale.mT).mT, _vector(b_scale.mT).mT
     elif a_scale.numel() > 1 or b_scale.numel() > 1:
-        # Unless both scales are per tensor, the library accepts only row scales with column scales.
+        # If a and b do not both have one scale per tensor, the library requires one scale per row of a and one per column of b.
         a_scale, b_scale = _vector(a_scale.expand(m, 1)), _vector(b_scale.expand(1, n))
     written = out if out is not None and rows == m and _is_aligned(out) else a.new_empty((rows, n), dtype=dtype)
     given = None if bias is None else _vector(bias)
@@ -88,8 +88,8 @@ def torch_scaled_mm(
 
 @functools.cache
 def _gap() -> str | None:
-    """Returns why the installed PyTorch lacks these GEMMs, or None if it has them. A PyTorch without CUDA never launches them, so
-    there is no reason to report.
+    """Returns why the installed PyTorch lacks these GEMMs, or None if it has them. Also returns None for a PyTorch without CUDA,
+    which never launches these GEMMs.
     """
     cuda = torch.version.cuda
     if cuda is None:
@@ -112,8 +112,8 @@ def _nvidia(first: tuple[int, int], last: tuple[int, int] | None = None) -> Capa
 
 
 class _Support(NamedTuple):
-    """What the kernel supports for one granularity of scales: devices, operand formats, the fewest rows of a, and the divisors of
-    k and n.
+    """The calls that the kernel supports for one granularity of scales: devices, operand formats, the fewest rows of a, and the
+    divisors of k and n.
     """
 
     capability: CapabilityRequirement
@@ -128,8 +128,9 @@ def _pairs(a: tuple[str, ...], b: tuple[str, ...]) -> set[FormatSignature]:
 
 
 _TENSORS = _pairs(("tensor",), ("tensor",))
-# ``fewest_rows``: the number of rows of a from which on this kernel was measured to be faster than the portable kernel. One H100,
-# microseconds: this kernel, then the portable kernel. "rows" means that a has scales per row and b per column:
+# ``fewest_rows``: with this many rows of a or more, this kernel is faster than the portable kernel at most of the sizes below.
+# Times in microseconds on one H100: this kernel, then the portable kernel. In the column "rows", a has one scale per row and b has
+# one scale per column.
 #
 # | rows of a | k x n       | rows          | blocks        |    | rows of a | k x n       | tensors       |
 # |-----------|-------------|---------------|---------------|    |-----------|-------------|---------------|
@@ -151,8 +152,8 @@ _SUPPORTED = {
     "rows": _Support(
         _nvidia((9, 0), (9, 0)), _pairs(("tensor", "token"), ("tensor", "channel")) - _TENSORS, fewest_rows=512, k=16, n=16
     ),
-    # The library strides between columns of b's scales by a multiple of four blocks along k. With PyTorch 2.11 and CUDA 13.0,
-    # results are wrong for five blocks and for a partial block. The library itself needs no whole blocks of m or n.
+    # The library's stride between columns of b's scales is rounded up to a multiple of four blocks along k. With PyTorch 2.11 and
+    # CUDA 13.0, results are wrong for five blocks and for a partial block. For m and n, the library itself accepts partial blocks.
     "blocks": _Support(
         _nvidia((9, 0), (9, 0)),
         {format_signature(a=fp8_format(of_a, "block", (1, 128)), b=fp8_format(of_b, "block", (128, 128))) for of_a, of_b in DTYPES},
@@ -161,7 +162,7 @@ _SUPPORTED = {
         n=128,
     ),
 }
-# PyTorch adds a bias only if it has the result's dtype, and none to a float32 result.
+# PyTorch adds only a bias of the result's dtype. It adds no bias to a float32 result.
 _RESULTS: dict[str, tuple[set[str], Any]] = {"halves": ({"bfloat16", "float16"}, any), "float32": ({"float32"}, False)}
 
 for _name, _kind in _SUPPORTED.items():
@@ -174,7 +175,7 @@ for _name, _kind in _SUPPORTED.items():
             capability=_kind.capability,
             signatures=_kind.signatures,
             traits={
-                "m": at_least(_kind.fewest_rows),  # a power of two, because the trait m is rounded up to one
+                "m": at_least(_kind.fewest_rows),  # a power of two, because the value of trait m is rounded up to a power of two
                 "k": at_least(_kind.k) & multiple_of(_kind.k),
                 "n": at_least(_kind.n) & multiple_of(_kind.n),
                 "out_dtype": _dtypes,

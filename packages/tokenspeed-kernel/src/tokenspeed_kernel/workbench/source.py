@@ -1,4 +1,6 @@
-"""The functions through which the base package finds and measures tuned results, a `tokenspeed_kernel_base.measured.Source`."""
+"""The functions through which the base package finds and measures tuned results. This module is a
+`tokenspeed_kernel_base.measured.Source`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,6 @@ __all__ = ["autotune", "find", "has_results"]
 
 def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
     """Measures the eligible kernels on one call's arguments, see `tokenspeed_kernel.workbench.tuning.autotune`."""
-    from tokenspeed_kernel.workbench.tuning.autotune import autotune as measure  # large, and most programs never measure
+    from tokenspeed_kernel.workbench.tuning.autotune import autotune as measure  # imported here: it is large, and rarely used
 
     return measure(request, arguments, budget_s)

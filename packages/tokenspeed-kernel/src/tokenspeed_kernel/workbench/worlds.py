@@ -120,7 +120,7 @@ def run_world(
             process.terminate()
         raise
     finally:
-        for connection in connections:  # the ranks wait for this message, so no rank exits while another still needs it
+        for connection in connections:  # the ranks wait for this, so no rank exits while another rank still needs it
             connection.close()
         _join(processes)
     return results
@@ -154,8 +154,8 @@ def start_process(function: Callable[..., None], *args: Any) -> tuple[Any, Conne
 def _run_call(connection: Connection, environment: Mapping[str, str], call: bytes) -> None:
     """Runs a pickled call in a process that the fork server started.
 
-    The process has inherited the environment variables of the time when the server was started. So the caller's are set first,
-    because unpickling the call imports modules that may read them.
+    The process has inherited the server's environment variables, which may be outdated. So the caller's variables are set first,
+    because unpickling the call imports modules that may read variables.
     """
     os.environ.clear()
     os.environ.update(environment)

@@ -11,8 +11,8 @@ from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
-# vLLM's name of a memory order -> the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second tuple
-# is for a tensor that holds all layers: axis 0 is the layer, and the other axes are counted from 1.
+# Maps vLLM's name of a memory order to the axes of `get_kv_cache_shape` (blocks, heads, tokens, content) in this order. The second
+# tuple is for a tensor that contains all layers: axis 0 is the layer, and the other axes are counted from 1.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
@@ -32,29 +32,29 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name under which this backend is registered with vLLM."""
+        """Returns the name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[TokenspeedImpl]:
-        """The class that runs a layer's attention."""
+        """Returns the class that runs a layer's attention."""
         return TokenspeedImpl
 
     @staticmethod
     def get_builder_cls() -> type[TokenspeedMetadataBuilder]:
-        """The class that builds a batch's metadata."""
+        """Returns the class that builds a batch's metadata."""
         return TokenspeedMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """The supported numbers of tokens per page, for every layer."""
+        """Returns the supported numbers of tokens per page, for every layer."""
         return list(PAGE_SIZES)
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache. Each slot holds a key followed by its value."""
+        """Returns the shape of a layer's cache. Each slot holds a key followed by its value."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
@@ -69,22 +69,22 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Sinks are supported: an additional score per head in the softmax's denominator."""
+        """Returns True: a sink, an additional score per head in the softmax's denominator, is supported."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Sliding-window layers are supported."""
+        """Returns True: sliding-window layers are supported."""
         return True
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
+        """Returns False: decode context parallelism (DCP) would need an LSE merge across ranks, which is not implemented."""
         return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether kernels may support a head size. TMA and vector loads need rows whose size is a multiple of 16 bytes, in any
-        dtype. The kernels decide which of these head sizes they support.
+        """Returns whether kernels may support a head size. TMA and vector loads need rows whose size is a multiple of 16 bytes, in
+        any dtype. The kernels decide which of these head sizes they support.
         """
         return head_size % 16 == 0

@@ -38,8 +38,8 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         """Returns which batches can be captured whole: at least those in which all requests have the same number of new tokens.
 
         Mixed batches can be captured whole if one kernel handles mixed batches, because this kernel does not touch the padding rows
-        of a captured batch. If two kernels handle decode requests and other requests, the host must know the number of each. vLLM
-        then captures mixed batches piecewise, with attention outside the graphs.
+        of a captured batch. If one kernel handles decode requests and another kernel handles the other requests, the host must know
+        the number of each. vLLM then captures mixed batches piecewise, with attention outside the graphs.
         """
         if _serves_mixed(vllm_config):
             return AttentionCGSupport.ALWAYS
@@ -95,12 +95,12 @@ def _ours(vllm_config: VllmConfig) -> list[TokenspeedImpl]:
 
 
 def _serves_mixed(vllm_config: VllmConfig) -> bool:
-    """Whether every layer has a kernel for mixed batches."""
+    """Returns whether every layer has a kernel for mixed batches."""
     return all(impl.serving.mixed is not None for impl in _ours(vllm_config))
 
 
 def _serves_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether every layer's decode kernel supports as many new tokens as a draft has, plus one."""
+    """Returns whether every layer's decode kernel supports as many new tokens as a draft has, plus one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
         return False

@@ -82,7 +82,7 @@ class TokenspeedImpl(AttentionImpl):
         }
 
     def serves_decode(self, tokens: int) -> bool:
-        """Whether the decode kernel supports requests with this many new tokens each."""
+        """Returns whether the decode kernel supports requests with this many new tokens each."""
         return serves_decode(self.serving, self.shape, tokens)
 
     def forward(

@@ -106,7 +106,7 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
 
 
 def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
-    """Whether the decode function supports ``tokens`` new tokens per sequence, for speculative decoding."""
+    """Returns whether the decode function supports ``tokens`` new tokens per sequence, for speculative decoding."""
     return bool(answer(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)).kernel)
 
 

@@ -79,7 +79,9 @@ def plan_of(layer: Any) -> Any:
 
 
 def round_up(intermediate_size: int) -> int:
-    """The intermediate size of a rank's shard, rounded up to whole blocks. vLLM's loader zero-fills the additional features."""
+    """Returns the intermediate size of a rank's shard, rounded up to whole blocks. vLLM's loader zero-fills the additional
+    features.
+    """
     return -(-intermediate_size // BLOCK) * BLOCK
 
 

@@ -40,7 +40,7 @@ class GptOssExperts(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """True: this method includes routing."""
+        """True, because this method includes routing."""
         return True
 
     def maybe_roundup_sizes(
@@ -50,7 +50,7 @@ class GptOssExperts(FusedMoEMethodBase):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The hidden size and the intermediate size of this rank's shard, from the plan."""
+        """Returns the hidden size and the intermediate size of this rank's shard, from the plan."""
         return self.plan.hidden_size, self.plan.intermediate_size
 
     def create_weights(

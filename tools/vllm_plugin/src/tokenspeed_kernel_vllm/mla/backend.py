@@ -24,25 +24,25 @@ class LatentBackend(MLACommonBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name under which this backend is registered with vLLM."""
+        """Returns the name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[LatentImpl]:
-        """The class that runs a layer's attention."""
+        """Returns the class that runs a layer's attention."""
         return LatentImpl
 
     @staticmethod
     def get_builder_cls() -> type[LatentMetadataBuilder]:
-        """The class that builds a batch's metadata."""
+        """Returns the class that builds a batch's metadata."""
         return LatentMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """The supported numbers of tokens per page, for every layer."""
+        """Returns the supported numbers of tokens per page, for every layer."""
         return list(PAGE_SIZES)
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism (DCP) is not supported: it would need an LSE merge across ranks."""
+        """Returns False: decode context parallelism (DCP) would need an LSE merge across ranks, which is not implemented."""
         return False

@@ -42,7 +42,7 @@ class LatentPrefill(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name under which this backend is registered with vLLM."""
+        """Returns the name under which this backend is registered with vLLM."""
         return "CUSTOM"
 
     def run_prefill_new_tokens(

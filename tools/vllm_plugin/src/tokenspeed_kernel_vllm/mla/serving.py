@@ -87,8 +87,8 @@ def find_latent(shape: LatentShape, package: str | None = None) -> LatentServing
 
 @functools.cache
 def find_prefill(shape: PrefillShape, package: str | None = None) -> tuple[Callable[..., Any], str]:
-    """Finds `mla_prefill` for a model. The kernel's name is that of a call with one new token and keys of an earlier chunk. See
-    `find_latent`.
+    """Finds `mla_prefill` for a model. Returns the function, and the name of the kernel that is selected for one new token and keys
+    of an earlier chunk. See `find_latent`.
     """
     make = functools.partial(torch.empty, device=shape.device, dtype=shape.dtype)
     offsets = torch.tensor([0, 1], dtype=torch.int32, device=shape.device)

@@ -19,7 +19,7 @@ from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import bench, bench_case, bench_kernel
 from tokenspeed_kernel.workbench.benchmark.timing import Round, Timing, measure, measure_graph
 
-# The names of earlier releases.
+# Names of earlier releases, kept as aliases.
 Peer, load_peers, peer = Baseline, load_baselines, baseline
 
 __all__ = [

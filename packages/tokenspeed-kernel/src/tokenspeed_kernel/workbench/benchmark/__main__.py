@@ -1,4 +1,4 @@
-"""``python -m tokenspeed_kernel.workbench.benchmark`` is ``tokenspeed-kernel bench``."""
+"""Makes ``python -m tokenspeed_kernel.workbench.benchmark`` run ``tokenspeed-kernel bench``."""
 
 from tokenspeed_kernel_command import main
 

@@ -1,4 +1,4 @@
-"""Acceptance bars: bounds that a benchmark program's measured values must keep."""
+"""Acceptance bars: bounds that a benchmark program's measured values must meet."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Bar:
         most: whether ``bound`` is an upper bound.
         shapes: names of the shapes that must have been measured.
         measure: function that computes the bar's value from times.
-        baselines: the baselines to compare with. Installed ones must have been measured for each shape, and at least one must be
-            installed.
+        baselines: the baselines to compare with. The bar has a value only if at least one of them is installed, and each installed
+            one was measured at each shape.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Bar:
 
 
 def outcome(name: str, bound: float, value: float | None, *, most: bool = True) -> dict[str, Any]:
-    """Returns a bar's outcome for a report: its name, its bound, its value, and whether the value keeps the bound."""
+    """Returns a bar's outcome for a report: its name, its bound, its value, and whether the value meets the bound."""
     holds = None if value is None else value <= bound if most else value >= bound
     return {"name": name, "bound": bound, "most": most, "value": value, "holds": holds}
 
@@ -69,7 +69,8 @@ def against(name: str, bound: float, shapes: Sequence[str], baselines: Sequence[
 
 
 def no_less_accurate(errors: Times) -> list[dict[str, Any]]:
-    """Returns the outcome of the bar that compares our kernel's relative error with the portable kernel's, as a list of one.
+    """Returns a list with the outcome of one bar: our kernel's relative error is at most 1.2 times the portable kernel's, at every
+    shape.
 
     The list is empty if no shape has both errors.
     """

@@ -17,14 +17,14 @@ The function of a baseline names the operator's parameters that it supports. A c
 value other than the default. A function with ``**rest`` receives all other parameters, and must check them itself.
 
 With ``setup=True`` the function is called once before timing. It returns the function to time, which has no parameters. Planning
-and weight preparation belong there.
+and weight preparation belong in this first call.
 
     @baseline("gemm.mm", name="mine", setup=True)
     def mine(a, b):
         packed = pack(b)
         return lambda: multiply(a, packed)
 
-Like those of any kernel, a baseline's results are verified against the operator's reference before timing.
+Before timing, a baseline's results are verified against the operator's reference, as a kernel's results are.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = 
 
     Args:
         step: the step to run.
-        known: additional exception types, with the names of the failures.
+        known: further exception types, each with the kind of failure to return for it.
 
     Returns:
         The kind of failure and its reason: ``"skipped"`` if `Unsupported` was raised, ``"absent"`` if an import failed, a name of
@@ -114,7 +114,7 @@ class Baseline:
         return self.function(*args, **kwargs)
 
     def refusal(self, op: Operator[Any, Any], arguments: Mapping[str, Any]) -> str | None:
-        """Returns why the baseline does not support a call with these arguments, given completely; None if it does."""
+        """Returns why the baseline does not support a call, or None if it does. ``arguments`` has a value for every parameter."""
         if self.takes_rest:
             return None
         others = [p for p in op.parameters if p.name not in self.wanted and p.kind is not Kind.HINT]
@@ -122,21 +122,21 @@ class Baseline:
         return f"does not take {', '.join(given)}" if given else None
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """Returns the call to time, a function without parameters. Raises whatever the baseline's setup raises."""
+        """Returns the call to time, a function without parameters. Errors of the baseline's setup are raised here."""
         chosen = dict(arguments) if self.takes_rest else {name: arguments[name] for name in arguments if name in self.wanted}
         call = functools.partial(self.function, **chosen)
         return call() if self.setup else call
 
 
 def _given(parameter: Parameter, value: Any) -> bool:
-    """Whether an argument differs from its parameter's default; true for a required parameter."""
+    """Returns whether an argument differs from its parameter's default; true for a required parameter."""
     if parameter.required:
         return True
     return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))
 
 
 def baseline(operator: str, *, name: str = "", setup: bool = False, package: str = "") -> Callable[[Callable[..., Any]], Baseline]:
-    """Declares a baseline; decorates a function. The module's docstring has examples.
+    """Returns a decorator that declares a function as a baseline. The module's docstring has examples.
 
     Args:
         operator: ``"mode"`` or ``"family.mode"``.
@@ -180,7 +180,7 @@ def load_baselines(file: Path | str) -> list[Baseline]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does
+    except Exception as error:  # the file's code may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise BaselineFileError(f"{path}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})") from error
     found = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, Baseline)))

@@ -1,28 +1,29 @@
 """Compares two reports. Pairs their rows, and gives each pair a confidence interval and a verdict.
 
-The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load). So a thousand times hold
-far fewer than a thousand independent observations. An interval that assumed independence would call every drift a difference. A
-round's median is one observation. The rounds of one row are spread over the whole run, so that drift increases their spread.
+The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load). So a thousand times
+contain less information than a thousand independent observations. An interval that assumed independence would report every drift as
+a difference. A round's median is one observation. The rounds of one row are spread over the whole run, so that drift increases
+their spread.
 
 The interval is that of Hodges and Lehmann (1963). The estimate is the median of all ratios between a round of A and a round of B.
 The number of ratios to trim at either end follows exactly from the distribution of the Mann-Whitney U (1947). The interval assumes
 nothing about the distribution of the noise. With seven rounds per side and 95% confidence, the interval remains valid if other load
-spoils one round. A t interval does not. The interval needs four rounds per side, or three and five. Bootstrapping seven rounds
-would claim more precision than they have.
+spoils one round. A t interval would not. The interval needs at least four rounds per side, or three on one side and five on the
+other. Bootstrapping seven rounds would claim more precision than they have.
 
 With many rows, some intervals exclude 1 by chance. At 95%, these are about 3 of 58 rows even if nothing changed. So verdicts
 account for the number of rows. Holm's procedure (1979) bounds, at 5%, the probability that any row of an unchanged program is
 called slower or faster. The bound holds for any number of rows and any dependence between them. Holm's procedure needs a p-value
-per row. The p-value of U is exact. With seven rounds per side the p-value cannot be below 1 in 1716, which is too large for a
-hundred rows.
-If every round of one side is slower than every round of the other, Student's t-test of the logarithms may lower the p-value. Only
-this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing them.
+per row. The p-value of U is exact. With seven rounds per side the p-value cannot be below 1 in 1716, but with a hundred rows Holm's
+procedure requires 1 in 2000. If every round of one side is slower than every round of the other, Student's t-test of the logarithms
+may lower the p-value. Only this t-test assumes normal noise. With heavier tails the t-test misses differences rather than inventing
+them.
 
-Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
-addition, a reference workload is timed before every round. The verdict is left open if the reference workload changed too, and the
-remaining difference is below the threshold. The machine may then be the cause. The best method is to run both sides alternately,
-several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart in time as the rounds
-of different sides.
+Rounds do not show differences between whole runs, such as a hotter machine or other load. The threshold allows for these
+differences. In addition, a reference workload is timed before every round. The verdict is `UNCLEAR` if the reference workload
+changed too, and the remaining difference is below the threshold. The machine may then be the cause. The best method is to run both
+sides alternately, several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart in
+time as the rounds of different sides.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from typing import Any
 from tokenspeed_kernel.workbench.benchmark.results import WRONG, Report, Row
 
 THRESHOLD, CONFIDENCE = 0.03, 0.95
-# If the reference workload differs by more than this between two runs, the comparison notes that the machine changed. Relative.
+# If the reference workload's time changes by more than this fraction between two runs, the comparison notes that the machine
+# changed.
 _MACHINE = 0.02
 
 
@@ -70,8 +72,8 @@ class Ratio:
         return Verdict.SAME
 
     def hidden(self, threshold: float) -> float | None:
-        """Returns the largest relative difference that the confidence interval does not exclude; None if it is within the
-        threshold.
+        """Returns the largest relative difference that the confidence interval does not exclude; None if that difference is within
+        the threshold.
         """
         if self.low is None or self.high is None:
             return None
@@ -121,7 +123,7 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether any row became slower, or has no time in B."""
+        """Whether any row became slower, or was measured in A and failed in B."""
         return bool(self.broken) or any(difference.verdict is Verdict.SLOWER for difference in self.differences)
 
     def count(self, verdict: Verdict) -> int:
@@ -176,7 +178,7 @@ def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDE
     """
     ratios = sorted(after / before for before in a for after in b)
     cut = _cut(len(a), len(b), confidence)
-    # The median of logarithms, so that A over B is exactly the inverse.
+    # The median of logarithms, so that exchanging A and B gives exactly the inverse ratio.
     middle = math.exp(statistics.median(map(math.log, ratios)))
     return Ratio(middle) if cut is None else Ratio(middle, ratios[cut], ratios[-1 - cut])
 
@@ -185,7 +187,7 @@ def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDE
 def _cut(n: int, m: int, confidence: float) -> int | None:
     """Returns how many of the n * m sorted ratios to trim at each end, so that the rest spans the confidence interval.
 
-    Returns None if even all ratios do not reach the confidence.
+    Returns None if even the interval of all ratios does not reach the confidence.
     """
     arrangements = _arrangements(n, m)
     outside, cut = 0, None
@@ -306,7 +308,8 @@ def _percent(ratio: Ratio) -> str:
 def _mean(pairs: Sequence[tuple[Row, Row]], confidence: float) -> Ratio | None:
     """Returns the geometric mean of the rows' ratios of B to A, with its interval.
 
-    Round i of the mean combines round i of all rows. So drift that all rows share does not cancel.
+    Round i of the mean combines round i of all rows. So drift that all rows share makes the rounds of the mean differ, and widens
+    the interval.
     """
     if not pairs:
         return None

@@ -31,7 +31,7 @@ class Panel:
         title: title of the panel.
         values: the plotted values, by shape and implementation.
         ticks: labels of the shapes.
-        digits: decimals of the values that stand above this project's bars.
+        digits: decimals of the values that are written above this project's bars.
         one: whether to draw a horizontal line at the value 1.
     """
 
@@ -82,8 +82,8 @@ def three_digits(value: float) -> str:
 def note(report: Report, how: str = "") -> str:
     """Describes in sentences how a report's times were taken.
 
-    ``how``: describes the kernel between calls, if it is not the usual small one. The placeholder ``{took}`` in this text is
-    replaced by that kernel's time.
+    ``how``: the text to return instead of the usual one, if the kernel between calls is not the usual small one. A clause with that
+    kernel's time replaces ``{took}`` in this text.
     """
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]
@@ -145,7 +145,8 @@ class Figure:
         from matplotlib.figure import Figure as Canvas
         from matplotlib.patches import Rectangle
 
-        # Inches: margins for title and legend above the panels and for the versions below them; height of a panel, and panel pitch.
+        # In inches: margins for title and legend above the panels and for the versions below them; height of a panel, and panel
+        # pitch.
         above, below, each, step = 1.21, 0.84, 2.05, 3.2
         height = above + each + step * (len(panels) - 1) + below
         figure = Canvas((12, height), facecolor="white")

@@ -13,7 +13,8 @@ import torch
 
 from tokenspeed_kernel.workbench.benchmark.timing import sample
 
-# Bits of NVML's clock event reasons that throttle the device. Idling and manually set clocks do not count.
+# Bits of NVML's clock event reasons that throttle the device. Reasons that are not listed, such as idling and manually set clocks,
+# do not throttle.
 _HELD_BACK = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -21,8 +22,8 @@ _HELD_BACK = {
     0x40: "thermal slowdown",
     0x80: "power brake",
 }
-# The sizes of the reference GEMM: short compared with a measurement, but long enough to time. 0.02 ms on an H200, 0.1 ms on a CPU
-# core.
+# The sizes of the reference GEMM. It takes 0.02 ms on an H200 and 0.1 ms on a CPU core: short compared with a measurement, but long
+# enough to time.
 _GPU_MATRIX, _CPU_MATRIX = 2048, 192
 
 
@@ -45,7 +46,7 @@ def gpu_monitor(device: torch.device) -> Monitor | None:
     """Returns a function that reads a GPU's state. None on a CPU, on a GPU that NVML does not know, or without ``nvidia-ml-py``."""
     if device.type != "cuda" or torch.version.hip:
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.5 or so
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # missing before torch 2.5 or so
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -65,7 +66,7 @@ def gpu_monitor(device: torch.device) -> Monitor | None:
                 nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
                 _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
             )
-        except nvml.NVMLError:  # a partition of a GPU has no clock of its own
+        except nvml.NVMLError:  # for example, a partition of a GPU has no clock of its own
             return None
 
     return read if read() is not None else None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.timing import Timing
 
-# Limits beyond which a difference of a few percent is meaningless. On a GPU without other work, the values stay below a tenth of
-# these limits.
+# Limits of noise, as fractions. Noise beyond any of them hides a difference of a few percent. On a GPU without other work, the
+# noise stays below a tenth of these limits.
 _SPREAD = 0.10
 _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05
@@ -21,7 +21,7 @@ _MACHINE = 0.03
 _SEPARATION = 4.0
 _MINORITY = 0.10
 _APART = 0.05
-# With fewer samples in a round (or in all rounds), no drift (or bimodality) is reported.
+# With fewer samples in a round, no drift is reported. With fewer samples in all rounds together, no bimodality is reported.
 _FEWEST = 12
 
 
@@ -104,10 +104,10 @@ def _drift(samples: Sequence[float]) -> float:
 
 
 def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
-    """Splits all samples into two groups of least variance (Otsu, 1979), and returns the distance of the groups' means, relative
-    to the median; 0 if it is small.
+    """Splits all samples into two groups of least variance (Otsu, 1979), and returns the distance of the groups' means, relative to
+    the median; 0 if the samples are not bimodal.
 
-    If each round falls into one group, the rounds differ but the times are not bimodal. The result is then 0.
+    If each round falls into one group, the rounds differ, but the times within a round are not bimodal. The result is then 0.
     """
     ordered = sorted(sample for of_one in rounds for sample in of_one)
     n = len(ordered)

@@ -30,11 +30,11 @@ class Method:
 
     Attributes:
         cache: the caches' state before each call, see `measure`.
-            graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
-        copies: through how many copies of the arguments the calls cycle, as far as the copies fit in a few GB.
+        graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
+        copies: the number of copies of the arguments that the calls cycle through; fewer if these copies exceed 8 GiB.
         budget_s: seconds of timing per row, over all rounds.
         rounds: rounds per row. Between two rounds of one row, all other rows are measured. Each round builds the arguments again.
-            Seven is the smallest number of rounds with which `compare` can still decide if one round is spoilt.
+            `compare` needs at least seven rounds to reach a verdict if other load spoils one of them.
     """
 
     cache: Cache = "cold"
@@ -51,8 +51,7 @@ class Launch:
     Attributes:
         host_us: the time until the call returns to its caller.
         event_us: the time between events around a single call.
-        graph_us: the time of a call within a CUDA graph; None if not measured. The excess of ``event_us`` over this is launch
-            overhead.
+        graph_us: the time of a call within a CUDA graph; None if not measured. ``event_us`` minus ``graph_us`` is launch overhead.
     """
 
     host_us: float
@@ -74,7 +73,8 @@ class Row:
         share: the fraction of the roofline that the kernel reaches; None without a cost or a roofline.
         launch: launch overhead; None on a CPU.
         warnings: why the measurement may be unreliable.
-        reference_us: the time of the reference workload before each round, in microseconds; changes come from the machine.
+        reference_us: the time of the reference workload before each round, in microseconds. The workload is fixed, so a change of
+            its time is a change of the machine.
         state: the GPU's state at its slowest clock; None if unknown.
         version: the version of a baseline's package. Empty for this project's kernels, because the metadata hold this project's
             version.
@@ -197,7 +197,7 @@ class ReportError(ValueError):
 
 
 def load_report(file: Path | str) -> Report:
-    """Reads a report of any format.
+    """Reads a report of format 1 or 2.
 
     Raises:
         ReportError: the file is not a benchmark report, or has an unknown format.

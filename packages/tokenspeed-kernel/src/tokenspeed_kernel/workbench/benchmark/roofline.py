@@ -1,4 +1,4 @@
-"""The measured roofline of a device: the peak rates with which kernels are compared."""
+"""Measures the roofline of a device: peak rates, to compare kernels' rates with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel.workbench.benchmark.timing import Call, measure
 from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.signature import dtype_name
 
-# Much larger than any cache, and small compared with any device's memory.
+# Bytes of a measured copy or sum: much larger than any cache, and small compared with any device's memory.
 _BYTES = 2 << 30
 _MATRIX = 8192
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -24,8 +24,8 @@ class Roofline:
     """Peak rates of plain PyTorch on a device, which approximate a kernel's best possible rates.
 
     Attributes:
-        copy_gb_per_s: rate of a copy, bytes read plus bytes written.
-        read_gb_per_s: rate of a sum, bytes read.
+        copy_gb_per_s: rate of a copy, which counts bytes read and bytes written.
+        read_gb_per_s: rate of a sum, which counts bytes read.
         tflops: rate of a GEMM of two random 8192 x 8192 matrices, by operand dtype (zeros would take less power and run faster):
             ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, and ``"tf32"``, which is float32 tensors rounded to
             TensorFloat-32. Dtypes that the device or PyTorch does not support are missing.
@@ -46,7 +46,7 @@ class Roofline:
 @dataclass(frozen=True)
 class Share:
     """The fraction of the roofline that a kernel reaches (``part``; 1 is the roofline), and what bounds the kernel: ``"memory"``,
-    or the dtype whose peak arithmetic rate does.
+    or the dtype whose peak arithmetic rate bounds it.
     """
 
     part: float
@@ -105,7 +105,7 @@ def _matmuls(device: torch.device) -> Iterator[tuple[str, float]]:
         yield dtype_name(dtype), rate(functools.partial(torch.mm, a.to(dtype), b.to(dtype)))
     with _float32_matmuls(tf32=False):
         yield "float32", rate(functools.partial(torch.mm, a, b))
-    # Only NVIDIA devices have TF32; elsewhere the switch has no effect.
+    # Only NVIDIA devices have TF32; on other devices the precision setting has no effect.
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
         with _float32_matmuls(tf32=True):
             yield "tf32", rate(functools.partial(torch.mm, a, b))

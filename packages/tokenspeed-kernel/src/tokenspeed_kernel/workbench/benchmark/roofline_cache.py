@@ -1,7 +1,7 @@
 """Caches a device's roofline in the user's cache directory, so that the roofline is measured only once.
 
-There is one small file per device, driver and PyTorch version. Two processes never measure at the same time, because each would see
-half a device. The second waits, and reads the first one's result.
+There is one small file per device, driver and PyTorch version. Two processes never measure at the same time, because they would
+share the device's bandwidth. The second process waits, then reads the first process's result.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cached_roofline(
 
 
 def kept_roofline(platform: PlatformInfo, directory: Path | None = None) -> Roofline | None:
-    """Returns the cached roofline of a device of this machine; None if none is cached, or if the machine does not have the
+    """Returns the cached roofline of a device of this machine; None if none is cached, or if this machine does not have the
     device.
     """
     key = _key(platform)

@@ -28,11 +28,12 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 _COPIED_BYTES = 8 << 30
-# Timed calls per row, over all rounds.
+# The fewest and the most timed calls per row, over all rounds.
 _FEWEST, _MOST = 10, 1000
-# Enough to measure launch overhead.
+# Seconds and calls for measuring launch overhead.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
-# The length of a graph for which launching the graph takes a negligible part of the time. More calls would only take longer.
+# In a graph that runs this long (microseconds), the launch of the graph is a negligible part of the time. A longer graph would
+# measure no better.
 _GRAPH_US = 5000.0
 
 Competitor = KernelSpec | Baseline
@@ -68,7 +69,7 @@ def bench_case(spec: Competitor, case: Case, device: torch.device | str | None =
 def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
     """Times kernels on cases for which their results are correct. Returns a row for each kernel and case in ``runs``, in order.
 
-    The timed function is the kernel that `Operator.bind` returns. It includes the allocation of outputs, but not dispatch.
+    The timed function is the kernel that `Operator.bind` returns. The time includes the allocation of outputs, but not dispatch.
 
     Args:
         runs: pairs of a kernel or baseline and a case.
@@ -100,7 +101,8 @@ def run_rounds(
     row's rounds differ, and is noticed.
 
     Args:
-        measurements: the rows; all with one `Method`. `rows_of` converts them to rows, also between two steps.
+        measurements: one measurement per row, all with the same `Method`. `rows_of` converts measurements to report rows, and can
+            do so after any step.
         begin: called before each step with the step's name. There are rows x rounds steps.
         after: called after each step.
     """
@@ -140,7 +142,7 @@ class Measurement:
     launch: Launch | None = None
 
     def verify(self) -> None:
-        """Verifies the results of the kernel or baseline. With wrong results, it is not timed."""
+        """Verifies the results of the kernel or baseline. If they are wrong, the kernel or baseline is not timed."""
         result: CaseResult
         if isinstance(self.competitor, Baseline):
             result = verify_baseline(self.competitor, self.case, self.device)
@@ -153,7 +155,7 @@ class Measurement:
         if self.status != "measured":
             return
         if self.case.world_size > 1 and worlds.current_size() == 1:
-            if not self.rounds:  # one world is started for all rounds
+            if not self.rounds:  # the first round starts the processes, and they measure all rounds
                 self._measure_in_world()
             return
         try:
@@ -166,7 +168,9 @@ class Measurement:
             self.status, self.reason = Status.ERROR.value, f"while timing: {type(error).__name__}: {error}"
 
     def _measure_in_world(self) -> None:
-        """Measures all rounds in a world of the case's size. The slowest rank's times count: a call is done when all ranks are."""
+        """Measures all rounds in one process per rank. The slowest rank's times are kept, because a call is done when all ranks are
+        done.
+        """
         if isinstance(self.competitor, Baseline):
             self.status, self.reason = Status.SKIPPED.value, "baselines are timed in one process"
             return
@@ -181,7 +185,9 @@ class Measurement:
             setattr(self, name, value)
 
     def _calls(self) -> list[Call]:
-        """Returns calls on the case's arguments and on copies of them: `Method.copies` calls, or as many as fit."""
+        """Returns calls on the case's arguments and on copies of them: `Method.copies` calls, or as many as fit in
+        `_COPIED_BYTES`.
+        """
         op = get_operator(self.competitor.operator)
         arguments = op.complete(self.case.build(self.device))
         if isinstance(self.competitor, KernelSpec):
@@ -228,9 +234,10 @@ class Measurement:
             self.rounds.append(sample(calls, self.device, **options))
 
     def _expected_us(self, calls: list[Call]) -> float | None:
-        """Estimates a call's time in a world, whose ranks must all make the same number of calls.
+        """Estimates the time of a call with several ranks. All ranks must make the same number of calls, so they agree on one
+        estimate.
 
-        Returns None outside a world, where `sample` estimates the time itself.
+        Returns None with one rank, where `sample` estimates the time itself.
         """
         if worlds.current_size() == 1:
             return None
@@ -267,13 +274,13 @@ class Measurement:
 
 
 def _measure_as_rank(kernel: str, case_name: str, device: str, method: Method) -> dict[str, Any]:
-    """Measures a kernel as one rank of a world, and returns the attributes of the resulting `Measurement` by name."""
+    """Measures a kernel as one of several ranks, and returns the attributes of the resulting `Measurement` by name."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == case_name)
     measurement = Measurement(spec, case, default_device() if device == "cuda" else torch.device(device), method, "measured")
     for _ in range(method.rounds):
         measurement.add_round(None)
-        if measurement.status != "measured":  # without this, other ranks would wait for this rank
+        if measurement.status != "measured":  # the error ends all ranks, which would otherwise wait for this rank
             raise RuntimeError(measurement.reason)
     kept = ("rounds", "reference_us", "cost", "operands", "launch")
     return {name: getattr(measurement, name) for name in kept}

@@ -3,11 +3,11 @@
 A program declares a `Benchmark`: its shapes, its implementations, what to measure at a shape (a `Task`), its bars, and its figure.
 The runner checks each output first, times all implementations in alternating rounds, and writes the report after each shape.
 
-A time is the median of 51 or more measurements. A measurement times a CUDA graph of several calls, divided by their number. The
-calls rotate over copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call. Without this
-kernel, implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The small
-kernel's time (``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times there.
-With ``--back-to-back`` no kernel follows the calls, as in most published figures.
+A time is the median of 51 or more measurements. A measurement is the time of a CUDA graph of several calls, divided by their
+number. The calls rotate over copies of the inputs that exceed the caches. In the graph, a small PyTorch kernel follows each call.
+Without this kernel, implementations that use PDL would overlap with their own preceding call, which does not happen in a model. The
+small kernel's time (``between_us``) is measured at each shape, in a graph of such kernels alone, and is subtracted from all times
+at that shape. With ``--back-to-back`` no kernel follows the calls, as in most published figures.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.storage import replace_file
 
 Call = Callable[[], Any]
-# A function from a call's output to two relative errors: over all elements, and of the worst row.
+# A function that takes a call's output and returns two relative errors: over all elements, and of the worst row.
 Errors = Callable[[Any], tuple[float, float]]
 JsonRow = Mapping[str, Any]
 
-# A measurement includes the launch of the graph, about ten microseconds. So a graph repeats the call until its lower bound on time
-# reaches GRAPH_US, but at most IN_GRAPH times. The launch then adds half a percent, or a tenth of a microsecond per call.
+# A measurement includes the launch of the graph, about ten microseconds. So a graph repeats the call until the lower bound of the
+# graph's time reaches GRAPH_US, but at most IN_GRAPH times. The launch then adds half a percent, or a tenth of a microsecond per
+# call.
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
-# Number of kernels in the graph that measures the kernel between calls. With this number of calls, the graph's launch is
-# negligible.
+# Number of kernels in the graph that times the kernel between calls. With this many kernels, the launch of the graph is negligible.
 BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
 _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
@@ -147,7 +147,7 @@ class Between:
 
 @dataclass
 class Measurement:
-    """An implementation at a shape, while it is being measured."""
+    """The measurement of an implementation at a shape, while it is in progress."""
 
     implementation: Implementation
     shape: Shape
@@ -193,7 +193,8 @@ class Measurement:
         if not self.rounds:
             self.calls = task.calls(self.implementation)
             self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
-            # More than a few long graphs would only occupy the device: the host enqueues each at once.
+            # The host enqueues a call at once, however long it runs. So three long calls suffice: more would only occupy the
+            # device.
             self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
         if self.implementation.portable and self.alone_us > _LONG_US:
             if self.rounds:
@@ -306,8 +307,8 @@ def absent_of(rows: Iterable[JsonRow]) -> dict[str, str]:
 
 
 def lost(device: torch.device) -> str:
-    """Returns why the process cannot measure any more, because a kernel has broken it; empty if it can. Frees cached device
-    memory.
+    """Returns the error if a kernel has broken the process, so that it cannot measure any more; empty if it can. Frees cached
+    device memory.
     """
     if device.type != "cuda":
         return ""
@@ -320,8 +321,8 @@ def lost(device: torch.device) -> str:
 
 
 def metadata_of(given: argparse.Namespace, command: str, device: torch.device) -> Any:
-    """Returns the metadata of a report. The option ``--commit`` replaces the commit, for code that is a copy without a checkout
-    of its own.
+    """Returns the metadata of a report. The option ``--commit`` replaces the commit, for a copy of the code that has no checkout of
+    its own.
     """
     metadata = collect_metadata(command, device)
     return dataclasses.replace(metadata, git_commit=given.commit) if given.commit else metadata

@@ -20,10 +20,11 @@ _FEWEST, _MOST = 10, 1000
 # Bytes written between two calls on a GPU, to evict the operands from its caches: more than any device's last-level cache (256
 # MiB). Writing them takes longer than queueing the next call, so the device never waits for the host.
 _FLUSHED_BYTES = 512 << 20
-# With warm caches no buffer is overwritten. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
+# With warm caches, nothing is written between two calls. Instead the device spins until the host has queued the next call: 0.1 ms
+# at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# A round keeps at most this many samples, evenly spaced. The median of these samples is the median of all samples.
+# A round keeps at most this many samples, evenly spaced. The round's median is computed before samples are dropped.
 _KEPT = 64
 
 
@@ -118,7 +119,7 @@ def measure(
 def measure_graph(
     calls: Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times consecutive callables in one CUDA graph. This is their time on the device, without launch overhead.
+    """Times consecutive callables in one CUDA graph. The result is their time on the device, without launch overhead.
 
     With ``"cold"``, caches are cold when the graph starts. So each call finds cold caches if it has its own memory.
 
@@ -270,8 +271,8 @@ def _gpu_times(
 
 
 def _before_each(device: torch.device, cache: Cache) -> Call:
-    """Returns a function to call before each timed call. It keeps the device busy while the host queues that call, and evicts the
-    caches if they are to be cold.
+    """Returns a function to call before each timed call. The function keeps the device busy while the host queues the timed call.
+    For cold caches, it also evicts the caches.
     """
     if cache == "warm":
         return functools.partial(torch.cuda._sleep, _SPUN_CYCLES)

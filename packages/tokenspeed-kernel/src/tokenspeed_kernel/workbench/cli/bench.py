@@ -163,7 +163,7 @@ def _roofline(where: torch.device, no_cache: bool, remeasure: bool) -> Roofline 
         return None
     try:
         return measure_roofline(where) if no_cache else cached_roofline(where, remeasure=remeasure)
-    except torch.OutOfMemoryError as error:  # another process has filled the device; kernels may still fit
+    except torch.OutOfMemoryError as error:  # another process has filled the device's memory; kernels may still fit
         typer.echo(f"without a roofline: {error}", err=True)
         return None
 

@@ -196,7 +196,7 @@ def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[st
     """Returns a case with the traits and operand dtypes that ``changes`` name. The case is made by changing the recipe of the first
     starting case that allows this.
 
-    A recipe draws all arguments of a call, so its formats, sizes and traits stay consistent.
+    A recipe makes all arguments of a call, so the call's formats, sizes and traits stay consistent.
     """
     wanted = dict(_wanted(op, starts[0], change) for change in changes)
     missed = ""

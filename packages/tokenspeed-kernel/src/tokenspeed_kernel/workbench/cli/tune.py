@@ -62,8 +62,8 @@ def tune(
 
 
 def _kernels(wanted: Sequence[str], operators: set[str]) -> set[str]:
-    """Returns the names of the kernels to tune: kernels of the tuned ``operators`` that ``wanted`` names, by the kernel's or the
-    operator's name.
+    """Returns the names of the kernels to tune. ``wanted`` names kernels, or operators whose kernels are meant. Only kernels of
+    ``operators`` are returned.
     """
     found: set[str] = set()
     for name in wanted:
@@ -204,7 +204,7 @@ def _export(platform: PlatformInfo, operator: str | None, path: Path) -> None:
     if not path.parent.is_dir():
         fail(f"--export {path}: there is no folder {path.parent}")
     newest: dict[str, tuned.Entry] = {}
-    for entry in good:  # this machine's own results come first
+    for entry in good:  # the results of this machine are listed first, and are kept
         newest.setdefault(entry.key, entry)
     written = sum(tuned.save_entry(path, entry) for entry in newest.values())
     if written < len(newest):

@@ -47,7 +47,7 @@ def verify(
     found = (spec for target in targets or (None,) for spec in find_kernels(target, plugin))
     specs = made_with(solution, list(dict.fromkeys(found)))
     runs = find_runs(specs, case or (), large, captured)
-    whole = not case and captured is None  # selected cases need not reach every kernel
+    whole = not case and captured is None  # if cases are selected, a kernel that runs on none of them is no error
     checks = plugin is not None if conformance is None else conformance
     if checks:
         options = Options(large, repeat, seed, shrink_seconds)
@@ -126,7 +126,7 @@ def _compare(
 def _unreached(
     specs: Sequence[KernelSpec], results: Sequence[CaseResult], device: torch.device | None, large: bool
 ) -> list[CaseResult]:
-    """Returns a failed result for each kernel that no case reached."""
+    """Returns a failed result for each kernel that ran on no case."""
     platform = platform_of(default_device() if device is None else device)
     told = (unreached(s, [r for r in results if r.kernel == s.name], platform, large=large) for s in specs)
     return [each for each in told if each is not None]

@@ -333,7 +333,7 @@ class _Calls:
 
 
 def _class_of(operator: str, parameter: str) -> Any:
-    """Returns the class that an operator declares for the object that it takes as a parameter."""
+    """Returns the class of the objects that an operator takes as the named parameter."""
     return next(each.cls for each in get_operator(operator).parameters if each.name == parameter)
 
 

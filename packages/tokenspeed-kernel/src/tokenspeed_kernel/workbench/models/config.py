@@ -30,7 +30,8 @@ class Experts:
         weight_format: the format of the experts' weights, see `MoEPlan`.
         options: further arguments of `moe_apply.plan`.
         routing: further arguments of `moe_topk`, except the correction bias.
-        router_bias, correction_bias: whether the router has a bias of its logits, and a correction bias for the selection.
+        router_bias, correction_bias: whether the router has a bias of its logits, and whether it has a correction bias for the
+            selection of experts.
         shared: intermediate size of all shared experts together; 0 if there are none.
         dense_layers: number of leading layers without experts.
     """
@@ -204,8 +205,8 @@ _METHODS: Mapping[Any, tuple[str, ...]] = {
 def _windows(table: Mapping[str, Any], layers: int) -> Mapping[int, int]:
     """Returns, for each ``window_left`` of a model's attention layers, the number of layers with it; -1 is full attention.
 
-    A configuration of GPT-OSS without layer types alternates windowed and full layers. Other configurations without layer types
-    ignore the window unless ``use_sliding_window`` is set.
+    A configuration of GPT-OSS without layer types alternates windowed and full layers. In other configurations without layer types,
+    all layers have full attention, also if ``sliding_window`` is set.
     """
     window = table.get("sliding_window")
     kinds = table.get("layer_types")

@@ -1,4 +1,4 @@
-"""``python -m tokenspeed_kernel.workbench.numerics`` is ``tokenspeed-kernel verify``."""
+"""Makes ``python -m tokenspeed_kernel.workbench.numerics`` run ``tokenspeed-kernel verify``."""
 
 from tokenspeed_kernel_command import main
 

@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.checks import describe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
-# Elements per comparison step, in float64; a KV cache may have 10^9 elements.
+# Elements that are converted to float64 and compared at a time; a KV cache may have 10^9 elements.
 _CHUNK = 1 << 24
 # With fewer elements, comparing the error's norm adds nothing to the elementwise comparison.
 _FEWEST_FOR_NORM = 64
@@ -57,9 +57,9 @@ class Comparison:
         tolerance: the tolerance that was applied.
         cosine: cosine similarity over the elements that are finite in both tensors; 1 if there are no such elements.
         ulps: histogram of distances in ulp, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...); nonempty buckets only, and for
-            floats only. ``"not finite"``: NaN or infinite in only one of the two.
-        several: at most 5 elements with the largest errors, the worst first. If any element is beyond the tolerance, only elements
-            beyond the tolerance.
+            floats only. ``"not finite"``: elements that are NaN or infinite in only one of the two tensors.
+        several: the elements with the largest errors beyond the tolerance, at most 5, the worst first. If no element is beyond the
+            tolerance, only the worst element.
         places: describes the locations of elements beyond the tolerance; empty if there are none.
         relation: describes a simple relation of the whole result to the expected result, such as a factor; empty if there is none.
     """
@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 ToleranceOf = Callable[[torch.dtype | TensorFormat], Tolerance]
-"""Returns the tolerance for an output of a dtype, or for values decoded from a format."""
+"""A function that returns the tolerance for an output of a dtype, or for values decoded from a format."""
 
 
 def compare_results(
@@ -199,8 +199,8 @@ def _count(outputs: int) -> str:
 def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance) -> Comparison:
     """Compares a tensor with its expected value.
 
-    NaNs must be at exactly the same positions. So must infinities, with equal signs. With an exact tolerance the bits must agree,
-    except for the payload of NaNs.
+    NaNs must be at the same positions in both tensors. Infinities must be at the same positions, with equal signs. With an exact
+    tolerance the bits must agree, except for the payload of NaNs.
 
     Args:
         name: the tensor's name, for the comparison that is returned.
@@ -241,7 +241,7 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
 
 
 def _alike(got: Any, expected: Tensor) -> bool:
-    """Whether a value is a tensor with the shape, dtype and device of the expected tensor."""
+    """Returns whether a value is a tensor with the shape, dtype and device of the expected tensor."""
     said = expected.shape, expected.dtype, expected.device
     return isinstance(got, Tensor) and (got.shape, got.dtype, got.device) == said
 
@@ -251,12 +251,12 @@ class _Measured:
     """Statistics of a comparison of two tensors, which accumulate over chunks of elements."""
 
     beyond: int = 0
-    strange: int = 0  # NaN or infinite in only one of the two
-    nan: int = 0  # how many of these are NaN in the result
+    strange: int = 0  # elements that are NaN or infinite in only one of the two tensors
+    nan: int = 0  # those of the strange elements that are NaN in the result
     max_error: float = 0.0
     error_squares: float = 0.0
     expected_squares: float = 0.0
-    got_squares: float = 0.0  # over elements that are finite in both, like the two below
+    got_squares: float = 0.0  # this sum and the next two: over elements that are finite in both tensors
     paired_squares: float = 0.0
     products: float = 0.0
     worst: list[tuple[float, int]] = field(default_factory=list)  # (score, flat index), the worst first
@@ -328,7 +328,8 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
 def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
     """Returns the scale of absolute errors: the rms of the tensor, or of the element's row if that is larger.
 
-    Rows may differ a lot (the first tokens of a sequence attend to few others), and rounding errors scale with the rounded values.
+    The magnitudes of rows may differ a lot (the first tokens of a sequence attend to few others), and rounding errors scale with
+    the rounded values.
     """
     if wide.numel() % row:  # the row is longer than a chunk
         return rms
@@ -353,7 +354,7 @@ def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tenso
     if not got.is_floating_point():
         return [0] * (len(_BUCKETS) + 2)
     left, right = _ordered(got[differing]), _ordered(expected[differing])
-    # Values of different signs are far apart; for float64 the distance would overflow an int64.
+    # Values of different signs are far apart. Clamping keeps the distance of two float64 values from overflowing an int64.
     apart = torch.where((left < 0) == (right < 0), (left - right).abs(), left.abs().clamp(max=2**61) + right.abs().clamp(max=2**61))
     bounds = torch.tensor(_BUCKETS, device=apart.device, dtype=apart.dtype)
     counts = torch.bincount(torch.bucketize(apart, bounds), minlength=len(_BUCKETS) + 1).tolist()
@@ -379,7 +380,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and bits."""
+    """Returns whether two tensors on one device have the same shape, dtype and bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(_bits(left.detach().reshape(-1)), _bits(right.detach().reshape(-1)))

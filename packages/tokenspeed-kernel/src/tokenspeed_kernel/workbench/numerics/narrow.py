@@ -83,7 +83,7 @@ def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -
         cut = _cut(op, arguments, sizes)
         check_with_values(op, cut)
     except (ValueError, TypeError):
-        # The check does not name the axes of scales of rows, so cut also the tensors that it does not name.
+        # The operator's check may not name the axes of per-row scales. So also cut the tensors whose axes the check does not name.
         cut = _cut(op, arguments, sizes, others=True)
         check_with_values(op, cut)
     return cut, rows
@@ -161,7 +161,7 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
 
 
 class Narrowed:
-    """A case's recipe that draws the arguments of ``base``, then narrows one size after another.
+    """A recipe of a case that makes the arguments of the recipe ``base``, then narrows one size after another.
 
     The size named ``items`` stands for the items of the batch.
     """

@@ -1,7 +1,7 @@
 """Changes a case's recipe so that its call has a wanted trait value or operand dtype.
 
-A trait is a function of the arguments, and a recipe draws arguments from plain values. The values for the wanted trait value are
-found by trial, the most likely changes first. So this module needs no knowledge of operators.
+A trait is a function of the arguments, and a recipe makes arguments from plain values. This module tries changes of the plain
+values, the most likely ones first, until the trait has the wanted value. So this module needs no knowledge of operators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.parameters import check_types, tensor_arguments
 from tokenspeed_kernel_base.selection import Request
 
 _MOST_TRIES = 400
-# The most elements, over all arguments, of a case that is drawn.
+# The most elements that the arguments of a tried case may have together.
 _MOST_ELEMENTS = 1 << 26
 
 Change = dict[str, Any]
@@ -66,7 +66,7 @@ def _same_maker(make: Any, other: Recipe) -> bool:
 
 
 def values_of(make: Any) -> dict[str, Any]:
-    """Returns the values from which a recipe draws its arguments, defaults included; empty for a function that is no recipe."""
+    """Returns the values from which a recipe makes its arguments, defaults included; empty for a function that is no recipe."""
     if not isinstance(make, Recipe):
         return {}
     parameters = inspect.signature(make.maker).parameters.values()
@@ -123,7 +123,7 @@ def _nearest(
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:
         return None
-    # The request of a case is known only after drawing the case. So changes that may make the case huge are left out.
+    # The request of a case is known only after its arguments are made. So changes that may make the case huge are left out.
     room = math.inf if case.large else _MOST_ELEMENTS / max(_elements(op, case), 1)
     towards = changes_towards(op, recipe, value_in(request, name, wanted[name]), name, wanted[name])
     changes = [change for change in towards if growth(recipe, change) <= room]
@@ -162,7 +162,7 @@ def value_in(request: Request, name: str, like: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two trait values are equal. A boolean never equals an integer."""
+    """Returns whether two trait values are equal. A boolean never equals an integer."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 

@@ -1,4 +1,4 @@
-"""Shrinks a failing call to the smallest one with the same fault.
+"""Shrinks a failing call to the smallest call with the same fault.
 
 A case that a `Recipe` makes from numbers is varied through these numbers: shorter lists of lengths, smaller sizes, omitted options.
 Any other case is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator rejects are skipped. So this
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# Elements of a list with at most this many are tried one by one. Halves of longer lists are tried first.
+# Only the first elements of a list, this many at most, are left out or reduced one by one.
 _MOST_ELEMENTS = 12
 
 
@@ -63,7 +63,7 @@ def shrink(
 ) -> Shrunk:
     """Searches for the smallest case on which a kernel fails in the same way: with the same status, and a fault of the same kind.
 
-    The search is deterministic, except where it stops if time runs out.
+    The search is deterministic unless time runs out.
 
     Args:
         spec: the kernel.
@@ -94,7 +94,9 @@ class _Search:
         return time.monotonic() >= self.deadline
 
     def descend(self, case: Case) -> tuple[Case, CaseResult]:
-        """Replaces a case by ever smaller cases that fail in the same way, until no variation of the last one does."""
+        """Replaces a case by ever smaller cases that fail in the same way, until no variation of the last case fails in this
+        way.
+        """
         result, size = self.wanted, self._size(case)
         seen: set[str] = set()
         progress = size is not None

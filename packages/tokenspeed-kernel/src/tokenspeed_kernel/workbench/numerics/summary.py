@@ -1,4 +1,4 @@
-"""A short summary of the faults among many results, for tests, whose failures are read in a terminal."""
+"""Summarises the faults among many results in a short text, for tests whose failures are read in a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenspeed_kernel.workbench.numerics.conformance import Finding
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult
 
-_MOST, _REASON, _TRACEBACK = 3, 300, 1500  # reasons; characters of each, and of the first traceback
+_MOST, _REASON, _TRACEBACK = 3, 300, 1500  # most reasons; most characters of a reason; most characters of the traceback
 
 
 def summary(results: Iterable[CaseResult | Finding]) -> str:

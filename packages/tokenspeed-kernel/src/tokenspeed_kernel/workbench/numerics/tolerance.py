@@ -1,11 +1,11 @@
 """Tolerances: the allowed difference between a kernel's result and the reference, and its reason.
 
 A tolerance has three numbers. An element may differ by ``relative`` times its own magnitude plus ``absolute`` times the root mean
-square of the tensor. The second part is needed where large terms cancel: the error scales with the terms, not with the sum. Small
-errors of equal sign may still add up; ``norm`` bounds the whole difference, as a relative Frobenius norm.
+square of the tensor. The absolute part is needed where large terms cancel: the error scales with the terms, not with their sum.
+Small errors of equal sign may still add up; ``norm`` bounds the whole difference, as a relative Frobenius norm.
 
-The reference rounds once, at the end. Kernels may differ only as far as MMAs require: another order of summation, and intermediates
-rounded to the operands' format.
+The reference rounds once, at the end. A kernel may differ from the reference only as far as MMAs require. The kernel may sum in
+another order, and may round intermediates to the operands' format.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ _INTEGERS = Tolerance(0, 0, 0, "integers are not rounded")
 _BY_DTYPE = {
     # Summing n terms in another order causes an error of about sqrt(n) * 2^-52. 1e-12 leaves room for n = 10^6 and a few such sums.
     torch.float64: Tolerance(1e-12, 1e-12, 1e-13, "sums in another order, in float64"),
-    # sqrt(4096) * 2^-23 is 8e-6, and the hardware's exp2 and rsqrt have errors of 2 ulp; the tolerance is twice that.
+    # sqrt(4096) * 2^-23 is 8e-6, and the hardware's exp2 and rsqrt have errors of 2 ulp. The tolerance is more than twice the sum
+    # of these errors.
     torch.float32: Tolerance(2e-5, 2e-5, 1e-5, "sums of some thousand terms in another order, approximate exp2"),
     # Two ulp: one when an intermediate is rounded to an MMA operand, one when the result is rounded. Together these cause noise of
     # about 0.3 ulp rms. The norm may be three times that.
     torch.float16: Tolerance(2**-9, 2**-9, 2**-10, "an intermediate and the result are each rounded to float16"),
     torch.bfloat16: Tolerance(2**-6, 2**-6, 2**-7, "an intermediate and the result are each rounded to bfloat16"),
     # The distance between two neighbouring values of the format (an eighth to a quarter of the value), because a value near a
-    # rounding boundary may round to either side. Few values are near a boundary, so the norm may be a small fraction of that
-    # distance.
+    # rounding boundary may round to either side. Few values are near a boundary, so the bound of the norm is a small fraction of
+    # that distance.
     torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
     torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
@@ -81,8 +82,9 @@ _FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
 # Decoded values of quantised results. The values before quantisation may differ in their last bit, so a value near a rounding
-# boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be 512 times its
-# scale in one result, and slightly less in the other. In the latter result the amax saturates at 448, one eighth less.
+# boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be a power of two in
+# one result, and slightly less in the other. The other result's scale is then half as large, and its amax, almost 512 times that
+# scale, saturates at 448 times, one eighth less.
 _POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
 _BY_FORMAT = {
     "mxfp8": _POWERS_OF_TWO,
@@ -152,5 +154,5 @@ def _is_fp8(fmt: TensorFormat) -> bool:
 
 
 def _is_fp4(fmt: TensorFormat) -> bool:
-    """Whether a format is fp4: scaled elements stored as bytes are pairs of 4-bit values."""
+    """Returns whether a format is fp4: scaled elements stored as bytes are pairs of 4-bit values."""
     return fmt.scale is not None and fmt.storage_dtype == torch.uint8

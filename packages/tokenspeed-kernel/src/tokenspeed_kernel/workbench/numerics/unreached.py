@@ -1,7 +1,7 @@
 """Finds kernels that run on no case of their operator. Such a kernel counts as wrong.
 
-Usually the kernel's declaration is wrong. It requires something that no call has, or two things that no call combines. Otherwise
-the operator is missing a case.
+Usually the kernel's declaration is wrong. It requires something that no call has, or two things that no call combines. If the
+declaration is right, the operator lacks a case.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OF_THE_DECLARATION = ("formats", "traits")
 
 
 def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: PlatformInfo, *, large: bool) -> CaseResult | None:
-    """Returns a result for a kernel that ran on no case of its operator. None if it ran on a case, or may run on one on another
-    machine.
+    """Returns a result for a kernel that ran on no case of its operator. Returns None if the kernel ran on a case, or may run on a
+    case on another machine.
 
     Args:
         spec: the kernel's declaration.
@@ -33,8 +33,8 @@ def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: Platfor
         large: whether the results include the large cases.
 
     Returns:
-        UNREACHED with the reasons; SKIPPED if only large cases, which were not run, reach the kernel; ERROR if its operator is not
-        declared.
+        UNREACHED with the reasons; SKIPPED if the kernel is eligible only for large cases, which were not run; ERROR if its
+        operator is not declared.
     """
     if (wrong := undeclared(spec)) is not None:
         return wrong
@@ -62,7 +62,7 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
-    """Whether a kernel's declaration accepts a case; also True if that depends on the values of the case's tensors."""
+    """Returns whether a kernel's declaration accepts a case; also True if that depends on the values of the case's tensors."""
     op = get_operator(spec.operator)
     found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

@@ -112,7 +112,9 @@ class CaseResult:
 
 
 def default_device() -> torch.device:
-    """Returns the device that kernels of this process run on: the current GPU, or the CPU (also under a simulator)."""
+    """Returns the device that kernels of this process run on: the current GPU, or the CPU (also if the platform is emulated or
+    pretended).
+    """
     platform = current_platform()
     if platform.is_cpu or platform.emulated or platform.pretended:
         return torch.device("cpu")
@@ -294,7 +296,7 @@ def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any])
 
 
 def refusal_of(op: Operator[Any, Any], spec: KernelSpec, request: Request) -> tuple[str, str] | None:
-    """Returns what `refusal` does, for the request that the unprepared arguments make."""
+    """Like `refusal`, but takes the request of the unprepared arguments."""
     return gate(spec, replace(request, fixed_traits=frozenset(request.traits).difference(op.fixed_traits)), overridden=True)
 
 
@@ -415,7 +417,8 @@ class _Trial:
                 padding = out[self.op.counted_rows(arguments) :]
                 if not same_bits(padding, _garbage(padding)):
                     self.faults.append(Fault(f"out= {name}", f"writes to rows of {name}= that belong to no item"))
-        # An ignored output has been reported, and outputs that cannot be provided were compared before.
+        # The expected value replaces an ignored output, which has been reported, and an output without an ``out=`` parameter, which
+        # was compared before.
         got = [out if name in respected else wanted[index] for index, (name, out) in enumerate(provided.items())]
         got += wanted[len(got) :]
         compared = compare_results(self.op, arguments, lowering.from_list(got), self.expected, self.tolerance)
@@ -446,7 +449,9 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
 
 
 def _garbage(like: Tensor) -> Tensor:
-    """Returns an output tensor filled with values that no kernel computes: NaN, above 10^38, or at least 2^30."""
+    """Returns an output tensor of bytes 0x7f, or of True for bool. In most float formats, these bytes are NaN or above 10^38. In
+    32-bit and 64-bit integers, they are at least 2^30. Kernels do not compute such values.
+    """
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
         return made.fill_(True)

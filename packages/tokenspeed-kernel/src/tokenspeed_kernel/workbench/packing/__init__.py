@@ -4,10 +4,10 @@ nothing.
 The calls are those of a capture or of a model. Each call goes through the operator's function, so selection, launchers and
 configurations are those of the device. Worker processes share the work.
 
-A compiler takes part through an entry point of the group ``tokenspeed_kernel.packing``. The entry point is a module with
-``COMPILER``, the compiler's name; ``toolchain()``, the compiler's versions; ``is_program(name)``, whether a file belongs into a
-pack; and ``compiling_into(folder, platform)``, a context manager in which the compiler compiles into a folder and launches
-nothing. `tokenspeed_kernel.workbench.packing.triton` is Triton's.
+A compiler is declared by an entry point of the group ``tokenspeed_kernel.packing``. The entry point is a module with ``COMPILER``,
+the compiler's name; ``toolchain()``, the compiler's versions; ``is_program(name)``, whether a file belongs in a pack; and
+``compiling_into(folder, platform)``, a context manager in which the compiler compiles into a folder and launches nothing.
+`tokenspeed_kernel.workbench.packing.triton` is this module for Triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_pl
 from tokenspeed_kernel_base.spec import KernelSpec
 
 GROUP = "tokenspeed_kernel.packing"
-# The number of SMs/CUs of each architecture's largest device. It only affects a kernel's choice of configuration.
+# The number of SMs/CUs of each architecture's largest device. The number only affects a kernel's choice of configuration.
 SM_COUNTS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _OTHER_SM_COUNT = 256
 # While a pack is made, its programs are in this subfolder of the pack, so that an interrupted build can be resumed.
@@ -62,11 +62,11 @@ def device_of(arch: str) -> PlatformInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The file or model whose calls a pack serves.
+    """The file or model that lists the calls for which a pack has programs.
 
     Attributes:
         name: a file of captured calls; or a model, as `models.model_of` takes it: a preset, or a config.json or its folder.
-        steps: the decode steps and prefills of the model whose calls the pack serves.
+        steps: the decode steps and prefills of the model for whose calls the pack has programs.
         ranks: number of ranks for the model's tensor parallelism; the calls are those of one rank, without communication.
     """
 
@@ -94,8 +94,9 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class _Drawn:
-    """Makes the arguments of a model's call, with zeros in place of fake tensors. The system provides the zeros' memory when it is
-    first used."""
+    """Makes the arguments of a model's call, with zeros in place of fake tensors. The operating system allocates memory for the
+    zeros only when it is first used.
+    """
 
     call: models.Call
 
@@ -188,7 +189,7 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
         running = [pool.submit(_run, index) for index in range(count)]
         try:
             yield from (done.result() for done in as_completed(running))
-        except BaseException:  # interrupted, or closed
+        except BaseException:  # an interrupt, or the iterator was closed
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -213,7 +214,7 @@ def _distributions() -> dict[str, str]:
 # -- a worker process --------------------------------------------------------------------------------------------------------------
 
 _calls: list[Call] = []
-_open = contextlib.ExitStack()  # until the process ends
+_open = contextlib.ExitStack()  # stays open until the process ends
 
 
 def _end_with_parent() -> None:
@@ -224,14 +225,14 @@ def _end_with_parent() -> None:
 
 
 def _begin(source: Source, arch: str, cache: str, pack: str | None) -> None:
-    # A worker whose parent was killed would wait for work for ever.
+    # Ends the worker if its parent is killed. Otherwise the worker would wait for work for ever.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ[config.PREFIX + "PACKS"] = pack or config.OFF
     config.reload_settings()
     set_compile_policy("forbid" if pack else "allow")
     _calls[:] = source.calls()
-    # Emulated: kernels take CPU tensors.
+    # On an emulated platform, kernels accept CPU tensors.
     platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
     _open.enter_context(torch.no_grad())
     for compiler in compilers():
@@ -252,7 +253,7 @@ def _run(index: int) -> Outcome:
                 op.function(**prepared_by_shape(op, arguments, chosen))
     except CompilationForbiddenError as error:
         return dataclasses.replace(outcome, missing=str(error))
-    except Exception as error:  # a call that cannot be run is an outcome like the others
+    except Exception as error:  # a call that cannot be run must not stop the other calls
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         outcome = dataclasses.replace(outcome, error=text)

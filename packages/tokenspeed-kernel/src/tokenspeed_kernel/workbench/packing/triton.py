@@ -25,7 +25,7 @@ def toolchain() -> list[str]:
 
 
 def is_program(name: str) -> bool:
-    """Whether a file of Triton's cache belongs into a pack. ``__grp__`` files do not, because they list absolute paths."""
+    """Returns whether a file of Triton's cache belongs in a pack. ``__grp__`` files do not, because they list absolute paths."""
     return not name.startswith("__grp__") and not name.endswith(_NEEDLESS)
 
 

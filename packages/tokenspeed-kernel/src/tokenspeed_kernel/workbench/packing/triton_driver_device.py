@@ -29,7 +29,7 @@ class _Launcher:
 
 
 class _Utils:
-    """The functions of a Triton driver that load kernels and query the device; these load nothing."""
+    """The functions of a Triton driver that load kernels and query the device; this class loads nothing."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return (None, name, 0, 0, 1024)  # module, function, registers, spills, largest CTA

@@ -1,4 +1,6 @@
-"""Receipts: the kernel that is selected for each call of a model or process, why the next best is not, and the predicted time."""
+"""Receipts: the kernel that is selected for each call of a model or process, why the next best kernel is not selected, and the
+predicted time.
+"""
 
 from tokenspeed_kernel.workbench.receipts.differences import Difference, difference_lines, differences
 from tokenspeed_kernel.workbench.receipts.making import receipt, row_of

@@ -96,7 +96,7 @@ def _merged(found: Iterator[Difference]) -> list[Difference]:
 
 
 def difference_lines(found: Iterable[Difference]) -> Iterator[str]:
-    """Yields the differences as text of at most 100 columns."""
+    """Yields the differences as lines of text of at most 100 columns."""
     for each in found:
         sizes = f" at {', '.join(map(str, each.sizes))}" if each.sizes else ""
         yield from wrapped(f"{each.kind}: {each.what}{sizes}", "", "    ")

@@ -39,7 +39,7 @@ from tokenspeed_kernel_base.selection import RANKS, Explanation, Request, consid
 from tokenspeed_kernel_base.signature import dtype_name
 
 _MOST_PASSED = 3  # a row names at most this many rejected kernels
-# Kernels that these gates reject are for other devices, callers or formats: no call of the same model could take them.
+# Kernels that these gates reject are for other devices, callers or formats: no call of the same model could select them.
 _FOR_OTHERS = (None, "package", "solution", "platform", "formats")
 
 Source = str | Path | Mapping[str, Any] | Model
@@ -70,11 +70,11 @@ def receipt(
     ranks: int = 1,
     roofline: Roofline | None = None,
 ) -> Receipt:
-    """Returns which kernel is selected for each call, why the next best kernel is not, and the predicted time.
+    """Returns which kernel is selected for each call, why the next best kernel is not selected, and the predicted time.
 
     Nothing is launched, compiled or measured. Without arguments, the calls are those for which this process has selected kernels so
-    far; the selection is repeated now. Predictions come from tuned results of the kernel, else from a measured roofline; where
-    there is neither, there is none.
+    far. The selection is repeated for the receipt. Predicted times come from tuned results of the kernel, else from a measured
+    roofline. If there is neither, the call has no predicted time.
 
     Args:
         model: the name of a preset, the path of a Hugging Face config.json or its folder, or its contents.
@@ -260,5 +260,6 @@ def _predicted(explanation: Explanation, cost: Cost | None, roofline: Roofline |
     if roofline is None or cost is None:
         return None, ""
     operands = [fmt.storage_dtype for _, fmt in request.signature.roles]
-    # A call that takes 1 us reaches this part of the roofline, so the roofline allows this many microseconds.
+    # In 1 us, the call would reach this fraction of the roofline. So the shortest time that the roofline allows is this many
+    # microseconds.
     return share_of(cost, 1.0, operands, roofline).part, "roofline"

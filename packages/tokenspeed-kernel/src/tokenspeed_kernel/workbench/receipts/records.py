@@ -1,4 +1,4 @@
-"""A receipt as data, and its JSON file."""
+"""The data of a receipt, and its JSON file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Receipt:
         versions: versions of the distributions that affect selection, and of the device's driver.
         settings: the arguments of `receipt` for a model: context, page size, dtypes...
         notes: messages about settings that have no effect, and about plugins that failed to load.
-        rows: one per kind of call and selected kernel with its reasons.
+        rows: the kinds of calls, each with its kernel. Sizes with the same kernel for the same reasons share a row.
         date: the date and time of the selection, in ISO 8601.
     """
 

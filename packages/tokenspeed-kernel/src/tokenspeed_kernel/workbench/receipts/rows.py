@@ -1,4 +1,4 @@
-"""One kind of call in a receipt, and the kernels that were not selected for these calls."""
+"""The rows of a receipt: a kind of call, the selected kernel, and kernels that were not selected."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Row:
         solution: the kernel's backend.
         reason: why selection chose the kernel, or why no kernel is eligible.
         config: the kernel's configuration from tuning; empty for its defaults.
-        passed: kernels that were not selected: first rejected ones of higher priority, then the next best eligible one.
+        passed: kernels that were not selected: first rejected kernels of higher priority, then the next best eligible kernel.
         formats, traits: formats and traits of the request. For a model, those of the call with the smallest size.
-        predicted_us: the predicted time in microseconds at each of ``sizes``; None where nothing was measured.
+        predicted_us: the predicted time in microseconds at each of ``sizes``; None without a prediction.
         predicted_by: the source of each prediction. ``"table"``: a tuned result of this kernel. ``"roofline"``: the shortest time
             that the device's measured roofline allows. Empty: no prediction.
     """

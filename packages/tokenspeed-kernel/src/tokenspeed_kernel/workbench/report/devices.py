@@ -71,7 +71,7 @@ class Change:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Each run's median divided by the first measured one. Example: 0.5 is half the time."""
+        """Each run's median divided by the median of the first run that measured the kernel. Example: 0.5 is half the time."""
         first = next(time_us for time_us in self.times_us if time_us is not None)
         return tuple(None if time_us is None else time_us / first for time_us in self.times_us)
 

@@ -1,4 +1,4 @@
-"""Renders the folder's templates to HTML that needs no other file and no network."""
+"""Renders this folder's templates to HTML that needs no other file and no network."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ COLUMNS = (
     "operator", "case", "kernel", "median µs", "of roofline", "TFLOP/s", "GB/s", "p10", "p90", "launch µs", "status", "run",
 )  # fmt: skip
 _NUMBERS = frozenset({"median µs", "p10", "p90", "TFLOP/s", "GB/s", "of roofline", "launch µs"})
-# CSS classes of columns. Narrow screens hide "minor" columns, very narrow screens "spare" columns, too. The text of "words" columns
-# may wrap.
+# CSS classes of columns. Narrow screens hide "minor" columns. Very narrow screens also hide "spare" columns. The text of "words"
+# columns may wrap.
 _ROOM = dict.fromkeys(("p10", "p90", "launch µs", "run"), "minor") | dict.fromkeys(("operator", "GB/s"), "spare")
 _ROOM |= {"case": "words", "kernel": "words"}
 

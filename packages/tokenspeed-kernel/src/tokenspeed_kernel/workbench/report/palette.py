@@ -38,12 +38,14 @@ _STAND_INS = {name: f"#0102{index:02x}" for index, name in enumerate(COLOURS, 16
 
 
 def light(name: str) -> str:
-    """Returns the colour with a name in light mode, in which plots in separate files are drawn."""
+    """Returns the colour with this name in light mode. Plots in separate files use light mode."""
     return COLOURS[name][0]
 
 
 def stand_in(name: str) -> str:
-    """Returns the placeholder for the colour with a name. Plots within the page are drawn in placeholders, see `as_variables`."""
+    """Returns the placeholder for the colour with this name. Plots within the page are drawn in placeholders, see
+    `as_variables`.
+    """
     return _STAND_INS[name]
 
 
@@ -55,7 +57,7 @@ def as_variables(svg: str) -> str:
 
 
 def series(index: int) -> str:
-    """Returns the name of the colour of a plot's data series with an index. Colours repeat cyclically."""
+    """Returns the name of the colour for the data series with this index. Colours repeat cyclically."""
     return SERIES[index % len(SERIES)]
 
 

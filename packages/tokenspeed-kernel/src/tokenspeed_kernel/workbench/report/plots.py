@@ -71,7 +71,7 @@ class Drawing:
         return axes
 
     def hint(self, text: str) -> str:
-        """Registers a tooltip. Returns an id: the part of the drawing that gets this id as its ``gid`` shows the tooltip."""
+        """Registers a tooltip and returns its id. A part of the drawing whose ``gid`` is this id shows the tooltip."""
         name = f"hint-{len(self.hints)}"
         self.hints[name] = text
         return name
@@ -257,7 +257,7 @@ def bars_plot(operator: str, cases: Sequence[CaseBars], colours: Mapping[str, st
     Args:
         operator: ``"family.mode"``, for the title.
         cases: the operator's cases with their bars; at least one case.
-        colours: each backend's name of a colour.
+        colours: the name of each backend's colour.
         of_roofline: whether the bars are fractions of the roofline rather than of the fastest kernel's speed.
         paint: maps the names of colours to colours.
     """

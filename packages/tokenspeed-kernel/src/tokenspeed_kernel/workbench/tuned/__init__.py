@@ -1,8 +1,8 @@
 """Tables of tuned results from this machine or similar machines, and the check whether a result is still valid.
 
-An entry of a table is for one combination of operator, formats, traits, buckets of sizes, and device. It has the time of each
-kernel with the kernel's best configuration. There are three sources, searched in this order: results of this process, the user's
-cache directory, and the tables that wheels ship for known devices. Selection reads the results through `find`. The package
+An entry of a table is for one combination of operator, formats, traits, buckets of sizes, and device. The entry has the time of
+each kernel with the kernel's best configuration. There are three sources, searched in this order: results of this process, the
+user's cache directory, and the tables that wheels ship for known devices. Selection reads the results through `find`. The package
 `tuning` measures and writes them.
 """
 

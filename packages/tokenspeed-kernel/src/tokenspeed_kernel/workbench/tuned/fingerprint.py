@@ -1,4 +1,5 @@
-"""What a measured time of a kernel depends on: a hash of the kernel's source, and the versions of the software that compiles it.
+"""Identifies what a kernel's measured time depends on: a hash of the kernel's source, and the versions of the software that
+compiles it.
 
 The source is found by the module's name, without importing the module or its packages.
 """

@@ -90,7 +90,8 @@ def _load(path: Path, *, keep_corrupt: bool) -> Entries:
 def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
     """Returns the files that may have results for a device, the user's file first, each with a flag: whether the file is shipped.
 
-    ``chosen``: the setting ``TOKENSPEED_KERNEL_TUNED``. It is an argument because the function's results are cached.
+    ``chosen``: the setting ``TOKENSPEED_KERNEL_TUNED``. The function could read the setting itself, but the cached result must
+    depend on it.
     """
     path = user_table(device)
     own = [] if path is None or pretended else [(path, False)]
@@ -109,7 +110,7 @@ _known_operators: dict[Any, Any] = memo.new_memo()
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    """Whether any source has results of an operator for a device. Only then does selection depend on a call's sizes.
+    """Returns whether any source has results of an operator for a device. Only then does selection depend on a call's sizes.
 
     Tables that other processes write later are read once memoised decisions are invalidated.
     """

@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.selection import Request, gate
 
 # The fraction of free memory that copies of mutated arguments may take.
 _COPIED_FRACTION = 0.25
-_COPIED_BYTES = 4 << 30  # the copies' limit where the free memory is unknown, on a CPU
+_COPIED_BYTES = 4 << 30  # the limit of the copies on a CPU, where the free memory is not known
 
 _one_at_a_time = threading.RLock()
 
@@ -41,8 +41,8 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         budget_s: the seconds that measuring may take, compilation included. Each kernel's default configuration is always measured.
 
     Returns:
-        Why nothing was measured. Empty if something was measured or if there is only one candidate. Also empty for calls of several
-        processes, which are never measured.
+        The reason why nothing was measured. Empty if something was measured, or if there is only one candidate. Also empty for
+        calls of several processes, which are never measured.
     """
     op = get_operator(request.operator)
     if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, arguments)):

@@ -1,7 +1,7 @@
 """Finds the fastest kernel and configuration for a request. Lists the candidates, times and checks them, and records the results.
 
-`tune_case` uses this module for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. The two differ in the
-source of the arguments, and in the results that the candidates' results are compared with.
+`tune_case` uses this module for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. These two callers
+differ in the source of the arguments, and in the results that the candidates' results are compared with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Config = Mapping[str, Any]
 class Outcome:
     """The outcome of tuning on one case, for kernels that take the same arguments.
 
-    Kernels that need differently prepared arguments do not compete, so each group of kernels with the same arguments has an
+    Kernels that need differently prepared arguments do not compete, so each group of kernels with the same arguments has its own
     outcome.
 
     Attributes:
@@ -88,8 +88,8 @@ def untuned_choice(request: Request) -> str | None:
 def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str, Config]]:
     """Returns the candidates for a request: kernel names with the configurations that are valid for the request.
 
-    Default configurations come first, that of the kernel selected without tuned results before those of other kernels by priority.
-    An empty configuration is the kernel's default. The reference is not a candidate.
+    Default configurations come first: that of the kernel selected without tuned results, then those of the other kernels by
+    priority. An empty configuration is the kernel's default. The reference is not a candidate.
     """
     first = untuned_choice(request)
     real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))

@@ -1,9 +1,9 @@
 """Finds the fastest of several candidates within a time budget.
 
 First each candidate is called twice. If the second call takes several times as long as the fastest candidate so far, there is a
-third call. If that is as slow, the candidate is not measured further ("hopeless"). The other candidates are measured in rounds
-(successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943). After each round the slower half is dropped. The faster half
-gets all the time of the next round. A round measures one candidate after another, so that drift of the machine affects all
+third call. If the third call is as slow, the candidate is not measured further ("hopeless"). The other candidates are measured in
+rounds (successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943). After each round the slower half is dropped. The faster
+half gets all the time of the next round. A round measures one candidate after another, so that drift of the machine affects all
 candidates alike. A kernel's default configuration always stays, as the baseline of the result.
 
 On a GPU a candidate is timed in a CUDA graph. The reasons are that launching a few kernels from Python takes longer than small
@@ -27,7 +27,8 @@ from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 # A candidate is hopeless if it takes this many times as long as the fastest one. The factor is large, because clocks and caches
 # have not settled in the first calls.
 _HOPELESS = 3.0
-# Differences between first calls that are below this are ignored, because the call and the synchronisation take about as long.
+# Differences between first calls below this many microseconds are ignored, because the call and the synchronisation take about as
+# long.
 _BLURRED_US = 100.0
 # Calls of a candidate in a round: the median of fewer calls is unreliable, that of more calls is no better.
 _FEWEST, _MOST = 5, 300

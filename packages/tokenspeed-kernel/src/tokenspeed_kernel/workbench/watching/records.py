@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenspeed_kernel_base.storage import DamagedFileError, Database, part_of, set_aside
 
-MAX_SAMPLES = 4  # a record keeps the work-determining values of at most this many calls
+MAX_SAMPLES = 4  # a record keeps the values that determine the work of at most this many calls
 _CONTENT, _VERSION = "tkca", 2
 _DROPPED = "dropped "
 
@@ -72,8 +72,8 @@ def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
     The work of a record describes the values that determine how much its calls compute. ``seen`` is the number of calls whose
     values were read. ``samples`` has the values of a few of these
-    calls: of the first call, which often has the largest values, and of the latest ones. ``histograms`` counts all values that were
-    read, by name and bin. A value's bin is the smallest power of two that is not below the value (``"0"`` for 0).
+    calls: of the first call, which often has the largest values, and of the latest calls. ``histograms`` counts all values that
+    were read, by name and bin. A value's bin is the smallest power of two that is not below the value (``"0"`` for 0).
     """
     samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
     if len(samples) > MAX_SAMPLES:

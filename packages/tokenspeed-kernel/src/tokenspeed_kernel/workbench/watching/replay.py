@@ -1,5 +1,6 @@
 """Recreates captured calls: with the same shapes, strides, dtypes, options and sequence lengths, the same skew of expert loads, and
-newly drawn values."""
+new random values.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +98,8 @@ def _amount(sample: Mapping[str, Sequence[int]]) -> int:
 
 @recipe
 def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> Make:
-    """Recreates the arguments of a captured call. The operator's ``vary`` hook makes arguments with the captured work; the other
-    arguments are drawn from their descriptions.
+    """Recreates the arguments of a captured call. The operator's ``vary`` hook makes arguments with the captured work. Other
+    tensors get random values, and have the captured shapes, strides and dtypes.
 
     Args:
         operator: name of the operator.

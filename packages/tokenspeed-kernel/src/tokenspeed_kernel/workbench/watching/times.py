@@ -51,8 +51,9 @@ _FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
 
 @dataclass(frozen=True)
 class CallKind:
-    """What calls whose times are counted together have in common. ``shape``: shapes of the operands. ``dtype``: dtype of the first
-    operand."""
+    """A kind of calls, whose times are counted together. ``shape``: shapes of the operands. ``dtype``: dtype of the first
+    operand.
+    """
 
     operator: str
     kernel: str
@@ -212,8 +213,9 @@ class CallTimes(Background):
             return self._found[kind]
 
     def _read_events(self, waited_for: int) -> None:
-        """Reads the device times of calls that the device has finished. First waits until it has finished the first
-        ``waited_for`` of the pending calls."""
+        """Reads the device times of calls that the device has finished. First waits until the device has finished the first
+        ``waited_for`` of the pending calls.
+        """
         with self._lock:
             try:
                 while self._pending:

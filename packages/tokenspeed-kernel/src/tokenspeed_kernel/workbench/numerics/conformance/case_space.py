@@ -97,7 +97,7 @@ class CaseSpace:
 
     @classmethod
     def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> CaseSpace:
-        """Builds the space from these cases of the operator, of which it keeps those for which the kernel is eligible."""
+        """Builds the space from those of the operator's ``cases`` for which the kernel is eligible."""
         space = cls(op, spec, device, seed)
         known = (space.look(case) for case in cases)
         space.taken = sorted((k for k in known if k is not None and space.takes(k.case)), key=lambda k: k.elements)
@@ -160,7 +160,8 @@ class CaseSpace:
         """
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
-        # The size of a case is known only after it is drawn, so changes that may make a case huge are left out beforehand.
+        # The size of a case is known only after its arguments are made. So changes that may make a case huge are left out
+        # beforehand.
         found = changes_towards(self.op, recipe, known.traits.get(trait), trait, value)
         changes = [(change, growth(recipe, change)) for change in found]
         room = _MOST_ELEMENTS / known.elements
@@ -182,7 +183,7 @@ def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
 
 
 def empty_cases(space: CaseSpace, most: int = 12) -> Iterator[Case]:
-    """Yields calls with nothing to do, and calls in which some items are empty: sizes of 0, lengths of 0, no items at all."""
+    """Yields cases with nothing to compute, or with some empty items: sizes of 0, lengths of 0, no items at all."""
     seen: set[str] = set()
     makers: dict[Any, int] = {}
     count = 0

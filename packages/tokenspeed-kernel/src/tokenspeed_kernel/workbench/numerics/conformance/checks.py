@@ -2,8 +2,8 @@
 
 `tokenspeed_kernel.workbench.numerics.verify` compares results. The checks of this module repeat the same cases under other
 conditions: at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards
-around every tensor, with tensors that are not contiguous, in a CUDA graph, and alone instead of in a batch. A check also detects
-synchronisation with the device. Each check yields one `CaseResult` per call and writes no file.
+around every tensor, with tensors that are not contiguous, in a CUDA graph, and for some items of a batch instead of all. One check
+detects synchronisation with the device. Each check yields one `CaseResult` per call and writes no file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# The tag of a kernel that synchronises with the device. Such a kernel cannot be captured in a CUDA graph, and skips this check.
+# The tag of a kernel that synchronises with the device. Such a kernel cannot be captured in a CUDA graph. The checks `waits` and
+# `graphs` skip it.
 WAITS = "waits"
 BATCH_INVARIANT = "batch_invariant"
 # The values of `Fault.check` that mean wrong results.
@@ -50,8 +51,8 @@ RESULTS = frozenset({"values", "error"})
 
 
 class Changed:
-    """A case's recipe that draws the arguments of ``base``, then changes them. ``change`` maps all arguments to the changed
-    arguments.
+    """A recipe of a case that makes the arguments of the recipe ``base``, then changes them. ``change`` maps all arguments to the
+    changed arguments.
     """
 
     def __init__(self, op: Operator[Any, Any], base: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -68,7 +69,7 @@ def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callab
         space: the cases.
         most: the largest number of cases to return.
         right: return only cases with correct results. Checks that look for changed results need correct results to begin with.
-        suits: whether a case is useful; called for no more cases than needed.
+        suits: returns whether a case is useful. It is called for as few cases as possible.
     """
     found: dict[tuple[Any, ...], Case] = {}
     for known in space.taken:
@@ -105,10 +106,10 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
-    """Returns the outcome of a case that a check has changed, as this check's result: with the check's name and wording.
+    """Returns the outcome of a case that a check has changed, as this check's result, with the check's name and wording.
 
-    Leaves out faults, other than wrong results, that the unchanged cases also have. The comparison of the unchanged cases reports
-    such faults.
+    If the unchanged cases also have a fault other than wrong results, the fault is left out here, because the comparison of the
+    unchanged cases reports it.
     """
     if not outcome.wrong:
         return replace(outcome, case=case)
@@ -129,7 +130,7 @@ def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
         largest = NO_LIMIT if option.unlimited else 1 << 31
         given = {case.build(space.device, space.seed).get(option.name)}
         for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
-            normal = option.normal(value)  # the value that kernels receive; several option values may map to one
+            normal = option.normal(value)  # the value that kernels receive; it may be the same for several values of the option
             if normal not in given:
                 given.add(normal)
                 edge = replace(case, name=f"{option.name}={value}, {case.name}")
@@ -179,7 +180,7 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
         make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
         outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
         yield _blamed(space, outcome, case.name, said, "unused")
-    if device.type == "cuda":  # on a CPU, the comparison above has already found an index out of range: it raises an error
+    if device.type == "cuda":  # on a CPU, an index out of range has already raised an error in the comparison above
         for outcome in reach(space.spec, cases, device, seed):
             yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
@@ -306,8 +307,9 @@ def graphs(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
-    """Checks kernels tagged `BATCH_INVARIANT`: the first items of a batch must have the same bits when computed without the other
-    items."""
+    """Checks kernels tagged `BATCH_INVARIANT`: the results of a batch's first items must have the same bits when computed without
+    the other items.
+    """
     if BATCH_INVARIANT in space.spec.tags:
         # If every case has a single item, the cases run anyway, and their results report that there is no batch.
         for case in sample(space, right=False, suits=functools.partial(_has_items, space)) or sample(space, right=False):
@@ -315,7 +317,7 @@ def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def _has_items(space: CaseSpace, case: Case) -> bool:
-    """Whether a case's call is a batch of several items."""
+    """Returns whether a case's call is a batch of several items."""
     return count_items(space.op, space.op.complete(case.build(space.device, space.seed))) > 1
 
 

@@ -2,7 +2,7 @@
 
 A graph repeats launches as they were captured. A replay gives a wrong result if the kernel reads a length on the host, sizes its
 grid by this length, or frees its workspace. To find such kernels, each graph is replayed on the inputs of the capture. Then other
-inputs, which the operator's ``vary`` hook makes, are copied over these, and the graph is replayed again.
+inputs, which the operator's ``vary`` hook makes, are copied over the inputs of the capture, and the graph is replayed again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Inputs:
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
     """Returns other valid tensor inputs for a captured call, with the same shapes and the same host values.
 
-    Inputs drawn with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
+    Inputs made with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
     further values.
     """
     op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
@@ -74,7 +74,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # false if some of these tensors are prepared, in a kernel's own layout
+    if changed.keys() <= values.keys():  # not if preparation has put a changed tensor into the kernel's own layout
         values.update(changed)
     return values
 

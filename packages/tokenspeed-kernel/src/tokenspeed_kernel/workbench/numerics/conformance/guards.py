@@ -56,7 +56,7 @@ def guard(name: str, tensor: Tensor) -> Guarded:
     """
     strides = tensor.stride()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
-    if tensor.numel() > reach:  # it overlaps itself
+    if tensor.numel() > reach:  # the tensor overlaps itself
         tensor = tensor.contiguous()
         strides, reach = tensor.stride(), tensor.numel()
     buffer = filled(reach + 2 * _GUARD, tensor)

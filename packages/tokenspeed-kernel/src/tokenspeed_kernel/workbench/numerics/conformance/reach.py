@@ -1,8 +1,8 @@
 """Checks that a kernel does not use index arguments, such as page numbers, beyond the lengths that the call gives.
 
-On a GPU such an index makes an illegal access, which ends the process. So the kernel runs in a separate process. The operator's
-``vary`` hook runs on the host and replaces unused entries, such as those of a page table, by invalid ones. Then all arguments are
-copied to the device, and the kernel runs.
+On a GPU, the use of such an index can be an illegal access, after which the process cannot use the GPU any more. So the kernel runs
+in a separate process. The operator's ``vary`` hook runs on the host and replaces unused entries, such as those of a page table, by
+invalid ones. Then all arguments are copied to the device, and the kernel runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: i
 
 
 def _received(connection: Connection, process: Any, deadline: float) -> tuple[Status, str]:
-    """Returns the status and the error of the next case from the other process. If that process ends or times out, returns how."""
+    """Returns the status and the error of the next case from the other process. If that process ends or times out, the error says
+    which.
+    """
     if not connection.poll(max(deadline - time.monotonic(), 0.0)):
         return Status.ERROR, f"did not end within {_TIMEOUT_S} s"
     try:
@@ -74,7 +76,7 @@ def _received(connection: Connection, process: Any, deadline: float) -> tuple[St
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether a case's arguments contain unused integer indices. Other unused values need no separate process, because
+    """Returns whether a case's arguments contain unused integer indices. Other unused values need no separate process, because
     `unused_values` compares the results.
     """
     changed = _changed_on_host(operator, case, seed)[1]
@@ -98,7 +100,7 @@ def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) ->
 
 def _run_cases(connection: Connection, kernel: str, names: Sequence[str], device: torch.device, seed: int) -> None:
     """Runs a kernel on cases, in the other process. Sends each case's status and error to the parent process."""
-    discover_plugins(force=True)  # plugins that were installed after the server process started
+    discover_plugins(force=True)  # finds plugins that were installed after the server process started
     try:
         spec = KernelRegistry.get().get_by_name(kernel)
     except KeyError:

@@ -36,7 +36,7 @@ class Finding:
         detail: the fault, or the number of checked calls, or the reason why no call was checked.
         results: the results, one per case.
         shrunk: the smallest call with the fault; None if no smaller call was searched for.
-        seconds: duration of the check in seconds; 0 for a check that reads the results of another one.
+        seconds: duration of the check in seconds; 0 for a check that only reads the results of the check ``values``.
     """
 
     kernel: str
@@ -259,11 +259,10 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
 
 
 def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
-    """Describes the trait values that all failing calls share; empty if there is no such value that tells them from the passing
-    calls.
+    """Describes the trait values that all failing calls share, and that no or few passing calls have; empty if there are none.
 
-    The text ``only where sinks=True`` means that no passing call has this value, ``all with sinks=True`` that few passing calls
-    have it.
+    The text ``only where sinks=True`` means that no passing call has this value. ``all with sinks=True`` means that few passing
+    calls have this value.
     """
     if not right:
         return ""
@@ -299,7 +298,7 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
 def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
     """Searches for the smallest call that has the fault of a finding's first wrong case, and adds this call to the finding.
 
-    Often the first wrong case is the smallest already.
+    Often the first wrong case is already the smallest.
     """
     wrong = [result for result in finding.results if result.wrong and result.faults]
     if not wrong or not options.shrink_seconds:

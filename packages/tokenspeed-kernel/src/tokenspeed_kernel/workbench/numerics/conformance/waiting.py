@@ -2,7 +2,8 @@
 
 On a GPU, PyTorch reports synchronisation. On a CPU nothing synchronises, so this module detects calls that would synchronise on a
 GPU: calls that read a tensor's values on the host, like ``lengths.tolist()``, and operations whose output size depends on values.
-The module does not see synchronisation inside compiled code; the capture of a graph on a GPU finds this.
+The module does not see synchronisation inside compiled code; the check `graphs`, on a GPU, finds it, because the capture of a graph
+then fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _WAITING_OPS = frozenset(
         "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
     }
 )  # fmt: skip
-# Modules that emulate a device on the host. Their reads of values would happen on the device, and do not count.
+# Modules that emulate a device on the host. They read values where a kernel would read them on the device, so these reads are not
+# reported.
 _EMULATORS = ("triton.",)
 
 
@@ -118,7 +120,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
+    """Returns whether an indexing operation must count the true elements of a mask, which synchronises on a GPU.
 
     An operation that writes a single value to the elements of one mask need not count them.
     """
@@ -129,7 +131,7 @@ def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """On a GPU: makes PyTorch raise RuntimeError for every call in the block that synchronises with the device."""
+    """Makes PyTorch raise RuntimeError for every call in the block that synchronises with the GPU."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
