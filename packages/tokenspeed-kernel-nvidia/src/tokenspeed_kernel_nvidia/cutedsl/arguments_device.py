@@ -1,4 +1,4 @@
-"""Fake arguments to compile a kernel with. They fix dtypes, ranks and alignments, and say which sizes are equal."""
+"""Fake arguments with which kernels are compiled. They fix dtypes, ranks and alignments, and declare which sizes are equal."""
 
 # mypy: ignore-errors
 

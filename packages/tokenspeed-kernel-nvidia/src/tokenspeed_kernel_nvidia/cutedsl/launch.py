@@ -115,7 +115,7 @@ def launched_on(
     try:
         program(*given, *others)
         return written
-    except ValueError:  # bulk copies need 16-byte aligned rows; int32 lists must be contiguous
+    except ValueError:  # bulk copies need 16-byte aligned rows; int32 tensors must be contiguous
         plain = len(read) - len(caches)
         operands = map(aligned, read[:plain]), map(aligned_cache, read[plain:], caches)
         rows = to_write(written, written, written.shape)

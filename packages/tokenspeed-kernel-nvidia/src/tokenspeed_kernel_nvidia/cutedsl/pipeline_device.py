@@ -5,7 +5,7 @@ barrier, and issues the bulk copies. The completed copies complete the full barr
 the consumer has read the stage, it arrives on the stage's empty barrier. An mbarrier has a phase bit that flips at each completion.
 So a wait names the phase that must have ended. `Cursor` holds the stage and that phase.
 
-All containers are frozen dataclasses: CuteDSL carries these through a loop only if the loop assigns them.
+All containers are frozen dataclasses. CuteDSL makes a frozen dataclass a loop-carried value only if the loop assigns it.
 """
 
 # mypy: ignore-errors
@@ -70,8 +70,8 @@ def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
-    """The cursor ``step`` stages further, for warps that leave the stages between to other warps. ``step`` is at most
-    ``stages``."""
+    """The cursor ``step`` stages further, for a warp that skips the stages in between because other warps use them. ``step`` is at
+    most ``stages``."""
     stage, phase = at.stage + step, at.phase
     if stage >= stages:
         stage -= stages

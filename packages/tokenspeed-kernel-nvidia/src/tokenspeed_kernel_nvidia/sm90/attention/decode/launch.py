@@ -44,9 +44,9 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 WHOLE = 256  # a sequence with at most this many visible keys is not split
 LITTLE = 2048  # if all sequences together have fewer visible keys, the class of work is "little"
-FEW = 1  # with at most this many sequences, the class of work is "long": one CTA per SM, because two leave more results to merge
-# From this many (sequence, KV head) pairs in short windows on, a consumer warp computes a KV head. The pairs then fill 1.5 CTAs of
-# four heads per SM.
+FEW = 1  # with at most this many sequences, the class of work is "long"
+# With at least this many (sequence, KV head) pairs in short windows, each consumer warp computes one KV head. A CTA then computes
+# four pairs, and the pairs fill 1.5 CTAs per SM.
 MANY = 800
 # Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group size, new tokens per
 # sequence, formats, page sizes.
@@ -185,7 +185,7 @@ def _register(
         widths: head_dim and v_head_dim.
         ratios: the smallest and the largest GQA group size.
         pages: page sizes.
-        rows: the most query rows per KV head: GQA group size times the new tokens of a sequence. At most max(ROWS).
+        rows: the maximum number of query rows per KV head: GQA group size times the new tokens of a sequence. At most max(ROWS).
     """
     tokens = rows // ratios[1]
     if priority > Priority.PORTABLE:

@@ -155,7 +155,7 @@ class Consumers:
     @cute.jit
     def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
         """Converts bfloat16 queries to float16 for MMAs with an fp8 cache. A power of 2 scales the queries into float16's range.
-        Its inverse is multiplied into the factor of the scores.
+        The inverse of this power is multiplied into the factor of the scores.
 
         The MMAs use float16 because one instruction converts two e4m3 values to float16; a conversion to bfloat16 takes several.
         Warps with the same query rows compute the same power.
@@ -231,7 +231,7 @@ class Consumers:
         """One step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the sequence."""
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
-        # Positions without a token may hold NaN, and 0 * NaN is not 0.
+        # Positions without a token may hold NaN, and 0 * NaN is not 0. So zero V there.
         if start < begin or start + c.block > length:
             self.clear_values(values_at, start, length, begin)
         if const_expr(c.swap_ab):
@@ -251,7 +251,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The rest of `attend` without swap-AB: queries are the A operand."""
+        """The rest of `attend` if swap-AB is not used: queries are the A operand."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):

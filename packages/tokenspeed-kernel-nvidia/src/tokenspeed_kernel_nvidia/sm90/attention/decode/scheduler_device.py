@@ -28,7 +28,7 @@ AT_ONCE = 8  # sequence lengths that a lane loads per round
 
 @dataclass(frozen=True)
 class Work:
-    """How the sequences of a call are divided among CTA groups: the object ``work`` of `split_kv_device`."""
+    """Divides a call's sequences among CTA groups: the object ``work`` of `split_kv_device`."""
 
     config: Config
     shapes: Shapes

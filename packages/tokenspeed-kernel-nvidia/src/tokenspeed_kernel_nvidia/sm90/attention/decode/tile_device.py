@@ -61,14 +61,15 @@ class Call:
         sinks: the attention sinks, which are added to the softmax's denominator.
         q_len: new tokens of each sequence.
         gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
-        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        max_seqlen_k: the maximum number of tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
         window_left: the operator's argument: visible tokens before the query's own; negative without a window.
         groups: number of CTA groups, among which the K/V tiles are divided. Each group has CTAs for all KV heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) if scores are capped.
         k_scales, v_scales: scales of an fp8 cache.
         cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None if scores are not capped.
-        group, kv_head: this CTA's group, and its first KV head. Heads that are side by side count as one, also in ``kv_heads``.
+        group, kv_head: this CTA's group, and its first KV head. KV heads that are side by side (``abreast``) count as one KV head,
+            also in ``kv_heads``.
         pipe: the barriers of the ring of K/V tiles.
         plan: the CTA's progress in shared memory, see SEQUENCE.
         sums, results: partial results of the consumer warps for a sequence, in shared memory: row max and row sum, and
@@ -195,8 +196,8 @@ class Shapes:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """Loads a sequence's length, clamped to max_seqlen_k. Beyond the batch, returns the last sequence's length. ``early``: see
-        `load_int`.
+        """Loads a sequence's length, clamped to max_seqlen_k. For an index beyond the batch, returns the last sequence's length.
+        ``early``: see `load_int`.
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)

@@ -1,4 +1,4 @@
-"""Configurations that `mla_decode` is compiled for.
+"""Configurations for which `mla_decode` is compiled.
 
 Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache.
 A block's latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a
@@ -18,7 +18,7 @@ RECORD_BYTES = 16  # bytes of the record of a work item with partial results, wh
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
 LEAST_BLOCKS = 2  # minimum number of blocks per group: each split of a sequence costs a partial result of up to 256 KiB
-STARTING_BLOCKS = 3  # the time to start a work item, in times of a block: measured on an H200 with 128 heads
+STARTING_BLOCKS = 3  # the time to start a work item, in units of one block's time: measured on an H200 with 128 heads
 
 
 @dataclass(frozen=True)
@@ -140,20 +140,20 @@ class Config:
 
     @property
     def chunk(self) -> int:
-        """The number of columns of 16 rows of a partial result that a warp stores with one instruction: 16 bytes per lane."""
+        """The number of columns that a warp stores with one instruction, for 16 rows of a partial result: 16 bytes per lane."""
         return 16 if self.narrow else 8
 
     @property
     def merge_batch(self) -> int:
-        """The number of partial results of which a warp of the merge kernel has loads in flight.
+        """The number of partial results that a warp of the merge kernel loads at once.
 
         With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200; with 4, 14.2 us. With many sequences there is little to
         merge, and times differ by about 1%: 255 (with 8) and 253 us (with 4) for 16 x 32768, 257 and 260 us for 128 x 4096.
         """
         return 8 if self.narrow else 4
 
-    # Registers per thread of each warpgroup (setmaxnreg). The four warpgroups' numbers sum to at most 512, all that an SM has for
-    # 512 threads. ptxas needs 24 registers besides the operands to keep wgmma asynchronous.
+    # Registers per thread of each warpgroup (setmaxnreg). The four warpgroups' numbers sum to at most 512, because an SM has 65,536
+    # registers for 512 threads. ptxas needs 24 registers besides the operands to keep wgmma asynchronous.
 
     @property
     def load_registers(self) -> int:

@@ -127,7 +127,7 @@ class Fp8QkMma:
             factors.append(registers.float_of(exponent << 23))
             scales.append(scale * registers.float_of((254 - exponent) << 23))
         others = call.storage.others.data_ptr().toint() + lane_offset(thread)
-        # All warps have finished q @ k of the previous work item.
+        # Wait until all warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         at = first
         for chunk in cutlass.range_constexpr(c.query_chunks):

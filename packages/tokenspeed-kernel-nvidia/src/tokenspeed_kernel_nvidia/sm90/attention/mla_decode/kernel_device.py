@@ -12,10 +12,10 @@ The kernel is persistent, warp-specialised and split-KV.
   store results (`store_device`) at the addresses of `results_device`.
 * In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
   block overlaps P @ V of the preceding block.
-* Limits: the tensor cores with 128 heads, memory bandwidth with fewer heads.
+* Limits: compute-bound with 128 heads, memory-bound with fewer heads.
 
 A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and
-`fp8_store_device` replace their counterparts; `kernel_of` chooses.
+`fp8_store_device` replace their counterparts; `kernel_of` chooses between them.
 """
 
 # mypy: ignore-errors

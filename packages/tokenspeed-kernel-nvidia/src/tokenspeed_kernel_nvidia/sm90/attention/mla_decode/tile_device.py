@@ -14,7 +14,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RO
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
-# The first warpgroup of two roles. Warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half of the output's columns each.
+# The index of the score warpgroup, and of the first value warpgroup. Warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half
+# of the output's columns each.
 SCORES, VALUES = 1, 2
 READERS = 2  # number of value warpgroups
 THREADS = 128 * 4
@@ -93,7 +94,8 @@ class Table:
 class Call:
     """A CTA's view of the kernel's arguments, and its shared memory.
 
-    A work item is as many new tokens of a sequence as fit a tile, with all heads: one token with 64 heads, four with 16.
+    A work item consists of the new tokens of a sequence that fit in a tile, with all heads: one token with 64 heads, four tokens
+        with 16 heads.
 
     Attributes:
         page_table: address of int32 ``[batch, max_pages]``.
@@ -101,7 +103,7 @@ class Call:
         batch: number of work items of all sequences together.
         items: number of work items per sequence.
         q_len: number of new tokens per sequence.
-        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        max_seqlen_k: the maximum number of tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
         out: the output, with tokens as rows and heads as columns.
         lse: address of float32 ``[tokens, heads]``, or 0.
         partial: address of the partial results in the workspace.
@@ -232,8 +234,8 @@ def shared_memory(config: Config) -> SharedMemory:
 
 @cute.jit
 def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
-    """Releases a ring stage, as one consumer warp. The warp arrives on the barriers of all CTAs of the cluster, because loads of
-    all these CTAs overwrite the stage."""
+    """Releases a ring stage on behalf of one consumer warp. The warp arrives on the barriers of all CTAs of the cluster, because
+    loads of all these CTAs overwrite the stage."""
     barrier = barriers.of(at)
     for rank in cutlass.range_constexpr(ctas):
         with cute.arch.elect_one():

@@ -1,8 +1,7 @@
 """The device code of `mla_extend`: the kernel of `mla_decode.kernel_device` with other work items and masks.
 
 The roles of the warps are those of `mla_decode.kernel_device`. With any number of heads, two CTAs form a cluster, except for few
-new
-tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
+new tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
 """
 
 # mypy: ignore-errors
