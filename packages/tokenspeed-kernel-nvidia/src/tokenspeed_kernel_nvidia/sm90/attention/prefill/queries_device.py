@@ -69,8 +69,8 @@ class QueryConverter:
 
     @cute.jit
     def convert_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """`convert_to_float16` for head_dim 256. A lane converts two panels of a row. They do not fit into its registers, so the
-        lane reads them twice.
+        """`convert_to_float16` for head_dim 256. A lane converts two panels of a row. The panels do not fit into the lane's
+        registers, so the lane reads the panels twice.
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)

@@ -3,7 +3,7 @@
 Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *pairs* of rows of weights: the two elements of a head
 that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
 reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
-of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for it.
+of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
 
 _READY = 1  # named barrier of all threads: mbarriers are initialised and tokens are in shared memory
 _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
-_AT_ONCE = 4  # 16-byte chunks of a token of which a thread has loads in flight
+_AT_ONCE = 4  # number of 16-byte chunks of a token that a thread loads at once
 
 
 def host(config: QkvConfig) -> Any:
@@ -398,7 +398,7 @@ class Qkv(Mm):
 
     @cute.jit
     def compute_pairs(self, call: Call, work: Work, warp: Int32):
-        """The consumer warps' work: the prologue, then MMAs and epilogue of one group of weight rows after another."""
+        """Runs a consumer warp: the prologue, then MMAs and epilogue of one group of weight rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -470,8 +470,8 @@ class Qkv(Mm):
         sine: Float32,
         slot: Int64,
     ):
-        """Rounds a pair of GEMM results of a token, applies RoPE if they belong to q or k, and writes them to the output and to the
-        cache.
+        """Rounds a pair of GEMM results of a token, applies RoPE if the pair belongs to q or k, and writes the pair to the output
+        and to the cache.
 
         Args:
             first: output column of the pair's first element.

@@ -1,4 +1,4 @@
-"""Configurations that `window` is compiled for."""
+"""Configurations for which `window` is compiled."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Config:
 
     @property
     def value_rows(self) -> int:
-        """Rows per V stage. They are 8 more than the keys, because the last k-step (16 keys) of a work item's last tile may read 8
-        more."""
+        """Rows per V stage: 8 more than `rows`. The last k-step (16 keys) of a work item's last tile may read 8 rows beyond the
+        keys."""
         return self.rows + 8
 
     @property
@@ -97,8 +97,8 @@ class Config:
 
     @property
     def block(self) -> int:
-        """The most query positions of a work item. With a paged cache, an item's keys may be loaded from 8 positions earlier, so
-        that the first position is a multiple of 16.
+        """The maximum number of query positions of a work item. With a paged cache, an item's keys may be loaded from 8 positions
+        earlier, so that the first position is a multiple of 16.
         """
         return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
