@@ -13,7 +13,7 @@ The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`s
   unless outputs are stored from registers.
 * In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
   With ping-pong scheduling, the softmax of a warpgroup overlaps the MMAs of another warpgroup.
-* Limits: the tensor cores, at the clock that the power limit allows; see `Config`.
+* Limits: compute-bound, at the clock rate that the power limit allows; see `Config`.
 """
 
 # mypy: ignore-errors
