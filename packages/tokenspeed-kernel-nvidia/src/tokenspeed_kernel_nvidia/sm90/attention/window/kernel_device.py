@@ -5,14 +5,14 @@ The kernel is persistent and warp-specialised, with a static round-robin schedul
 * CTAs: one per SM, with a producer warpgroup and three consumer warpgroups.
 * Warp 0 (`load_device`) loads K and V of a work item by TMA, and writes the item's record. Warp 1 (`load_device`) loads Q tiles.
   Warp 2 (`clear_device`) zeroes rows of V before and after the sequence. Warp 3 idles.
-* Warpgroups 1 to 3 (`mma_device`) take the CTA's tiles round-robin. Each computes a tile from q @ k through the softmax
+* Warpgroups 1 to 3 (`mma_device`) take the CTA's tiles round-robin. Each warpgroup computes a tile from q @ k through the softmax
   (`softmax_device`) to the store of O (`store_device`). The warpgroups never wait for each other.
 * Shared memory: a ring of K and V with a work item per stage, a ring of Q tiles, and an output tile per warpgroup. All tiles of a
   work item use the item's one copy of K and V.
 * In flight: K and V of one work item with head_dim 128, of three in the variant for short sequences, otherwise of two; one or three
   Q tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
-* Limits: traffic of q and the output for long sequences, 3.4 TB/s for 16 sequences of 8192 (`config`), and the latency of
-  dependent loads for few new tokens.
+* Limits: for long sequences, the memory traffic of q and the output (3.4 TB/s for 16 sequences of 8192, see `config`); for few new
+  tokens, the latency of dependent loads.
 
 Slower alternatives were measured with 64 sequences of 8192 tokens, 16 of them new, in graphs of 7 calls with another kernel after
 each. This kernel takes 15.8 us:

@@ -68,8 +68,8 @@ def _plan(
         if short or even <= brief.block:
             config = brief
     block = max(config.positions, min(config.block, even))
-    # An upper bound of the number of work items: a sequence's first item may begin up to 7 positions early, and its last may be
-    # partial.
+    # An upper bound of the number of work items: a sequence's first item may begin up to 7 positions early, and its last item may
+    # be partial.
     most = (tokens // block + 2 * batch) * kv_heads
     return window_program(config), block, min(sms, most)
 

@@ -195,8 +195,8 @@ class Linear(MmaWarps):
 
     @cute.jit
     def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
-        """Adds the partial sums of all CTAs for this CTA's rows of a panel, and writes the results. A lane has some rows of one
-        token."""
+        """Adds the partial sums of all CTAs for this CTA's rows of a panel, and writes the results. Each lane reduces some rows of
+        one token."""
         config, work = self.config, call.work
         rows = config.tokens * ROWS // (FINISHERS * LANES)
         token, own = index % config.tokens, index // config.tokens * rows

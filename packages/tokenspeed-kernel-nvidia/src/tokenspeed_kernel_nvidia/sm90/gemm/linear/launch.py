@@ -6,10 +6,10 @@ kernel ends (PDL). This is safe, because that kernel does not write these prepar
 A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
 The eight CTAs of a cluster split k (cluster split-K), so each needs only a slice of the tokens' features. All eight work on the
-same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs send it their partial sums of these rows
-through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps work on the next panels. So
-results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that may not be running
-yet.
+same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs of the cluster send this CTA their partial
+sums of these rows through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps work on
+the next panels. So results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that
+may not be running yet.
 
 More tokens need other kernels and the canonical layout. So only plans that declare few tokens are eligible.
 """
@@ -57,7 +57,7 @@ def linear_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """What depends only on the layer and the number of tokens, and is therefore memoised.
+    """The memoised launch parameters of a call, which depend only on the layer and on the number of tokens.
 
     Attributes:
         program: the compiled kernel.

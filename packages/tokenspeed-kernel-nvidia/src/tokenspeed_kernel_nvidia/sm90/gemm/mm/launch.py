@@ -72,7 +72,7 @@ QUICK_N = 4096
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
-NO_SCALES = (0,) * 6  # the results of `_table(None)` for both scales
+NO_SCALES = (0,) * 6  # the results of `_table(None)` for a_scale and b_scale
 
 
 @program(arch=ARCH, configs=every_config)
@@ -273,7 +273,7 @@ for _dtype, _name in DTYPES.items():
     _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
-    # 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.
+    # Low priority: 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.
     _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
     _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
 _declare_by_rows(

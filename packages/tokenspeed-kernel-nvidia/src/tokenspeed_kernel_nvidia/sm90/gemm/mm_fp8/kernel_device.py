@@ -109,7 +109,7 @@ class MmFp8(Consumers):
                 biases.full.init(0, LANES)
                 biases.empty.init(0, WARPS)
             cute.arch.mbarrier_init_fence()
-        # The barriers of both CTAs must be initialised before either multicasts.
+        # The barriers of both CTAs must be initialised before either CTA multicasts.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         # Nothing above depends on the preceding kernel (PDL).
@@ -125,7 +125,7 @@ class MmFp8(Consumers):
         else:
             cute.arch.setmaxregister_increase(left_by(c.threads, 1, c.producer_registers) // 2 // 8 * 8)
             self.consume(call, storage)
-        # A CTA's shared memory must stay valid until the other CTA has arrived on its empty barriers for the last time.
+        # This CTA's shared memory must stay valid until the other CTA has arrived on this CTA's empty barriers for the last time.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

@@ -32,7 +32,8 @@ STEP = 32  # elements of k that one wgmma multiplies
 
 @dataclass(frozen=True)
 class Scales:
-    """Where the scales of one operand are in global memory. Four consecutive blocks along k may have a stride of their own.
+    """The address and strides of one operand's scales in global memory. Four consecutive blocks along k may have a stride of their
+    own.
 
     Attributes:
         address: address of the scale of the first line and the first block along k.
@@ -161,7 +162,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """The role of an MMA warp: computes and stores its warpgroup's rows of all tiles of the CTA."""
+        """Runs an MMA warp: computes and stores the rows of the warp's warpgroup, for all tiles of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128

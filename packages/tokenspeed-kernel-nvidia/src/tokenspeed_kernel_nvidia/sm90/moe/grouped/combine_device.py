@@ -67,7 +67,7 @@ class Slots:
 
 
 class CombineSlots:
-    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. It is
+    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. The kernel is
     memory-bound.
     """
 

@@ -39,16 +39,16 @@ def fake_arguments(config: Gemm) -> tuple[Any, ...]:
 class GroupedGemm(Loader, Consumers):
     """A grouped GEMM of one configuration.
 
-    Persistent CTAs, one per SM; CTA i computes every n-th item from i on, of n CTAs. Roles:
+    The kernel runs n persistent CTAs, one per SM. CTA i computes work item i and every n-th item after it. Roles:
 
-    * warpgroup 0 gives up registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
+    * warpgroup 0 releases registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
       the rows of tokens (the columns of the MMA) by cp.async;
     * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
       activation, and store results through a buffer in shared memory.
 
     Shared memory holds a ring buffer of columns, the columns' scales, and result buffers. A ring buffer of weights takes the
     remaining memory (227 KB in all). While a k step is multiplied, the same warps dequantise the next k step. Narrow tiles are
-    limited by memory and by dequantisation, wide ones by MMAs and dequantisation.
+    limited by memory and by dequantisation, wide tiles by MMAs and dequantisation.
     """
 
     @cute.jit
