@@ -47,7 +47,7 @@ def sm_count_of(device: int) -> int:
 
 @functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
-    """The number of clusters that a device runs at the same time, with one CTA per SM.
+    """Returns the number of clusters that a device runs at the same time, with one CTA per SM.
 
     A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. For example, an H100 has 132 SMs, but runs
     only 15 clusters of eight CTAs, not 16. If the driver returns an error, the result is the number of SMs divided by ``size``, at

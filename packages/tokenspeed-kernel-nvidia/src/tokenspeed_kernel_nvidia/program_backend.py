@@ -15,8 +15,8 @@ class Backend:
     """The backend for GPUs. An emulator subclasses it and overrides these methods."""
 
     def directory(self) -> Path | None:
-        """The cache directory for this backend's programs; None for the directory that ``TOKENSPEED_KERNEL_PROGRAMS`` names. A
-        backend with its own directory uses no kernel packs, because packs hold programs for GPUs."""
+        """Returns the cache directory for this backend's programs; None for the directory that ``TOKENSPEED_KERNEL_PROGRAMS``
+        names. A backend with its own directory uses no kernel packs, because packs hold programs for GPUs."""
         return None
 
     def compile(self, build: Callable[[str], Any]) -> Any:

@@ -41,21 +41,22 @@ def opt_barrier(x: Int32) -> Int32:
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """The maximum of x over the four lanes that hold one row of an accumulator."""
+    """Returns the maximum of x over the four lanes that hold one row of an accumulator."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """The sum of x over the four lanes that hold one row of an accumulator."""
+    """Returns the sum of x over the four lanes that hold one row of an accumulator."""
     x += cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
 @cute.jit
 def column_max(x: Float32) -> Float32:
-    """The maximum of x over the eight lanes that hold one column of an accumulator: those with the same lane index modulo 4."""
+    """Returns the maximum of x over the eight lanes that hold one column of an accumulator: those with the same lane index modulo
+    4."""
     for power in cutlass.range_constexpr(2, 5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
     return x
@@ -63,7 +64,7 @@ def column_max(x: Float32) -> Float32:
 
 @cute.jit
 def column_sum(x: Float32) -> Float32:
-    """The sum of x over the eight lanes that hold one column of an accumulator."""
+    """Returns the sum of x over the eight lanes that hold one column of an accumulator."""
     for power in cutlass.range_constexpr(2, 5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
@@ -96,7 +97,7 @@ def lanes_with(x: Int32) -> Int32:
 
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """The inclusive prefix sum of x over the warp's lanes."""
+    """Returns the inclusive prefix sum of x over the warp's lanes."""
     for shift in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(x, offset=1 << shift)
         x = x + below if lane >= 1 << shift else x

@@ -95,7 +95,7 @@ class Raster:
         return index < self._down * self._across
 
     def item(self, index: Int32):
-        """The row and the column of the index's tile, counted in tiles."""
+        """Returns the row and the column of the index's tile, counted in tiles."""
         across = self._across
         before = index // (self.band * across)
         inside = index - before * (self.band * across)

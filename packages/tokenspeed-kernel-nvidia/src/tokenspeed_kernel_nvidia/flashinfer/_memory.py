@@ -24,7 +24,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def _where(device: torch.device) -> tuple[int, int]:
-    """The device's index and its current raw stream, as `Keeper` needs them; -1 and 0 for CPU tensors."""
+    """Returns the device's index and its current raw stream, as `Keeper` needs them; -1 and 0 for CPU tensors."""
     if device.type != "cuda":
         return -1, 0
     index = torch.cuda.current_device() if device.index is None else device.index

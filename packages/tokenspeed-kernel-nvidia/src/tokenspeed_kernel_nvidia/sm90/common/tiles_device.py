@@ -19,7 +19,7 @@ PANEL = 64  # 16-bit columns of a panel: 128 bytes
 
 
 def swizzle(row_bytes: int = 128):
-    """The swizzle, in units of bytes, for a panel whose rows have 128 or 64 bytes."""
+    """Returns the swizzle, in units of bytes, for a panel whose rows have 128 or 64 bytes."""
     return cute.make_swizzle({128: 3, 64: 2}[row_bytes], 4, 3)
 
 

@@ -236,7 +236,7 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     some = {
         config_of(dtype, widths, page_size, rows, work, fp8, capped, close): None
         for close in (False, True)

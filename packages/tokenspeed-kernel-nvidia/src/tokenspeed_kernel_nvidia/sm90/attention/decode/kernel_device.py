@@ -37,7 +37,7 @@ PREFETCH_WARP = 0  # the consumer warp that prefetches K/V into L2 before it com
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Decode(config)
 
 

@@ -54,7 +54,7 @@ _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSigna
 
 
 def usual_configs() -> list[Config]:
-    """The configurations of `every_config` that the declarations in `_CHOSEN` use."""
+    """Returns the configurations of `every_config` that the declarations in `_CHOSEN` use."""
     used = {
         config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
         for widths, (least, most), tokens, signatures, pages in _CHOSEN
@@ -70,7 +70,7 @@ def usual_configs() -> list[Config]:
 
 
 def _rows(wanted: int) -> int:
-    """The number of query rows of the smallest kernel variant that has at least ``wanted`` rows."""
+    """Returns the number of query rows of the smallest kernel variant that has at least ``wanted`` rows."""
     return next(rows for rows in ROWS if rows >= wanted)
 
 

@@ -78,7 +78,7 @@ class Merger:
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
-        """The factor that converts scores of a lane's ``r``-th row to base 2; it includes log2(e)."""
+        """Returns the factor that converts scores of a lane's ``r``-th row to base 2; it includes log2(e)."""
         c = self.config
         return self.qk_scale(sums, r) if c.fp8 and not c.capped else call.scale
 

@@ -33,7 +33,7 @@ class Rows:
 
     @cute.jit
     def at(self, token: Int32, head: Int32):
-        """The global address of the row of a token and a query head."""
+        """Returns the global address of the row of a token and a query head."""
         return self.address + 2 * (Int64(token) * self.token + Int64(head) * self.head)
 
 
@@ -132,28 +132,28 @@ class Panels:
     heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
-        """Byte offset of a token's row in its panel, for the CTA's first KV head. In a panel, ``box`` rows of the first KV head
-        precede the same tokens' rows of the next head."""
+        """Returns the byte offset of a token's row in its panel, for the CTA's first KV head. In a panel, ``box`` rows of the first
+        KV head precede the same tokens' rows of the next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     def swizzle_xor(self, row: Any) -> Any:
-        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a panel's row. ``row``: the row's index modulo
-        8."""
+        """Returns the XOR mask that the swizzle applies to the index of a 16-byte chunk in a panel's row. ``row``: the row's index
+        modulo 8."""
         return row if self.row_bytes == 128 else row // 2
 
     def chunk_in_row(self, chunk: int) -> int:
-        """Byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. This offset may be XORed into a swizzled
-        address. ``chunk``: the chunk's index in the vector.
+        """Returns the byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. This offset may be XORed into
+        a swizzled address. ``chunk``: the chunk's index in the vector.
         """
         return chunk % (self.row_bytes // 16) * 16
 
     def panel_at(self, chunk: int) -> int:
-        """Byte offset of the panel that holds a vector's 16-byte chunk. ``chunk``: the chunk's index in the vector."""
+        """Returns the byte offset of the panel that holds a vector's 16-byte chunk. ``chunk``: the chunk's index in the vector."""
         return chunk // (self.row_bytes // 16) * self.bytes
 
 
 def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
-    """The panels of a tile's keys, or of its values, whose vectors have the layout ``row``."""
+    """Returns the panels of a tile's keys, or of its values, whose vectors have the layout ``row``."""
     size = config.heads * config.block * row.panel_bytes
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
@@ -212,7 +212,8 @@ class Shapes:
 
     @cute.jit
     def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
-        """Byte offset within the first panel, after the swizzle, of 16-byte chunk number ``chunk`` of row ``lane_row`` (0 to 7)."""
+        """Returns the byte offset within the first panel, after the swizzle, of 16-byte chunk number ``chunk`` of row ``lane_row``
+        (0 to 7)."""
         swizzle_xor = panels.swizzle_xor(lane_row)
         return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
 

@@ -185,13 +185,13 @@ def config_of(dtype: str, heads: int) -> Config:
 
 
 def every_config() -> list[Config]:
-    """All configurations for a cache that has q's dtype."""
+    """Returns all configurations for a cache that has q's dtype."""
     return [config_of(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
 
 
 def every_merge_config() -> list[Config]:
-    """All configurations of the merge kernel: those of `every_config`, and float32 configurations for the fp8
-    and sparse kernels.
+    """Returns all configurations of the merge kernel: those of `every_config`, and float32 configurations for the fp8 and sparse
+    kernels.
     """
     others = [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
     return list(dict.fromkeys([*every_config(), *others]))

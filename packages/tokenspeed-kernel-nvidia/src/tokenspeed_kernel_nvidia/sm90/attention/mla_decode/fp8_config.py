@@ -110,6 +110,6 @@ class Fp8Config(Config):
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All supported configurations for an e4m3 cache."""
+    """Returns all supported configurations for an e4m3 cache."""
     kinds = [*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True)]
     return [Fp8Config(dtype, heads, fp8_queries) for dtype, fp8_queries in kinds for heads in HEADS]

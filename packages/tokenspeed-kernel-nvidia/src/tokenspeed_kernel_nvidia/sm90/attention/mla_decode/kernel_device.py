@@ -59,12 +59,12 @@ LOAD_WARP = 0
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaDecode(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns. e4m3 tensors are passed as uint8."""
+    """Returns the fake arguments with which the function that `host` returns is compiled. e4m3 tensors are passed as uint8."""
     size, ints = arguments.size, arguments.ints
     fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()
@@ -226,7 +226,8 @@ class Mla:
                 if const_expr(blocks.others is not None):
                     cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
-        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: wait for the preceding kernel, which may have written this kernel's inputs. Then let the next kernel launch as soon
+        # as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:

@@ -28,12 +28,12 @@ CTAS = 1024  # approximate maximum of CTAs per launch. A CTA may loop over sever
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaMerge(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     out = arguments.rows(config.dtype, arguments.size(), config.heads, LATENT)
     return out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(2)), arguments.stream()
 

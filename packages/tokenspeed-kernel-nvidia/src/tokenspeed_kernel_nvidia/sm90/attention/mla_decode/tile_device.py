@@ -58,8 +58,8 @@ class Notes:
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """The address of a bit mask of a gathered block's valid tokens. The mask shares memory with the row sums, which are written
-        only after the mask has been read.
+        """Returns the address of a bit mask of a gathered block's valid tokens. The mask shares memory with the row sums, which are
+        written only after the mask has been read.
         """
         return cute.recast_ptr(self.at + ROWS, dtype=dtype)
 
@@ -157,11 +157,11 @@ class Call:
         return Barriers(self.storage.probs_full.data_ptr())
 
     def end(self) -> Int32:
-        """The end of the CTA's range, plan entry `END`. It is read at each use, to save a register."""
+        """Returns the end of the CTA's range, plan entry `END`. It is read at each use, to save a register."""
         return self.plan[opt_barrier(Int32(END))]
 
     def notes(self, at: Cursor) -> Notes:
-        """The `Notes` of the block whose probabilities are in the rotary ring's stage ``at``."""
+        """Returns the `Notes` of the block whose probabilities are in the rotary ring's stage ``at``."""
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
 
 
@@ -203,11 +203,11 @@ class SharedMemory:
         return Storage
 
     def panel_at(self, call: Call, at: Cursor, panel: int) -> Int32:
-        """The shared-memory address of a panel of the latent chunk at ``at``."""
+        """Returns the shared-memory address of a panel of the latent chunk at ``at``."""
         return call.storage.latent_chunks.data_ptr().toint() + (at.stage * self.latent_chunks.panels + panel) * PANEL_BYTES
 
     def rope_at(self, call: Call, at: Cursor) -> Int32:
-        """The shared-memory address of the rotary part in stage ``at``, and of the probabilities that overwrite it."""
+        """Returns the shared-memory address of the rotary part in stage ``at``, and of the probabilities that overwrite it."""
         return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
 
@@ -263,5 +263,5 @@ def thread_of_values() -> Int32:
 
 
 def row_of_values(thread: Int32) -> Int32:
-    """The first of a value thread's two query rows in an accumulator; the other row is 8 further."""
+    """Returns the first of a value thread's two query rows in an accumulator; the other row is 8 further."""
     return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)

@@ -51,10 +51,10 @@ def _heads_and_ranks() -> Iterator[tuple[int, int]]:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations for a cache in q's dtype."""
+    """Returns all supported configurations for a cache in q's dtype."""
     return [Config("bfloat16", heads, ranks) for heads, ranks in _heads_and_ranks()]
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All supported configurations for an e4m3 cache."""
+    """Returns all supported configurations for an e4m3 cache."""
     return [Fp8Config("bfloat16", heads, narrow, ranks=ranks) for narrow in (False, True) for heads, ranks in _heads_and_ranks()]

@@ -52,5 +52,5 @@ class Config(mla_decode_config.Config):
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]

@@ -313,7 +313,7 @@ class Config:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     of_heads = [
         Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))

@@ -49,12 +49,12 @@ from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_
 
 
 def host(config: Config):
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Prefill(config)
 
 
 def fake_arguments(config: Config):
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, ints = arguments.size, arguments.ints
     of_q, of_kv = (
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)

@@ -347,7 +347,7 @@ class Consumers:
         sums.acc.fill(0.0)
 
     def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
-        """The Q tile at ``at`` as the A operand of q @ k."""
+        """Returns the Q tile at ``at`` as the A operand of q @ k."""
         return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
 
     @property

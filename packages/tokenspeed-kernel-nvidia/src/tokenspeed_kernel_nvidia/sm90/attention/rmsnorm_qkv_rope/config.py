@@ -81,5 +81,5 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
 
 
 def every_config() -> list[QkvConfig]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [QkvConfig("bfloat16", head_dim) for head_dim in HEAD_DIMS]

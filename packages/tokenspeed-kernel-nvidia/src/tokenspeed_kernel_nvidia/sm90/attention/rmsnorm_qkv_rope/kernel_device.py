@@ -44,12 +44,12 @@ _AT_ONCE = 4  # number of 16-byte chunks of a token that a thread loads at once
 
 
 def host(config: QkvConfig) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Qkv(config)
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (

@@ -114,7 +114,7 @@ class Config:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [
         Config(dtype, head_dim, gqa_ratio, paged, short, capped)
         for capped in (False, True)

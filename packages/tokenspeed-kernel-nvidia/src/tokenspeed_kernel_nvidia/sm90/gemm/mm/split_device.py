@@ -36,12 +36,12 @@ _ALL = 1  # named barrier of all threads
 
 
 def host(config: SplitConfig) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Split(config)
 
 
 def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     m, n, k = (arguments.size() for _ in range(3))
     a, out = type_of(config.dtype), type_of(config.out)
     rows = cute.sym_int64(divisibility=128 // a.width)

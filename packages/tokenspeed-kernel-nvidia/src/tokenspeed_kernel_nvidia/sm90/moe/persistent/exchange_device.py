@@ -141,7 +141,7 @@ class Exchange(Stream):
 
 @cute.jit
 def warp_sum(x: Float32) -> Float32:
-    """The sum over all lanes, in a fixed order."""
+    """Returns the sum over all lanes, in a fixed order."""
     for power in cutlass.range_constexpr(5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
