@@ -30,7 +30,8 @@ __getattr__, __dir__ = functions_of(__name__)
 
 
 def register() -> None:
-    """Registers the kernels of this package with tokenspeed-kernel: the entry point ``nvidia`` of ``tokenspeed_kernel.plugins``."""
+    """Registers the kernels of this package with tokenspeed-kernel. The entry point ``nvidia`` of the group
+    ``tokenspeed_kernel.plugins`` names this function."""
     from tokenspeed_kernel_base.registry import register_package
 
     register_package(__name__)

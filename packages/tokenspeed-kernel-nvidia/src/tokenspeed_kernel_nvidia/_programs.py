@@ -9,7 +9,7 @@ A kernel's launcher module declares a program by a function of the configuration
 
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
 process loads the program from a pack (`tokenspeed_kernel_base.packs`) or from the cache. Loading imports neither the compiler nor
-the device code. A program that is in neither is compiled.
+the device code. A program that is in neither a pack nor the cache is compiled.
 
 A cache file is a shared library, or an object file if there is no linker, followed by a checksum. CuteDSL loads object files. The
 file name contains a hash of the program's inputs: the sources of the declaring module and of all modules of this package that it

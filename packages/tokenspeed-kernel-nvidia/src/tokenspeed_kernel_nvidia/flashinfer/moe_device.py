@@ -50,7 +50,7 @@ class FlashInferWeights(MoEWeights, Resource):
     hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        # The selection of a kernel depends on these weights only by their layout.
+        # Kernel selection depends on these weights only through their layout.
         self.key = self.layout
         self.device = self.w13_weight.device
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Numeric, Uint32, cute
 
-# Dequantises a word to four registers of bfloat16x2. An e2m1 value has two parts: the sign; exponent and mantissa. A multiplication
-# (for two registers) or shifts (for the other two) move both parts to bits 15 and 8...6 of a bfloat16. A mask clears all other
-# bits. The bfloat16 is 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the sign of a
-# zero.
+# Dequantises a word to four registers of bfloat16x2. An e2m1 value has two parts: the sign, and the exponent with the mantissa. A
+# multiplication (for two registers) or shifts (for the other two) move both parts to bits 15 and 8...6 of a bfloat16. A mask clears
+# all other bits. The bfloat16 is 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the
+# sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -54,7 +54,7 @@ lop3.b32 a, a, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
 }"""
 # Converts a word to two registers of float8_e5m2, which are 2^-14 times the e2m1 values. Each register has the values of one row,
-# ordered along k as their bits are in the word.
+# in the order along k that `decode_e5m2` describes.
 E5M2 = """{
 .reg .b32 a, s;
 and.b32 {$w0}, {$r0}, 0x8E8E8E8E;
@@ -122,8 +122,8 @@ FLOATS = (
 )
 # Factor for accumulators of `decode_e5m2` weights that were scaled by `scales_of`: undoes their 2^-14 and 2^62.
 E5M2_FACTOR = 2.0 ** (14 - 62)
-# Duplicates the lower 16 bits of a register, and the upper 16 bits. Instructions on 16-bit pairs can use either half of an operand
-# for both, so this broadcast is free.
+# Copies the lower 16 bits of a register to both halves of a register, and the upper 16 bits to both halves of another. Instructions
+# on 16-bit pairs can use either half of an operand for both elements, so these copies are free.
 BOTH = """{
 .reg .b16 low, high;
 mov.b32 {low, high}, {$r0};

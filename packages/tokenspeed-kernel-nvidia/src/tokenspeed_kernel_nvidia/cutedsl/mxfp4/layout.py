@@ -58,7 +58,7 @@ _NAN = 255  # the e8m0 encoding of NaN
 _LEAST = 64  # the smallest stored scale: kernels subtract 64 from the exponent; terms this small do not change a sum
 # For each of the registers a0 to a3: the positions, within 16 bits, of an e2m1 value's four bits, from the lowest bit to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
-# Number of experts whose weights are rearranged at once. Intermediates take four times the memory of these experts' weights.
+# Number of experts whose weights are rearranged at once. Intermediate tensors take four times the memory of these experts' weights.
 _AT_ONCE = 8
 
 

@@ -173,8 +173,8 @@ def config_of(
     """Returns the configuration for a call.
 
     Figures below are microseconds on an H200 with 64 query heads and 8 KV heads of dimension 64, pages of 64 tokens, in a CUDA
-    graph with an ordinary kernel between calls. Compare these figures only with each other: the graph held few calls, and the
-    graph's launch is included.
+    graph with another kernel between calls. Compare these figures only with each other: the graph held few calls, and the graph's
+    launch is included.
 
     Args:
         dtype, rows, fp8, capped: see `Config`.

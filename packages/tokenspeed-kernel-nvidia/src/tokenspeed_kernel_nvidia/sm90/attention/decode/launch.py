@@ -119,7 +119,7 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a paged cache: launches the kernel on checked arguments.
+    """Computes attention of the newest tokens to a paged cache: launches the kernel on arguments that the operator has checked.
 
     The kernel writes partial results to a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
     `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
@@ -150,7 +150,7 @@ def mha_decode_with_kvcache(
         v_scale, *of_values = scales_at(v_scale)
         if cache != q.dtype:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        workspace = None  # kept until the launch
+        workspace = None  # must stay alive until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)

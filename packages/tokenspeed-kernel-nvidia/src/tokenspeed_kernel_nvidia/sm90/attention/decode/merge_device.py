@@ -139,7 +139,7 @@ class Merger:
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
         _, _, whole = self.shapes.visible(call, self.shapes.length_of(call, sequence))
-        # All warps have stored their partial results, and have read the plan, which changes below.
+        # Wait until all warps have stored their partial results, and have read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
         partials = Int32(1)

@@ -67,8 +67,8 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All consumer warps work on one KV head. They take the head's K/V tiles round-robin, and merge their partial results at
-        the end of each sequence."""
+        """Computes one KV head by all consumer warps. The warps take the head's K/V tiles round-robin, and merge their partial
+        results at the end of each sequence."""
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -100,7 +100,8 @@ class Consumers:
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """Each consumer warp computes all K/V tiles of one KV head. So warps need no barriers and merge no results."""
+        """Computes one KV head per consumer warp: each warp computes all K/V tiles of its KV head. So warps need no barriers and
+        merge no results."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         for tile in cutlass.range_constexpr(self.shapes.tiles):
@@ -251,7 +252,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The rest of `attend` if swap-AB is not used: queries are the A operand."""
+        """Does the rest of `attend` if swap-AB is not used: queries are the A operand."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):
@@ -324,7 +325,8 @@ class Consumers:
 
     @cute.jit
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
-        """`qk_mma` of fp8 keys: a lane loads four adjacent elements of a key, which widen to the two registers of a B fragment.
+        """Like `qk_mma`, for fp8 keys. A lane loads four adjacent elements of a key, which widen to the two registers of a B
+        fragment.
 
         Each MMA depends on the preceding MMA through the accumulator. Interleaving eight groups of keys was slower. On an H200, 64
         sequences of 8192 tokens and 8 heads took 158 us instead of 143 us with head_dim 64, and 286 us instead of 256 us with
@@ -446,8 +448,8 @@ class Consumers:
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """`pv_mma` for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each
-        group of 16."""
+        """Like `pv_mma`, for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of
+        each group of 16."""
         c = self.config
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

@@ -48,7 +48,7 @@ class Work:
         sequences."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
-        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have equally many tiles
+        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have the same number of tiles
             per_group = (per_group + c.parts - 1) // c.parts * c.parts
         return per_group, Int32(0)
 

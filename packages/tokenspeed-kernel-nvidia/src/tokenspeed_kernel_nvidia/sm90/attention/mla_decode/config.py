@@ -90,7 +90,7 @@ class Config:
     @property
     def latent_chunks(self) -> int:
         """Stages of the ring of latent chunks (64 tokens, 128 columns). The ring holds two whole blocks, and three chunks of the
-        next."""
+        next block."""
         return 11
 
     @property
@@ -120,8 +120,8 @@ class Config:
 
     @property
     def kept(self) -> int:
-        """The number of columns of Q that the score warpgroup keeps in registers. The others are in shared memory outside the
-        rings."""
+        """The number of columns of Q that the score warpgroup keeps in registers. The other columns are in shared memory outside
+        the rings."""
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
@@ -157,7 +157,7 @@ class Config:
 
     @property
     def load_registers(self) -> int:
-        """Registers of the load warpgroup. With `narrow`, it also writes records, and 24 registers would spill."""
+        """Registers of the load warpgroup. With `narrow`, 24 registers would spill."""
         return 32 if self.narrow else 24
 
     @property

@@ -63,7 +63,7 @@ class ValueOperands:
 
 @dataclass(frozen=True)
 class Fp8PvMma:
-    """V.T @ P.T with e4m3 MMAs.
+    """Computes V.T @ P.T with e4m3 MMAs.
 
     In each tile of the warpgroup's two latent chunks, a thread holds two adjacent columns of the 16 query rows that ``head_of``
     returns.
@@ -93,8 +93,8 @@ class Fp8PvMma:
 
     @cute.jit
     def take_blocks(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, rope_at: Cursor, count: Int32):
-        """Accumulates V.T @ P.T of all blocks of a work item. If there are more than `Fp8Config.summed` blocks, part of the
-        accumulation is in global memory. Returns the cursors of both rings after the blocks."""
+        """Accumulates V.T @ P.T of all blocks of a work item. With more than `Fp8Config.summed` blocks, the sums of earlier blocks
+        are kept in global memory. Returns the cursors of both rings after the blocks."""
         self.sums.begin(call, Float32(0.0))
         index = Int32(0)
         while index < count:
@@ -150,8 +150,8 @@ class Fp8PvMma:
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Rescales the accumulators in registers of rows whose max has grown. For the rows' accumulators in global memory,
-        multiplies the rescale factors that will be applied later."""
+        """If a row max has grown, rescales the row's accumulators in registers. For the row's accumulators in global memory,
+        multiplies the rescale factor, which will be applied later."""
         notes = call.notes(at)
         grown = registers.load_floats("shared", notes.grown(Int32(0)).toint(), 4)
         if grown[0] + grown[1] + grown[2] + grown[3] != 0.0:

@@ -117,7 +117,7 @@ def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
     """Composes the kernel of a configuration from the roles of its warps.
 
     Args:
-        work: how work items are formed: `DecodeWork`, or an object with the same methods.
+        work: the object that forms work items: `DecodeWork`, or an object with the same methods.
         hide: function that masks a block's scores, see `TokenMask`.
     """
     memory, results = shared_memory(config), Results(config, work)

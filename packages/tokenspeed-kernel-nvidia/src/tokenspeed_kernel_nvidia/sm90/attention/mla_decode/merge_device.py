@@ -148,8 +148,8 @@ class Merge:
     ):
         """Merges this CTA's tiles of a work item.
 
-        With few partial results, one warp merges a tile. With more, each warp merges some of a tile's partial results, and the
-        first warp merges the warps' results. One warp alone would wait for many dependent rounds of loads.
+        With few partial results, one warp merges a tile. With more partial results, each warp merges some of them for a tile, and
+        the first warp merges the warps' results. One warp alone would wait for many dependent rounds of loads.
         """
         cta, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()

@@ -125,8 +125,8 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
     """Finds this CTA's work items, and writes the plan to shared memory.
 
     Args:
-        work: how work items are formed: `DecodeWork`, or an object with the same methods.
-        tells: whether this warp signals PLANNED to the consumer warpgroups. Only one warp may.
+        work: the object that forms work items: `DecodeWork`, or an object with the same methods.
+        tells: whether this warp signals PLANNED to the consumer warpgroups. Only one warp may signal.
 
     Returns:
         The first work item, the queue position of that item's first block, the begin and end positions of this CTA's range, and the

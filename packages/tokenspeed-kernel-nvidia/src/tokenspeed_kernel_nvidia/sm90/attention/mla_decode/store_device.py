@@ -128,7 +128,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Store:
-    """The epilogue's stores of accumulators whose rows are query rows."""
+    """Stores accumulators whose rows are query rows."""
 
     config: Config
     work: Any

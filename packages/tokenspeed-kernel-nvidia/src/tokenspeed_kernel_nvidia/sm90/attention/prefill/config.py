@@ -65,7 +65,7 @@ class Config:
 
     Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128), for sequence length x number of
     sequences. Except for short sequences, all runs are at the power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of
-    1.98 GHz. So extra energy costs time.
+    1.98 GHz. So extra energy lowers the clock rate, and costs time.
 
     Three alternatives were slower. Computing one exponential in eight by a polynomial, to relieve the exponential unit, gave 523
     instead of 544 at 8192 x 4. Without ping-pong scheduling of the warpgroups, 8192 x 4 gave the same at head_dim 64, and 606
@@ -85,14 +85,14 @@ class Config:
             query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four such sequences with head_dim 64
             took 3308 us, and 3676 us in bfloat16. With ping-pong scheduling (see `pingpong`), these calls took 2509 and 3613 us.
             With ping-pong scheduling and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, they took 2452, 2530 and 2595
-            us, and 3523, 3482 and 3483 us.
+            us with head_dim 128, and 3523, 3482 and 3483 us with head_dim 64.
         fp8_cache: whether keys and values are e4m3, but not q. Keys and values are converted to float16 in shared memory. 8
             sequences of 1024 new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999
             us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. In these measurements,
             a converter warp waited for each load.
         windowed: whether there is a sliding window. Attention is then causal.
         v_head_dim: elements per head of v and the output; 0 if equal to head_dim.
-        capped: whether there is a logit cap; with 16-bit operands only.
+        capped: whether there is a logit cap, which only 16-bit operands support.
         own_kv: whether ragged K/V have other offsets than the queries.
     """
 

@@ -1,4 +1,4 @@
-"""The producer warp's loads of Q, in whole tiles or for each warpgroup separately, and of the tiles' records."""
+"""The producer warp's loads of Q, in whole tiles or for each warpgroup separately. The loaders also write the tiles' records."""
 
 # mypy: ignore-errors
 

@@ -227,8 +227,8 @@ class Qkv(Mm):
         bias: Vector,
         given: Work,
     ):
-        """In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with one pair
-        more."""
+        """Runs the kernel. In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with
+        one pair more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
