@@ -8,7 +8,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
 
 WARPGROUPS = 3  # consumer warpgroups; a CTA also has one producer warpgroup
-REACH = 128  # the number of keys before a tile's first query that are loaded; a multiple of 8
+REACH = 128  # number of keys that are loaded before a tile's first query; a multiple of 8
 SHORT = 17  # at most this many consecutive queries always fit into 24 positions that begin at a multiple of 8
 
 

@@ -158,8 +158,8 @@ class Window:
         self.clearer.clear_after_stages(value_words, thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may still write this kernel's inputs or read its outputs. The next kernel may launch as soon as
-        # SMs have room.
+        # PDL: wait for the preceding kernel, which may still write this kernel's inputs or read its outputs. Then let the next
+        # kernel launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

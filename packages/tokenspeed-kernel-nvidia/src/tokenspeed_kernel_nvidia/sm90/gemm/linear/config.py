@@ -20,9 +20,9 @@ SLAB = 2  # k blocks of a panel per ring stage
 HEAD_BYTES = 1024  # bytes of the mbarriers at the start of shared memory
 SHARED_BYTES = 227 * 1024  # maximum shared memory per CTA
 STAGES = 8  # maximum number of ring stages of a group: four groups have 32 stages, and each lane of a warp initialises one
-# Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
-# canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. It was
-# no faster than `mm`, so it is no longer compiled for more than 16 tokens:
+# Token counts for which kernels are compiled. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
+# canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. That
+# variant was no faster than `mm`, so kernels are no longer compiled for more than 16 tokens:
 #
 #                                1 token           4                 16               64               256
 #   8192 x 8192, nvfp4      20.7  20.9  47.1  20.6  22.0  47.7  22.8  33.6  48.0  47.4  36.1  49.0   187   77   55

@@ -195,8 +195,8 @@ def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: in
 def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
     """Returns the operand that the CTAs of a cluster split or multicast; "" means no clusters.
 
-    "weights": with few rows of weights, the CTAs of a cluster split k, so each reads less of the activations. "activations": with
-    many activations, pairs of CTAs multicast them.
+    "weights": with few rows of weights, the CTAs of a cluster split k, so each CTA reads less of the activations. "activations":
+    with many activations, pairs of CTAs multicast them.
 
     Args:
         m, n: rows of activations and of weights.

@@ -162,7 +162,7 @@ class Mm(Formats):
         a_scale: Table,
         b_scale: Table,
     ):
-        """Weights are the first arguments, because the weight loads are issued first.
+        """Runs the kernel. The weights are the first arguments, because the weight loads are issued first.
 
         Args:
             part: how many bytes of a row of weights each CTA of a cluster computes; the last CTA may have fewer.

@@ -77,7 +77,7 @@ class Supported:
     """A kind of scales for which calls are supported.
 
     Attributes:
-        name: the part of kernels' names that names this kind.
+        name: the part of the kernels' names that stands for this kind of scales.
         scales, stored, block: as in `Config`.
     """
 

@@ -91,7 +91,7 @@ def mm_fp8(
     out_dtype: torch.dtype | None,  # bfloat16 or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """A GEMM of fp8 operands: launches the kernel on checked arguments.
+    """Computes a GEMM of fp8 operands: launches the kernel on arguments that the operator has checked.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Operands are copied if their rows are not contiguous along k or not
     16-byte aligned. If the rows of ``out`` are not contiguous or not aligned, the result is copied to ``out`` at the end.

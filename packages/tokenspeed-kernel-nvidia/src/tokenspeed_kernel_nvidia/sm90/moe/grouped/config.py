@@ -134,7 +134,7 @@ class Gemm:
 
     Attributes:
         dtype: the name of the activations' dtype.
-        gated: whether this is the first GEMM (w13), which gathers the tokens' rows and applies the activation.
+        gated: True for the first GEMM (w13), which gathers the tokens' rows and applies the activation function; False for w2.
         columns: the maximum number of columns of a tile.
         inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because they may exceed float16's range.
@@ -366,8 +366,8 @@ def every_gemm() -> list[Gemm]:
 
 
 def repair_of(dtype: str, gated: bool) -> Gemm:
-    """Returns the GEMM that recomputes tiles with elements that `PARTS` cannot represent. Its tiles have at most `SPLIT_COLUMNS`
-    columns.
+    """Returns the GEMM that recomputes tiles with elements that `PARTS` cannot represent. The tiles of that GEMM have at most
+    `SPLIT_COLUMNS` columns.
     """
     return Gemm(dtype, gated, FEWEST_COLUMNS, repairs=True)
 

@@ -95,7 +95,8 @@ class GroupedGemm(Loader, Consumers):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first GEMM has already waited for
-        # the schedule. So the second GEMM waits only before it reads columns and their scales. Its weights are in flight earlier.
+        # the schedule. So the second GEMM waits only before it reads columns and their scales. Loads of the second GEMM's weights
+        # start earlier.
         if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

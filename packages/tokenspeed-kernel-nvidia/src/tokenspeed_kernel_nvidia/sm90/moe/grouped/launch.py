@@ -3,10 +3,10 @@
 (token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. Because the
 device sorts the pairs, a captured graph stays valid when the routing changes. Both GEMMs are swap-AB: weights, dequantised in
 registers, are the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few
-columns. With 576 rows, a warpgroup processes three panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and
-576 rows. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of tokens. Two or three
-warpgroups issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a feature. A separate
-kernel sums over slots, in slot order.
+columns. With 576 rows, a warpgroup processes three panels of weights in turn. The row counts of both GPT-OSS projections are
+multiples of 192 and of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of
+tokens. Two or three warpgroups issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a
+feature. A separate kernel sums over slots, in slot order.
 
 With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
 float8_e4m3fn values, which together have all bits of the bfloat16 value (`PARTS`). The MMAs are then fp8, for which dequantising

@@ -92,7 +92,7 @@ class Loader(Shapes):
             left = call.k - chunk16 * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                # The barrier hides the addresses from the compiler, which would otherwise recompute the addresses for each copy.
+                # `opt_barrier` hides the addresses from the compiler, which would otherwise recompute the addresses for each copy.
                 in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)

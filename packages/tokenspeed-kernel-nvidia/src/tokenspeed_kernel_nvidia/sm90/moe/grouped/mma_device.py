@@ -1,7 +1,7 @@
 """The MMA warpgroups of `kernel_device`: dequantisation of weights to registers, MMAs, and the epilogue.
 
 Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of the warpgroup's 64 rows. Gate and
-up of a feature are rows g and g + 8 of a strip. One thread has both.
+up of a feature are rows g and g + 8 of a strip. So one thread has both.
 """
 
 # mypy: ignore-errors

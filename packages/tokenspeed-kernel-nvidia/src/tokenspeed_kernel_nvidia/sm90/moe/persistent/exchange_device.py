@@ -61,7 +61,7 @@ class Exchange(Stream):
 
     @cute.jit
     def synchronise(self):
-        """A barrier of all MMA warps."""
+        """Synchronises all MMA warps."""
         cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
 
     @cute.jit

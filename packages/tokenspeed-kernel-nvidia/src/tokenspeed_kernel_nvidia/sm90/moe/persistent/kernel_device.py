@@ -2,7 +2,7 @@
 
 Forward progress. All CTAs of a launch must run at once. There is one CTA per SM, no more CTAs than SMs, and each fits on an empty
 SM. CTAs of a preceding kernel wait for nothing that this launch does, so they leave, and all CTAs get an SM. Another launch that
-also needs all SMs at once must not run beside this one, unless both are cooperative. Given that, no wait is circular:
+also needs all SMs at once must not run beside this one, unless both are cooperative. Under these conditions, no wait is circular:
 
 * a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
 * a CTA's MMA warps process stages in the order in which the producer fills them: projection, w13, w2, and the output. They wait for
@@ -296,7 +296,8 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus the total before the experts.
+        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus ``totals``, the residual
+        stream before the experts.
 
         All MMA warps call this method.
         """

@@ -166,7 +166,7 @@ class PersistentLayers:
         return self._head[self._counters :].view(torch.int64).view(self._trace_shape)
 
     def reset(self) -> None:
-        """Makes the next launch independent of a failed one."""
+        """Makes the next launch independent of a failed launch."""
         for memory in self._memory:
             memory.zero_()
 

@@ -60,7 +60,7 @@ class Given:
 class LayerCall(Call):
     """The call of one layer: the arguments of `stream`'s call, and those of the steps before the experts.
 
-    ``x`` is the address of the normalised tokens, and ``weights`` that of the routing weights, both in shared memory.
+    ``x`` is the address of the normalised tokens, and ``weights`` the address of the routing weights, both in shared memory.
 
     Attributes:
         given: the launch's arguments.
@@ -128,7 +128,7 @@ def address_in_table(given: Given, index: Int32, column: int) -> Int64:
 
 
 def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
-    """Returns a layer's call. ``call``: that of layer 0; ``tag``: the tag of the last launch's last layer.
+    """Returns a layer's call. ``call``: the call of layer 0; ``tag``: the tag of the last launch's last layer.
 
     The addresses in shared memory are opaque to the compiler. Otherwise values of each step would be computed before the loop over
     layers, and would occupy registers in all steps.

@@ -89,7 +89,7 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
 def moe_apply_few(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
 ) -> Tensor:
-    """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4.layout`.
+    """Computes `moe_apply` of arguments that the operator has checked, with weights in the layout of `mxfp4.layout`.
 
     More pairs than one launch handles need several launches, and each launch reads the weights again.
     """

@@ -63,7 +63,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_few_pairs(self, call: Call, expert: Int32):
-        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is that of this lane's pair, or -1.
+        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is the expert of this lane's pair, or -1.
 
         Entries have the order in which their experts first occur.
         """
