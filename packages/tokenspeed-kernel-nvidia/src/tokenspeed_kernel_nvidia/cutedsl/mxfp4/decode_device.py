@@ -86,7 +86,7 @@ and.b32 {$w1}, a, 0x7F807F80;
 }"""
 # Like BFLOAT16_PAIRS, for float16x2. Byte 253, a row's largest scale, becomes 2^14, whose exponent field is 29. A byte whose upper
 # three bits are ones keeps its lower five bits as the exponent field. Other bytes are scales about 2^29 times smaller than their
-# row's largest scale. They become 0.
+# row's largest scale. These scales become 0.
 FLOAT16_PAIRS = """{
 .reg .b32 a, b;
 shl.b32 a, {$r0}, 1;

@@ -229,7 +229,8 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """One step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the sequence."""
+        """Does one step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the
+        sequence."""
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
         # Positions without a token may hold NaN, and 0 * NaN is not 0. So zero V there.
@@ -372,7 +373,7 @@ class Consumers:
 
     @cute.jit
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
+        """Does one step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
         The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
         than LAZY.

@@ -142,8 +142,8 @@ class Panels:
         return row if self.row_bytes == 128 else row // 2
 
     def chunk_in_row(self, chunk: int) -> int:
-        """Returns the byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. This offset may be XORed into
-        a swizzled address. ``chunk``: the chunk's index in the vector.
+        """Returns the byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. The caller may XOR this
+        offset into a swizzled address. ``chunk``: the chunk's index in the vector.
         """
         return chunk % (self.row_bytes // 16) * 16
 

@@ -177,9 +177,9 @@ def config_of(dtype: str, heads: int) -> Config:
     With 128 heads, partial results are float16 (`narrow`). In float32, the partial results of a few long sequences are more bytes
     than the cache. On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x
     32768, 254.1 to 253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads, a partial result is at most half as
-    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. It took 157.2 us when the last CTA to arrive
-    merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32 partial results, because they also
-    accumulate in this memory. Sparse kernels keep float32, because `narrow` has not been measured for them.
+    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. The same call took 157.2 us when the last CTA to
+    arrive merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32 partial results, because
+    they also accumulate in this memory. Sparse kernels keep float32, because `narrow` has not been measured for them.
     """
     return Config(dtype, heads, narrow=heads > ROWS)
 

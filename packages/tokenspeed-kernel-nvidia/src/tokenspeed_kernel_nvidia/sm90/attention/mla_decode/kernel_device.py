@@ -241,7 +241,7 @@ class Mla:
             else:
                 cute.arch.setmaxregister_increase(c.value_registers)
                 self.values.compute(call, pv)
-        if const_expr(c.cluster > 1):  # no CTA may exit while the other CTA still writes to its shared memory
+        if const_expr(c.cluster > 1):  # no CTA may exit while the other CTA still writes to this CTA's shared memory
             self.meet()
 
     @cute.jit

@@ -68,19 +68,19 @@ class Config:
     1.98 GHz. So extra energy lowers the clock rate, and costs time.
 
     Three alternatives were slower. Computing one exponential in eight by a polynomial, to relieve the exponential unit, gave 523
-    instead of 544 at 8192 x 4. Without ping-pong scheduling of the warpgroups, 8192 x 4 gave the same at head_dim 64, and 606
-    instead of 625 at head_dim 128. A static serpentine tile schedule instead of an atomic counter gave 529 instead of 537 at 8192 x
-    4, and 572 instead of 618 at 8192 x 1 with head_dim 128.
+    instead of 544 TFLOP/s at 8192 x 4. Without ping-pong scheduling of the warpgroups, 8192 x 4 gave the same TFLOP/s at head_dim
+    64, and 606 instead of 625 TFLOP/s at head_dim 128. A static serpentine tile schedule instead of an atomic counter gave 529
+    instead of 537 TFLOP/s at 8192 x 4, and 572 instead of 618 TFLOP/s at 8192 x 1 with head_dim 128.
 
     Attributes:
         dtype: the dtype of q, k, v and the output; of the output alone if q, k and v are fp8.
         head_dim: elements per head of q and k: 64, 128, or a head_dim of TILES.
-        gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
+        gqa_ratio: GQA group size: query heads per KV head. All query heads of a KV head are rows of the same tile.
         page_size: tokens per page; 0 for ragged K/V.
         section_mib: how many MiB of K/V concurrently running tiles may read, so that these reads hit in L2. With 8 MiB, fewer heads
-            run at once: 524 instead of 537 at 8192 x 4.
+            run at once: 524 instead of 537 TFLOP/s at 8192 x 4.
         lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The shift of the exponents need not be the
-            exact row max, so the shift seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
+            exact row max, so the shift seldom changes: 535 TFLOP/s at 8192 x 1, instead of 495 with ``lazy`` 0.
         fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V. Two sequences of 8192 with 64
             query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four such sequences with head_dim 64
             took 3308 us, and 3676 us in bfloat16. With ping-pong scheduling (see `pingpong`), these calls took 2509 and 3613 us.
@@ -123,7 +123,8 @@ class Config:
 
     @property
     def splits_q(self) -> bool:
-        """Whether each consumer warpgroup has its own Q barriers. It then releases its queries as soon as it has used them."""
+        """Whether each consumer warpgroup has its own Q barriers. A warpgroup then releases its queries without waiting for the
+        other warpgroups."""
         return self.q_stages == 1
 
     @property

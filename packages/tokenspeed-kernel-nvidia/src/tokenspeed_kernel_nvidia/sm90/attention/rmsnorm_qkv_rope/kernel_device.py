@@ -406,7 +406,7 @@ class Qkv(Mm):
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + offset
-        # The epilogue needs a token's position and slot. They are loaded here to hide the latency of the loads.
+        # The epilogue needs a token's position and slot. Load both here, to hide the latency of the loads.
         token = thread // GROUP_PAIRS
         real = token < call.m
         self.wait_for_kernel_before(call, warp == 0)

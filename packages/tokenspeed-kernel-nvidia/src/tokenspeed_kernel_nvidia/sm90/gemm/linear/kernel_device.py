@@ -122,7 +122,7 @@ class Linear(MmaWarps):
             x, m, k, out, n, weights, factors, bias, work, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
-        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
+        # Let the next kernel start as SMs become free. The next kernel's own griddepcontrol.wait waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             lane = cute.arch.lane_idx()

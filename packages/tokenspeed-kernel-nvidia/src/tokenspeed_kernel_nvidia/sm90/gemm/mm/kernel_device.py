@@ -194,7 +194,7 @@ class Mm(Formats):
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
-        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
+        # Let the next kernel start as SMs become free. The next kernel's own griddepcontrol.wait waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
             with cute.arch.elect_one():

@@ -149,7 +149,7 @@ class PersistentLayers:
 
     @property
     def failed(self) -> bool:
-        """Whether a wait of a launch gave up. Reading this property waits for the device."""
+        """Whether a launch has given up waiting for other CTAs. Reading this property waits for the device."""
         return bool(self._head[FAILED])
 
     @property

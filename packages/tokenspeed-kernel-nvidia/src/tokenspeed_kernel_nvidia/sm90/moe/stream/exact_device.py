@@ -47,8 +47,8 @@ class ExactDotProducts(Rows):
 
     @cute.jit
     def exact_dot_products(self, call: Call, item: Int32, strip: Int32, pair: Int32):
-        """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``. They replace the sums of
-        `multiply`."""
+        """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``. These dot products replace the
+        sums of `multiply`."""
         layer = call.layer
         lane = cute.arch.lane_idx()
         first = kind_of(item) == W13

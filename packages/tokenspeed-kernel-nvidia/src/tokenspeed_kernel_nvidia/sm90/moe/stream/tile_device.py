@@ -72,7 +72,7 @@ class Call:
         layer: the layer.
         x, x_stride: the tokens, and the row pitch in elements.
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
-        out, out_stride: the output, like x.
+        out, out_stride: the output, and its row pitch in elements.
         tokens: the number of tokens.
         activated: the results of the first GEMM, bfloat16, or float32 if `Config.wide`, ``[pairs, intermediate]``.
         slots: the weighted results of the second GEMM, float32 ``[pairs, hidden]``.
