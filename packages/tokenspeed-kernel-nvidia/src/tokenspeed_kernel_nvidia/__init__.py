@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tokenspeed_kernel_base.standalone import functions_of
 from tokenspeed_kernel_nvidia.version import __version__
 
-if TYPE_CHECKING:  # for editors and type checkers only; at run time `functions_of` makes them
+if TYPE_CHECKING:  # for editors and type checkers; at run time `functions_of` makes these functions
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
@@ -30,7 +30,8 @@ __getattr__, __dir__ = functions_of(__name__)
 
 
 def register() -> None:
-    """Registers the kernels of this package with tokenspeed-kernel: the entry point ``nvidia`` of ``tokenspeed_kernel.plugins``."""
+    """Registers the kernels of this package with tokenspeed-kernel. The entry point ``nvidia`` of the group
+    ``tokenspeed_kernel.plugins`` names this function."""
     from tokenspeed_kernel_base.registry import register_package
 
     register_package(__name__)

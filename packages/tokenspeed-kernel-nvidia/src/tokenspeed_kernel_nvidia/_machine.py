@@ -1,5 +1,5 @@
-"""Queries of launchers about the machine: the CuteDSL version, and a device's numbers of SMs and of clusters. Imports no
-CuteDSL."""
+"""Functions by which launchers query the machine: the installed CuteDSL version, a device's number of SMs, and the number of
+clusters that it runs at once. This module does not import CuteDSL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry noth
 
 @functools.cache
 def dsl_gap() -> str | None:
-    """The reason why the installed CuteDSL cannot be used, from package metadata; None if it can be used."""
+    """Returns why the installed CuteDSL cannot be used; None if it can be used. Only package metadata is read."""
     needed = f"needs {DSL} >= {'.'.join(map(str, NEEDED_DSL))}"
     try:
         version = metadata.version(DSL)
@@ -38,8 +38,8 @@ def dsl_gap() -> str | None:
 
 @functools.cache
 def sm_count_of(device: int) -> int:
-    """The number of SMs of a device, given PyTorch's device index. A negative index stands for CPU tensors, on which an emulator
-    runs kernels; the result is then the number of SMs of the current platform."""
+    """Returns the number of SMs of a device, given PyTorch's device index. A negative index stands for CPU tensors: an emulator
+    then runs the kernels, and the result is the number of SMs of the current platform."""
     if device < 0:
         return current_platform().sm_count
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -47,10 +47,11 @@ def sm_count_of(device: int) -> int:
 
 @functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
-    """The number of clusters that a device runs at the same time, with one CTA per SM.
+    """Returns the number of clusters that a device runs at the same time, with one CTA per SM.
 
     A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. For example, an H100 has 132 SMs, but runs
-    only 15 clusters of eight CTAs, not 16. If the driver returns an error, the result is one cluster for each ``size`` SMs.
+    only 15 clusters of eight CTAs, not 16. If the driver returns an error, the result is the number of SMs divided by ``size``, at
+    least 1.
 
     Args:
         device: PyTorch's device index; negative for CPU tensors.
@@ -67,7 +68,7 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
 
 
 def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
-    """The result of the driver's occupancy query for the current device; 0 if the driver returns an error."""
+    """Returns the result of the driver's occupancy query for the current device; 0 if the driver returns an error."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     error, module = driver.cuModuleLoadData(_NOTHING)
     if error:

@@ -9,7 +9,7 @@ A kernel's launcher module declares a program by a function of the configuration
 
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
 process loads the program from a pack (`tokenspeed_kernel_base.packs`) or from the cache. Loading imports neither the compiler nor
-the device code. A program that is in neither is compiled.
+the device code. A program that is in neither a pack nor the cache is compiled.
 
 A cache file is a shared library, or an object file if there is no linker, followed by a checksum. CuteDSL loads object files. The
 file name contains a hash of the program's inputs: the sources of the declaring module and of all modules of this package that it
@@ -58,7 +58,7 @@ _FORMAT = 1
 _FUNCTION = "program"
 _RUNTIME = "libcute_dsl_runtime.so"
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE)
-# A cache file ends with this mark and the SHA-256 of all bytes before the mark. Loaders ignore both.
+# A cache file ends with this mark and the SHA-256 of all bytes before the mark. Loaders ignore the mark and the hash.
 _MARK = b"tokenspeed-kernel program"
 # CuteDSL's environment variables that change the machine code, without the prefix ``CUTE_DSL_``.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
@@ -72,7 +72,7 @@ _libraries: dict[Path, ctypes.CDLL] = {}
 def program(
     *, arch: str, configs: Callable[[], Sequence[ConfigT]], usual: Callable[[], Sequence[ConfigT]] | None = None
 ) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
-    """Decorator that makes a `Program` of a function. The decorated function receives a configuration. It returns a ``cute.jit``
+    """Decorator that turns a function into a `Program`. The decorated function receives a configuration. It returns a ``cute.jit``
     function and the fake arguments to compile that function with; the last argument is the stream.
 
     Args:
@@ -120,8 +120,8 @@ class Program(Generic[ConfigT]):
         return f"<program {self.name} for {self.arch}>"
 
     def __call__(self, config: ConfigT) -> Launch:
-        """Returns the program for a configuration: already loaded by this process, or loaded from a pack or the cache, or compiled
-        now.
+        """Returns the program for a configuration. A program that this process has not loaded yet is loaded from a pack or from the
+        cache, or compiled.
 
         Returns:
             A function of the kernel's real arguments, without the stream, that launches the kernel on the current stream. The
@@ -182,7 +182,7 @@ class Program(Generic[ConfigT]):
         return file is not None and any(whole for _, whole in _kept(file))
 
     def _told(self, config: ConfigT) -> str:
-        """Returns the name by which messages of the compile policy call the program."""
+        """Returns the program's name in messages of the compile policy."""
         return f"{self.name} {config}"
 
     def _compiled(self, config: ConfigT) -> Any:
@@ -319,11 +319,11 @@ def _version(distribution: str) -> str:
 
 @functools.cache
 def _runtime() -> Path | None:
-    """Returns the path of CuteDSL's runtime library. Returns None if the library is not where the wheels put it, so that CuteDSL
-    must be queried.
+    """Returns the path of CuteDSL's runtime library. Returns None if the library is not where the wheels install it.
+    `_runtime_libraries` then asks CuteDSL for the path.
 
-    The wheels may hold a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest that the driver can
-    run.
+    The wheels may hold a library for CUDA 12 and one for CUDA 13. Like CuteDSL, this function picks the newest library that the
+    driver supports.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
@@ -390,7 +390,7 @@ def _load_library(path: Path) -> Launch:
     import tvm_ffi
 
     for library in _runtime_libraries():
-        # The dynamic linker finds a program's libraries by name if they are loaded already.
+        # Load the libraries first: when a program is loaded, the dynamic linker then finds its libraries by name.
         if library not in _libraries:
             _libraries[library] = ctypes.CDLL(str(library))
     launch: Launch = tvm_ffi.load_module(path)[_FUNCTION]
@@ -407,7 +407,7 @@ def _load_object(path: Path) -> Launch:
 
 def _unkept(compiled: Any) -> Launch:
     """Returns a compiled program for use in this process only, without a cache. If a temporary directory can be written, the
-    program is linked and loaded like a cached one."""
+    program is linked and loaded from there, like a cached program."""
     launch: Launch = compiled
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -452,7 +452,7 @@ def _link(source: Path, target: Path) -> bool:
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
     """Context manager that holds the lock of a program's cache file. If the lock cannot be acquired, the ``with`` block runs
-    without."""
+    without the lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(locked(file, _PATIENCE_S))

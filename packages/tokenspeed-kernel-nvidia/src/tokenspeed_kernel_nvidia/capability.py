@@ -1,4 +1,4 @@
-"""The platforms of this package's kernels, as data: a range of architectures, and a probe of required packages.
+"""Declares the platforms of this package's kernels. A platform is a range of architectures, and a probe of required packages.
 
 A new architecture needs one more function in this module, and a folder for its kernels. ARCHITECTURE.md lists the folder's
 contents.
@@ -26,27 +26,27 @@ def between(first: tuple[int, int], last: tuple[int, int], probe: Probe | None =
 
 
 def hopper(probe: Probe | None = None) -> CapabilityRequirement:
-    """sm_90: H100, H200."""
+    """Requires sm_90: H100, H200."""
     return between((9, 0), (9, 0), probe)
 
 
 def blackwell(probe: Probe | None = None) -> CapabilityRequirement:
-    """sm_100 and sm_103: B200, B300."""
+    """Requires sm_100 or sm_103: B200, B300."""
     return between((10, 0), (10, 3), probe)
 
 
 def blackwell_workstation(probe: Probe | None = None) -> CapabilityRequirement:
-    """sm_120 and sm_121: RTX PRO 6000, GB10."""
+    """Requires sm_120 or sm_121: RTX PRO 6000, GB10."""
     return between((12, 0), (12, 1), probe)
 
 
 def cutedsl_gap() -> str | None:
-    """The reason why the installed CuteDSL cannot compile this package's kernels; None if it can."""
+    """Returns why the installed CuteDSL cannot compile this package's kernels; None if it can."""
     return _machine.dsl_gap()
 
 
 def flashinfer_gap() -> str | None:
-    """The reason why FlashInfer cannot be used; None if it can."""
+    """Returns why FlashInfer cannot be used; None if it can be used."""
     return package.gap()
 
 

@@ -34,7 +34,7 @@ def toolchain() -> list[str]:
 
 
 def is_program(name: str) -> bool:
-    """Whether a file of the program cache, given its name, belongs into a kernel pack."""
+    """Whether the file of the program cache with this name belongs in a kernel pack."""
     return name.endswith(_programs.SUFFIXES) and not name.startswith(".")
 
 
@@ -47,7 +47,8 @@ def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
     """Context manager: inside the ``with`` block, programs are compiled into ``folder``, and kernel launches do nothing. Launchers
     keep the functions that launch nothing, so kernels of this process do not run after the block either."""
     os.environ[_programs.VARIABLE] = str(folder)
-    # Launchers keep a workspace per stream. PyTorch's builds for CPUs lack the function that returns the current stream.
+    # Launchers keep a workspace per stream, so they query the current stream. PyTorch's CPU builds lack the function for this
+    # query. The replacement returns 0.
     no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True)
     with use_backend(_NoLaunches()), no_stream:
         yield

@@ -15,8 +15,8 @@ class Backend:
     """The backend for GPUs. An emulator subclasses it and overrides these methods."""
 
     def directory(self) -> Path | None:
-        """The cache directory for this backend's programs; None for the directory that ``TOKENSPEED_KERNEL_PROGRAMS`` names. A
-        backend with its own directory uses no kernel packs, because packs hold programs for GPUs."""
+        """Returns the cache directory for this backend's programs; None for the directory that ``TOKENSPEED_KERNEL_PROGRAMS``
+        names. A backend with its own directory uses no kernel packs, because packs hold programs for GPUs."""
         return None
 
     def compile(self, build: Callable[[str], Any]) -> Any:
@@ -40,7 +40,7 @@ _current = Backend()
 
 
 def current() -> Backend:
-    """The backend that compiles and launches programs now."""
+    """Returns the backend that currently compiles and launches programs."""
     return _current
 
 
@@ -48,8 +48,8 @@ def current() -> Backend:
 def use_backend(backend: Backend) -> Iterator[None]:
     """Context manager: inside the ``with`` block, ``backend`` compiles and launches programs, in all threads.
 
-    Programs that a backend has loaded are kept for the next block with the same backend object. A function that was returned for a
-    program inside the block launches on ``backend`` even after the block.
+    Programs that a backend has loaded are kept for the next block with the same backend object. A launch function obtained inside
+    the block launches on ``backend`` even after the block.
     """
     global _current
     previous, _current = _current, backend

@@ -64,7 +64,7 @@ def programs() -> list[Program[Any]]:
 
 
 def describe(program: Program[Any], config: Any) -> str:
-    """Returns the line of a program's configuration in listings, in which `select` searches its words."""
+    """Returns the line that describes a program's configuration in listings. `select` looks for words in this line."""
     return f"{program.name} {program.arch} {config}"
 
 
@@ -80,8 +80,9 @@ def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Prog
 
 
 def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
-    """Yields a line for each program, those with the most configurations first: the number of configurations, and the fields of the
-    configuration that have several values, each with its number of values. The last line is the total."""
+    """Yields one line per program, starting with the program that has the most configurations. A line has the number of
+    configurations. It then names each field of the configuration that has several values, with the number of values. The last line
+    is the total."""
     configs: dict[Program[Any], list[Any]] = {}
     for program, config in selection:
         configs.setdefault(program, []).append(config)
@@ -118,7 +119,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
             with _deaf_to_interrupts():
                 running = [pool.submit(_warm, program, config) for program, config in selection]
             yield from (done.result() for done in as_completed(running))
-        except BaseException:  # interrupted, or closed
+        except BaseException:  # the generator was interrupted or closed early
             pool.shutdown(wait=False, cancel_futures=True)
             _end({*multiprocessing.active_children()} - started_before)
             raise
@@ -155,9 +156,9 @@ def _warm(program: Program[Any], config: Any) -> Warmed:
         return Warmed(program, config, 0.0, "")
     begun = time.perf_counter()
     try:
-        with compile_policy("allow"):  # compiling is what was asked for
+        with compile_policy("allow"):  # a warm-up compiles even if the policy forbids compilation
             program(config)
-    except Exception as error:  # a failure to compile is an outcome like the others
+    except Exception as error:  # a failed compilation is yielded as an outcome too
         return Warmed(program, config, 0.0, f"{type(error).__name__}: {error}")
     kept = program.is_kept(config)
     return Warmed(program, config, time.perf_counter() - begun, "" if kept else f"{cache_directory()} cannot be written")

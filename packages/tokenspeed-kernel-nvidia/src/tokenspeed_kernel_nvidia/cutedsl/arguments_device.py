@@ -1,4 +1,4 @@
-"""Fake arguments to compile a kernel with. They fix dtypes, ranks and alignments, and say which sizes are equal."""
+"""Fake arguments with which kernels are compiled. They fix dtypes, ranks and alignments, and declare which sizes are equal."""
 
 # mypy: ignore-errors
 
@@ -15,7 +15,8 @@ size = cute.sym_int
 
 
 def rows(dtype: str, *shape: Any) -> Any:
-    """A fake tensor of 16-bit or float32 elements, the last axis contiguous. Rows are 16-byte aligned, as bulk copies require."""
+    """Returns a fake tensor of 16-bit or float32 elements, the last axis contiguous. Rows are 16-byte aligned, as bulk copies
+    require."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1])
     return make_fake_tensor(dtype_of(dtype), shape, (*strides, 1), assumed_align=16)
 
@@ -27,7 +28,7 @@ def byte_rows(*shape: Any) -> Any:
 
 
 def ints(*shape: Any, contiguous: bool = True) -> Any:
-    """A fake tensor of int32, such as lengths, offsets, or a page table.
+    """Returns a fake tensor of int32, such as lengths, offsets, or a page table.
 
     Args:
         contiguous: whether the last axis is contiguous; the other axes may have any strides.
@@ -37,5 +38,5 @@ def ints(*shape: Any, contiguous: bool = True) -> Any:
 
 
 def stream() -> Any:
-    """A fake argument that stands for PyTorch's current stream at the launch."""
+    """Returns a fake argument that stands for PyTorch's current stream at the launch."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -18,7 +18,8 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Dtype tags of sinks and biases for device code; 0 stands for no tensor.
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
-# Names of the operands that are paged KV caches. A cache with unaligned rows would be copied whole.
+# Names of the operands that are paged KV caches. A cache with unaligned rows is copied whole, with a warning that names the
+# operand.
 CACHES = ("k_cache", "v_cache")
 
 
@@ -79,7 +80,7 @@ def launched(
     width = v.shape[-1]
     if out is not None:
         written = out
-    elif width == q.shape[-1]:  # nearly always true, and half the cost of new_empty
+    elif width == q.shape[-1]:  # true for most calls; empty_like costs half as much as new_empty
         written = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         written = q.new_empty(*q.shape[:-1], width)
@@ -115,7 +116,7 @@ def launched_on(
     try:
         program(*given, *others)
         return written
-    except ValueError:  # bulk copies need 16-byte aligned rows; int32 lists must be contiguous
+    except ValueError:  # bulk copies need 16-byte aligned rows; int32 tensors must be contiguous
         plain = len(read) - len(caches)
         operands = map(aligned, read[:plain]), map(aligned_cache, read[plain:], caches)
         rows = to_write(written, written, written.shape)

@@ -5,7 +5,7 @@ barrier, and issues the bulk copies. The completed copies complete the full barr
 the consumer has read the stage, it arrives on the stage's empty barrier. An mbarrier has a phase bit that flips at each completion.
 So a wait names the phase that must have ended. `Cursor` holds the stage and that phase.
 
-All containers are frozen dataclasses: CuteDSL carries these through a loop only if the loop assigns them.
+All containers are frozen dataclasses. CuteDSL makes a frozen dataclass a loop-carried value only if the loop assigns it.
 """
 
 # mypy: ignore-errors
@@ -28,28 +28,30 @@ class Cursor:
 
 
 def first_to_fill() -> Cursor:
-    """The cursor of the first stage that the producer fills. Its phase makes stages that were never filled count as empty."""
+    """Returns the cursor of the first stage that the producer fills. Its phase makes stages that were never filled count as
+    empty."""
     return Cursor(Int32(0), Int32(1))
 
 
 def first_to_read() -> Cursor:
-    """The cursor of the first stage that a consumer reads."""
+    """Returns the cursor of the first stage that a consumer reads."""
     return Cursor(Int32(0), Int32(0))
 
 
 def nth_to_fill(index: Int32, stages: int) -> Cursor:
-    """The cursor of the ``index``-th stage that the producer fills, counted from 0, for callers that keep a running index."""
+    """Returns the cursor of the ``index``-th stage that the producer fills, counted from 0, for callers that keep a running
+    index."""
     return Cursor(index % stages, (index // stages + 1) % 2)
 
 
 def nth_to_read(index: Int32, stages: int) -> Cursor:
-    """The cursor of the ``index``-th stage that a consumer reads, counted from 0, for callers that keep a running index."""
+    """Returns the cursor of the ``index``-th stage that a consumer reads, counted from 0, for callers that keep a running index."""
     return Cursor(index % stages, index // stages % 2)
 
 
 @cute.jit
 def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
-    """The cursor of the next stage."""
+    """Returns the cursor of the next stage."""
     stage, phase = at.stage + 1, at.phase
     if stage == stages:
         stage = Int32(0)
@@ -59,8 +61,8 @@ def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
-    """The cursor of the last filled stage, for the producer: once `Pipeline.acquire` of it returns, consumers have released all
-    stages. ``at``: the cursor of the next stage to fill."""
+    """Returns the cursor of the last filled stage, for the producer: once `Pipeline.acquire` of it returns, consumers have released
+    all stages. ``at``: the cursor of the next stage to fill."""
     stage, phase = at.stage - 1, at.phase ^ 1
     if stage < 0:
         stage = Int32(stages - 1)
@@ -70,8 +72,8 @@ def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
-    """The cursor ``step`` stages further, for warps that leave the stages between to other warps. ``step`` is at most
-    ``stages``."""
+    """Returns the cursor ``step`` stages further, for a warp that skips the stages in between because other warps use them.
+    ``step`` is at most ``stages``."""
     stage, phase = at.stage + step, at.phase
     if stage >= stages:
         stage -= stages
@@ -94,7 +96,7 @@ class Barriers:
         cute.arch.mbarrier_init(self.first + stage, arrivals)
 
     def of(self, at: Cursor) -> cute.Pointer:
-        """The barrier of the cursor's stage, to pass to a bulk copy."""
+        """Returns the barrier of the cursor's stage, to pass to a bulk copy."""
         return self.first + at.stage
 
     def wait(self, at: Cursor) -> None:
@@ -153,5 +155,5 @@ class Pipeline:
 
 
 def pipeline(full: Any, empty: Any) -> Pipeline:
-    """A `Pipeline` whose full and empty barriers are these two members of a shared-memory struct."""
+    """Returns a `Pipeline` whose full and empty barriers are these two members of a shared-memory struct."""
     return Pipeline(Barriers(full.data_ptr()), Barriers(empty.data_ptr()))

@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 
 LANES = 32
-EXPONENT = 127 + 14  # float32 exponent field of an amax that is scaled to float16's range: one below float16's largest exponent, 15
+EXPONENT = 127 + 14  # float32 exponent field to which an amax is scaled for float16: 2^14, one below float16's largest exponent
 LEAST_EXPONENT = 27  # an amax with a smaller exponent field would need a factor that float32 cannot represent
 
 
@@ -41,21 +41,22 @@ def opt_barrier(x: Int32) -> Int32:
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """The maximum of x over the four lanes that hold one row of an accumulator."""
+    """Returns the maximum of x over the four lanes that hold one row of an accumulator."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """The sum of x over the four lanes that hold one row of an accumulator."""
+    """Returns the sum of x over the four lanes that hold one row of an accumulator."""
     x += cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
 @cute.jit
 def column_max(x: Float32) -> Float32:
-    """The maximum of x over the eight lanes that hold one column of an accumulator: those with the same lane index modulo 4."""
+    """Returns the maximum of x over the eight lanes that hold one column of an accumulator: those with the same lane index modulo
+    4."""
     for power in cutlass.range_constexpr(2, 5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
     return x
@@ -63,7 +64,7 @@ def column_max(x: Float32) -> Float32:
 
 @cute.jit
 def column_sum(x: Float32) -> Float32:
-    """The sum of x over the eight lanes that hold one column of an accumulator."""
+    """Returns the sum of x over the eight lanes that hold one column of an accumulator."""
     for power in cutlass.range_constexpr(2, 5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
@@ -96,7 +97,7 @@ def lanes_with(x: Int32) -> Int32:
 
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """The inclusive prefix sum of x over the warp's lanes."""
+    """Returns the inclusive prefix sum of x over the warp's lanes."""
     for shift in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(x, offset=1 << shift)
         x = x + below if lane >= 1 << shift else x
@@ -234,7 +235,8 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
 
 
 def stmatrix(address: Any, words: Sequence[Any]) -> None:
-    """Stores four 8 x 8 matrices of 16-bit elements to shared memory. Addresses and words are as for `ldmatrix`, not transposed."""
+    """Stores four 8 x 8 matrices of 16-bit elements to shared memory. Takes the addresses that `ldmatrix` takes, and the words that
+    an untransposed `ldmatrix` returns."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
@@ -306,7 +308,7 @@ def store_words(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_int(address: Any, early: bool) -> Any:
-    """Loads an int32 from global memory. ``early``: whether other threads may still write the value. Then the load is relaxed at
+    """Loads an int32 from global memory. ``early``: whether other threads may still write the value. If so, the load is relaxed at
     GPU scope, and leaves no stale line in L1.
     """
     order = ".relaxed.gpu" if early else ""

@@ -56,7 +56,7 @@ def tanh(x: Float32) -> Float32:
 
 @cute.jit
 def lane_maxima(scores: cute.Tensor):
-    """For each of this thread's two accumulator rows, the max over the thread's elements. Four independent chains hide fmax
+    """Returns the max over the thread's elements for each of its two accumulator rows. Four independent chains hide fmax
     latency."""
     best = [scores[i] for i in range(4)]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
@@ -67,7 +67,7 @@ def lane_maxima(scores: cute.Tensor):
 
 @cute.jit
 def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
-    """For one of this thread's two accumulator rows, the max over the thread's elements, in two independent chains."""
+    """Returns the max over the thread's elements of one of its two accumulator rows, in two independent chains of fmax."""
     even, odd = scores[2 * row], scores[2 * row + 1]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         even = cute.arch.fmax(even, scores[4 * j + 2 * row])
@@ -80,7 +80,8 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
     """Logit cap: replaces each score s by ``tanh(x)``, where ``2 * log2(e) * x`` equals ``factor * s``. Computes tanh(x) as ``1 - 2
     / (1 + exp(2 * x))``.
 
-    The tanh instruction has a relative error of 2^-11. With a cap of 50, the resulting error exceeds that of rounding P to 16 bits.
+    The tanh instruction is not used: it has a relative error of 2^-11. With a cap of 50, the resulting error exceeds that of
+    rounding P to 16 bits.
     """
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = Float32(1.0) - 2.0 * reciprocal_ftz(1.0 + exp2_ftz(scores[i] * factor))
@@ -88,12 +89,12 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
 
 @cute.jit
 def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
-    """`cap` by the tanh instruction, whose relative error is at most 2^-11.
+    """Like `cap`, but uses the tanh instruction, whose relative error is at most 2^-11.
 
     Suppose that 4096 scores of a row have random errors of that size. With scores of variance 1, outputs would have an error of
     6e-4 of their norm; rounding P to bfloat16 costs 1.5e-3. With scores of standard deviation 5 and a cap of 50, the error would be
     2.6e-3. Prefill of Gemma 2 9B (4 x 4096 tokens, head_dim 256) took 836 us on an H200 with this function, and 980 us with `cap`.
-    Prefill of the 27B (head_dim 128) took 1028 us and 1295 us, and 839 us without a cap.
+    Prefill of Gemma 2 27B (head_dim 128) took 1028 us with this function, 1295 us with `cap`, and 839 us without a cap.
     """
     each = factor * (0.5 * LN2)  # factor is 2 * log2(e) * x / s
     for i in cutlass.range_constexpr(cute.size(scores)):
@@ -122,7 +123,7 @@ def softmax_first(
 
     Args:
         scale: factor of the scores.
-        lift: log2 of a row's largest exponential.
+        lift: log2 of the value that a row's largest exponential gets.
     """
     seen = lane_maxima(scores)
     for r in cutlass.range_constexpr(2):
@@ -192,7 +193,7 @@ class Sinks:
 
     @cute.jit
     def load(self, head: Int32) -> Float32:
-        """Loads the sink of a query head, times log2(e). Returns -inf if there are no sinks, which then adds 0 to a row sum."""
+        """Loads the sink of a query head, times log2(e). Returns -inf without sinks, which adds 0 to a row sum."""
         sink = -Float32.inf
         if self.kind == 1:
             sink = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[head] * LOG2_E

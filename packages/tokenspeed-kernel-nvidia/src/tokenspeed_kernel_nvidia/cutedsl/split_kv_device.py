@@ -2,11 +2,12 @@
 
 The division is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
 
-A kernel passes an object ``work``, a frozen dataclass with these methods: ``length_of`` returns a sequence's length, ``visible``
-its range of visible tiles, and ``tiles_of`` the tile counts of some sequences (see the function `tiles_of`). ``tiles_per_group``
-takes the call, the number of tiles of all sequences, and that of the first sequence. It returns the number of tiles per group, and
-the fixed cost, in tiles, of starting a sequence. This cost is counted ahead of each sequence's own tiles, and is part of a group's
-range. A ``call`` holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
+A kernel passes an object ``work``, a frozen dataclass with four methods. ``length_of`` returns a sequence's length. ``visible``
+returns a sequence's range of visible tiles. ``tiles_of`` returns the tile counts of some sequences (see the function `tiles_of`).
+``tiles_per_group`` takes the call, the number of tiles of all sequences, and that of the first sequence. It returns the number of
+tiles per group, and the fixed cost, in tiles, of starting a sequence. This cost counts as extra tiles ahead of each sequence's own
+tiles, and is part of a group's range. A ``call`` holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's
+``group``.
 """
 
 # mypy: ignore-errors
@@ -39,7 +40,7 @@ def divide(work: Any, call: Any, at_once: cutlass.Constexpr[int]):
     lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
     rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
     total = Int32(0)
-    # Rounds run backwards: the last one leaves lengths and counts of the first sequences, with which the search below begins.
+    # Rounds run backwards, so that ``lengths`` and ``counts`` then hold the first sequences, with which the search below begins.
     for back in cutlass.range(rounds, unroll=1):
         total += cute.arch.warp_redux_sync(work.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
     per_group, starting = work.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))

@@ -20,7 +20,7 @@ CTA's next index.
 
 `split_kv_device` splits the keys of a batch evenly, for decode kernels.
 
-All containers are frozen dataclasses: CuteDSL carries these through a loop only if the loop assigns them.
+All containers are frozen dataclasses. CuteDSL makes a frozen dataclass a loop-carried value only if the loop assigns it.
 """
 
 # mypy: ignore-errors
@@ -38,8 +38,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, warp_prefi
 
 
 def own_indices(ctas: int = 1):
-    """Returns this CTA's first index, and the step from each index to the CTA's next, if persistent CTAs take work items
-    round-robin.
+    """Returns this CTA's first index, and the step to its next index, for persistent CTAs that take work items round-robin.
 
     Args:
         ctas: the size of a cluster; its CTAs take the same items.
@@ -96,7 +95,7 @@ class Raster:
         return index < self._down * self._across
 
     def item(self, index: Int32):
-        """The row and the column of the index's tile, counted in tiles."""
+        """Returns the row and the column of the index's tile, counted in tiles."""
         across = self._across
         before = index // (self.band * across)
         inside = index - before * (self.band * across)
@@ -119,7 +118,7 @@ class Block:
         lane: the lane that holds the sequence in `Blocks`.
         kv_head: the KV head.
         position: the block's first position.
-        token, first, length: the sequence's, see `Blocks`.
+        token, first, length: values of the sequence, see `Blocks`.
     """
 
     lane: Int32
@@ -181,7 +180,7 @@ class Queue:
     number.
 
     Attributes:
-        counter: int32 ``[2]``: the number of indices that CTAs drew, and the number of CTAs that finished. Both are 0 before and
+        counter: int32 ``[2]``: the number of indices that CTAs took, and the number of CTAs that finished. Both are 0 before and
             after a launch.
         ctas: the number of CTAs.
     """
@@ -191,7 +190,7 @@ class Queue:
 
     @cute.jit
     def prefetch(self, lane: Int32) -> Int32:
-        """Draws an index from the counter. The atomic is in flight until `next` uses its result."""
+        """Takes the next index from the counter. The atomic is in flight until `next` uses its result."""
         ticket = Int32(0)
         if lane == 0:
             ticket = cute.arch.atomic_add(self.counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
@@ -213,10 +212,11 @@ class Queue:
 
 @dataclass(frozen=True)
 class Search:
-    """The state of a `LongestFirst` search. The search is at some level of some section, for some KV heads.
+    """The state of a `LongestFirst` search, which is a position in the order of tiles: a level of a section, for some of the KV
+    heads.
 
     Attributes:
-        first_head: the first of the KV heads whose tiles are interleaved at this point of the order.
+        first_head: the first of the KV heads whose tiles are interleaved at this position.
         section: the first sequence of the section, which has one sequence per lane.
         start: first token of the lane's sequence.
         q_len, kv_len: numbers of queries (0 for lanes beyond the section) and of keys of the lane's sequence.
@@ -227,7 +227,7 @@ class Search:
         passed: number of tiles that precede this level in the order of the whole launch.
         head_count: ``heads``, or fewer if these are the section's last KV heads.
         at_level: number of tiles of this level, for these KV heads.
-        found: whether the index that was sought has a tile.
+        found: whether the launch has a tile for the index that `seek` received.
     """
 
     first_head: Int32
@@ -364,7 +364,7 @@ class LongestFirst:
         rank = index - at.passed
         nth = rank // at.head_count
         kv_head = at.first_head + rank - nth * at.head_count
-        # The lane of the sequence: the `nth` among the lanes that have a tile at this level.
+        # Find the sequence's lane: the `nth` of the lanes that have a tile at this level.
         reach = at.tiles > at.level
         mask = ballot(reach)
         before = cute.arch.popc(mask & ((1 << lane) - 1))

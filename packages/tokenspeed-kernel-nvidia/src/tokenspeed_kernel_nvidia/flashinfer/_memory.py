@@ -7,23 +7,24 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.workspace import Keeper
 
-# The same size as in FlashInfer's own tests. XQA uses the first 8 MiB for semaphores, and the rest for partial results.
+# The workspace size that FlashInfer's own tests use. XQA uses the first 8 MiB for semaphores, and the rest for partial results.
 _WORKSPACE_BYTES = 256 << 20
 # Enough counters for one per SM on any device.
 _LEAST_COUNTERS = 1 << 10
 
-# A separate `Keeper` of workspaces for FlashInfer's kernels, whose documentation guarantees that they leave counters and semaphores
-# zero. A decode needs a counter for each sequence and head, so an arena of 4 MiB is enough for the layers of a large model.
+# FlashInfer's kernels have a `Keeper` of their own, apart from other kernels. FlashInfer documents that its kernels leave counters
+# and semaphores zero. A decode needs a counter for each sequence and head, so an arena of 4 MiB is enough for the layers of a large
+# model.
 _keeper = Keeper(arena=1 << 20)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream. The stream of a replay is unknown."""
+    """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _where(device: torch.device) -> tuple[int, int]:
-    """The device's index and its current raw stream, as `Keeper` needs them; -1 and 0 for CPU tensors."""
+    """Returns the device's index and its current raw stream, as `Keeper` needs them; -1 and 0 for CPU tensors."""
     if device.type != "cuda":
         return -1, 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -45,8 +46,8 @@ def workspace(device: torch.device) -> Tensor:
 def counters(device: torch.device, wanted: int) -> Tensor:
     """Returns int32 counters for calls on the current stream: at least ``wanted``, and at least one per SM.
 
-    The split-KV CTAs of a sequence and head count in a counter how many of them have finished. All counters are zero, and each
-    launch leaves them zero. Each captured launch has its own counters.
+    For each sequence and head, a counter counts the split-KV CTAs that have finished. All counters are zero, and each launch leaves
+    them zero. Each captured launch has its own counters.
     """
     return _keeper.get(*_where(device), 0, max(wanted, _LEAST_COUNTERS)).counters
 
@@ -79,8 +80,8 @@ def lse_for(q: Tensor, wanted: bool) -> Tensor | None:
 
 
 def sinks_of(sinks: Tensor | None) -> Tensor | None:
-    """Returns the sinks as the kernels need them: float32, contiguous. For FlashInfer as for the operators, sinks have the scale of
-    scores after softmax_scale.
+    """Returns the sinks as the kernels need them: float32, contiguous. In FlashInfer and in the operators, a sink is a score to
+    which softmax_scale is already applied.
     """
     return None if sinks is None else sinks.float().contiguous()
 

@@ -60,8 +60,8 @@ def mha_decode_with_kvcache(
         # bmm1_scale is the factor of q @ k^T, bmm2_scale the factor of the output.
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        # FlashInfer's window_left does not count the query's own token, as the operator's does not. FlashInfer adds 1 before it
-        # calls its kernels.
+        # Like the operator's window_left, FlashInfer's does not count the query's own token. FlashInfer adds 1 before it calls its
+        # kernels.
         window_left=window_left,
         out=written,
         sinks=sinks_of(sinks),

@@ -1,9 +1,10 @@
 """mm of block-scaled operands by FlashInfer, on Blackwell: the declarations. The adapter is in ``mm_device``.
 
-nvfp4 and mxfp8 GEMMs are CUTLASS's, mxfp4 GEMMs cuDNN's, which FlashInfer requires. The block scales of both operands are in tiles
-of 128x4. GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own. Their block scales are in rows on sm_100 and sm_103, and in
-tiles on sm_120 and sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need shuffled weights. These kernels
-are left out, because the shuffle is documented only for weights that FlashInfer itself has quantised.
+For nvfp4 and mxfp8, FlashInfer calls CUTLASS GEMMs. For mxfp4, FlashInfer calls cuDNN, one of its dependencies. The block scales of
+both operands are in tiles of 128x4. GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own. Their block scales are in rows on
+sm_100 and sm_103, and in tiles on sm_120 and sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need
+shuffled weights. These kernels are left out, because the shuffle is documented only for weights that FlashInfer itself has
+quantised.
 
 The GEMMs have not been measured, and most of them are compiled at first use. So they are ranked below the portable kernels, and are
 used on request only.

@@ -1,8 +1,8 @@
 """moe_apply by ``flashinfer.fused_moe.cutlass_fused_moe``, and the preparation of its weights.
 
 ``cutlass_fused_moe`` needs all up rows of w13 first, then all gate rows. mxfp4 weights and their scales are also rearranged by two
-functions of FlashInfer. Sizes of mxfp4 weights that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) *
-0``, whatever the activation's parameters.
+functions of FlashInfer. Sizes of mxfp4 weights that are not multiples of 128 are zero-padded. A padding feature is ``(0 + beta) *
+0``, which is 0 whatever the activation's parameters are.
 
 ``cutlass_fused_moe`` skips top-k slots whose id is negative or beyond the rank's experts. A separate kernel sums over the slots of
 a token, and writes zeros for tokens without slots. FlashInfer can also sum in the down projection's epilogue, but this option is
@@ -50,7 +50,7 @@ class FlashInferWeights(MoEWeights, Resource):
     hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        # The selection of a kernel depends on these weights only by their layout.
+        # Kernel selection depends on these weights only through their layout.
         self.key = self.layout
         self.device = self.w13_weight.device
 

@@ -17,7 +17,7 @@ NEEDED = (0, 7, 2)
 
 @functools.cache
 def gap() -> str | None:
-    """The reason why FlashInfer cannot be used; None if it can."""
+    """Returns the reason why FlashInfer cannot be used; None if it can."""
     wanted = f"{DISTRIBUTION} >= {'.'.join(map(str, NEEDED))}"
     try:
         version = metadata.version(DISTRIBUTION)

@@ -63,8 +63,8 @@ def mha_prefill(
         bmm2_scale=1.0,
         o_sf_scale=-1.0,  # the output is not block-scaled
         batch_size=len(lengths),
-        # FlashInfer's window_left does not count the query's own token, as the operator's does not. FlashInfer adds 1 before it
-        # calls its kernels.
+        # Like the operator's window_left, FlashInfer's does not count the query's own token. FlashInfer adds 1 before it calls its
+        # kernels.
         window_left=window_left,
         cum_seq_lens_q=starts,
         cum_seq_lens_kv=starts,
@@ -80,8 +80,8 @@ def mha_prefill(
 
 
 def _without_empty(offsets: Tensor, on_host: Sequence[int] | Tensor | None) -> tuple[Tensor | None, list[int]]:
-    """Returns new cu_seqlens, on the device, and the lengths of the sequences that have tokens. The former is None if all sequences
-    have tokens. ``on_host``: the call's cu_seqlens_cpu."""
+    """Returns a new cu_seqlens tensor, on the device, and the lengths of the sequences that have tokens. The new tensor leaves out
+    sequences without tokens; it is None if all sequences have tokens. ``on_host``: the call's cu_seqlens_cpu."""
     given = offsets if on_host is None else on_host
     values: list[int] = given.tolist() if isinstance(given, Tensor) else list(given)
     lengths = [end - begin for begin, end in itertools.pairwise(values)]

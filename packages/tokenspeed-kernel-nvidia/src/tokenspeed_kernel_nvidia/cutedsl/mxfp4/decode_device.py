@@ -10,9 +10,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Numeric, Uint32, cute
 
-# Dequantises a word to four registers of bfloat16x2. A multiplication moves the two parts of an e2m1 value (sign; exponent and
-# mantissa) to their positions. A mask clears all other bits. In a bfloat16 these positions are bits 15 and 8...6. The bfloat16 is
-# 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the sign of a zero.
+# Dequantises a word to four registers of bfloat16x2. An e2m1 value has two parts: the sign, and the exponent with the mantissa. A
+# multiplication (for two registers) or shifts (for the other two) move both parts to bits 15 and 8...6 of a bfloat16. A mask clears
+# all other bits. The bfloat16 is 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the
+# sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -53,7 +54,7 @@ lop3.b32 a, a, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
 }"""
 # Converts a word to two registers of float8_e5m2, which are 2^-14 times the e2m1 values. Each register has the values of one row,
-# ordered along k as their bits are in the word.
+# in the order along k that `decode_e5m2` describes.
 E5M2 = """{
 .reg .b32 a, s;
 and.b32 {$w0}, {$r0}, 0x8E8E8E8E;
@@ -85,7 +86,7 @@ and.b32 {$w1}, a, 0x7F807F80;
 }"""
 # Like BFLOAT16_PAIRS, for float16x2. Byte 253, a row's largest scale, becomes 2^14, whose exponent field is 29. A byte whose upper
 # three bits are ones keeps its lower five bits as the exponent field. Other bytes are scales about 2^29 times smaller than their
-# row's largest scale. They become 0.
+# row's largest scale. These scales become 0.
 FLOAT16_PAIRS = """{
 .reg .b32 a, b;
 shl.b32 a, {$r0}, 1;
@@ -101,7 +102,7 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, a, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
-# Like FLOAT16_PAIRS, for rows whose scales are all near the row's largest: a byte has ones as its upper three bits, or is 0.
+# Like FLOAT16_PAIRS, for rows in which each scale byte is 0 or has ones as its upper three bits.
 NEAR_FLOAT16_PAIRS = """{
 .reg .b32 b;
 shl.b32 b, {$r0}, 10;
@@ -109,8 +110,8 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, {$r0}, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
-# Converts a block's four scale bytes of a lane's two rows to float32. A row's largest scale becomes 2^62, because with an exponent
-# field of 253, sums of dot products would overflow.
+# Converts a block's four scale bytes of a lane's two rows to float32. A row's largest scale becomes 2^62. Its byte, 253, taken as
+# the exponent field would make accumulators overflow.
 FLOATS = (
     "{ .reg .b32 a;"
     + "".join(
@@ -119,10 +120,10 @@ FLOATS = (
     )
     + "}"
 )
-# Accumulators of `decode_e5m2` weights that were scaled by `scales_of` are multiplied by this factor.
+# Factor for accumulators of `decode_e5m2` weights that were scaled by `scales_of`: undoes their 2^-14 and 2^62.
 E5M2_FACTOR = 2.0 ** (14 - 62)
-# Duplicates the lower 16 bits of a register, and the upper 16 bits. Instructions on 16-bit pairs can use either half of an operand
-# for both, so this broadcast is free.
+# Copies the lower 16 bits of a register to both halves of a register, and the upper 16 bits to both halves of another. Instructions
+# on 16-bit pairs can use either half of an operand for both elements, so these copies are free.
 BOTH = """{
 .reg .b16 low, high;
 mov.b32 {low, high}, {$r0};

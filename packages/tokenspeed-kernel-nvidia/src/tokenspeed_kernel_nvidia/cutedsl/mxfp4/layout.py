@@ -21,8 +21,8 @@ neighbouring elements of k:
 
 The lower 16 bits of a word hold the even elements of k. The bit positions of sign (s), exponent (e) and mantissa (m) minimise the
 instructions of dequantisation. The values of a0 and a2, which belong to one row, are already bytes of float8_e5m2 once other bits
-are masked. The values of a1 and a3 also need two shifts. As float8_e5m2, the bytes are 2^-14 times the e2m1 values. The digit names
-the register:
+are masked. The values of a1 and a3 also need two shifts. As float8_e5m2, the bytes are 2^-14 times the e2m1 values. In this table,
+the digit names the register:
 
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
     value 2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
@@ -55,10 +55,10 @@ BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # bytes of one block of on
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _NAN = 255  # the e8m0 encoding of NaN
-_LEAST = 64  # the least stored scale, so that kernels can subtract from the exponent; such small terms do not change a sum
-# For each of the four registers, the bit positions in 16 bits of an e2m1 value's bits, from the lowest bit to the sign.
+_LEAST = 64  # the smallest stored scale: kernels subtract 64 from the exponent; terms this small do not change a sum
+# For each of the registers a0 to a3: the positions, within 16 bits, of an e2m1 value's four bits, from the lowest bit to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
-# Number of experts whose weights are rearranged at once. Intermediates take four times the memory of these experts' weights.
+# Number of experts whose weights are rearranged at once. Intermediate tensors take four times the memory of these experts' weights.
 _AT_ONCE = 8
 
 
@@ -93,8 +93,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Returns the weights of one projection in this module's layout. ``rows``: for each row of the strips, in the strips' order,
-    the index of the given row to store there."""
+    """Returns the weights of one projection in this module's layout. ``rows[i]`` is the index of the input row that becomes row
+    ``i`` of the strips."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
     panels, k_blocks, strips = panels_of(count), blocks_of(2 * half_k), count // STRIP
@@ -130,7 +130,7 @@ def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
     bytes_of = padded.view(experts, rows // STRIP, 2, 8, -1, 4, 2, 4).permute(6, 2, 0, 1, 4, 3, 7, 5)
-    # A lookup table, because each shift and each mask would take its own pass over memory.
+    # Use a lookup table: with shifts and masks, each operation would be its own pass over memory.
     bits = (
         of_byte.index_select(0, bytes_of[register // 2, register % 2].flatten().int())
         for register, of_byte in enumerate(_bits_of_bytes(codes.device, places))
@@ -140,8 +140,8 @@ def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
 
 
 def _bits_of_bytes(device: torch.device, places: Sequence[Sequence[int]]) -> Tensor:
-    """Returns the lookup table of `words_of`, int32 ``[4, 256]``: for each register and each byte with two neighbouring e2m1
-    values, the bits of the word that hold them."""
+    """Returns the lookup table of `words_of`, int32 ``[4, 256]``. Entry ``[register, byte]`` has the bits of a word that encode the
+    byte's two neighbouring e2m1 values in this register."""
     pair = torch.arange(256, dtype=torch.int32, device=device)
     pair = (pair | pair << 12) & 0x000F000F  # one e2m1 value in each half of the word
     bits = [[(pair >> bit & 0x00010001) << place for bit, place in enumerate(of_code)] for of_code in places]

@@ -1,4 +1,4 @@
-"""mxfp4 weights of an expert layer, and whether float8_e5m2 represents them exactly.
+"""Prepares mxfp4 weights of an expert layer, and finds the experts whose weights float8_e5m2 represents exactly.
 
 With fp8 activations, the MMAs can use weights as float8_e5m2: each e2m1 value times the ratio of its scale to the row's largest
 scale. This operand is exact if a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count.
@@ -21,11 +21,11 @@ from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4 import layout
 
-# Half of a row's largest scale times 2^-15 is 2^-16, the smallest float8_e5m2.
+# The smallest nonzero e2m1 value, 0.5, times a scale ratio of 2^-15 is 2^-16, the smallest positive float8_e5m2.
 OCTAVES = 15
 
 
-_NAMED = 16  # the most inexact experts that `RoundedWeights.card` lists
+_NAMED = 16  # the maximum number of inexact experts that `RoundedWeights.card` lists
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RoundedWeights(MoEWeights, Resource):
 
     Attributes:
         exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly, otherwise 0.
-        inexact_ids: the ids of the experts with 0, ascending.
+        inexact_ids: the ids of the experts whose ``exact`` is 0, ascending.
     """
 
     exact: Tensor | None = None

@@ -34,6 +34,7 @@ LATENT_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_
 
 
 def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:
-    """Traits of an attention kernel for Hopper with this head_dim and v_head_dim. A v_head_dim of 0 stands for head_dim."""
+    """Returns the traits of an attention kernel for Hopper with this head_dim and v_head_dim. A v_head_dim of 0 stands for
+    head_dim."""
     widths = {"head_dim": head_dim, "v_head_dim": v_head_dim or head_dim}
     return {**widths, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any, **others}

@@ -36,8 +36,8 @@ def prefetch_bulk(source: Any, count: Any) -> None:
 
 
 def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
-    """`bulk_load`, multicast to both CTAs of a cluster of two, to the same shared-memory offset. The barrier at the same offset in
-    each CTA counts the bytes that arrive in this CTA.
+    """Like `bulk_load`, but multicast to both CTAs of a cluster of two, to the same shared-memory offset. The barrier at the same
+    offset in each CTA counts the bytes that arrive in this CTA.
     """
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"

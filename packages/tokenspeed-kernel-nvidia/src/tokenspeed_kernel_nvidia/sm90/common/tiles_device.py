@@ -19,7 +19,7 @@ PANEL = 64  # 16-bit columns of a panel: 128 bytes
 
 
 def swizzle(row_bytes: int = 128):
-    """The swizzle, in units of bytes, for a panel whose rows have 128 or 64 bytes."""
+    """Returns the swizzle, in units of bytes, for a panel whose rows have 128 or 64 bytes."""
     return cute.make_swizzle({128: 3, 64: 2}[row_bytes], 4, 3)
 
 
@@ -165,7 +165,7 @@ class Ring:
         return self._tensor(memory, shape, stride)
 
     def transposed_views(self, memory, rows: int) -> cute.Tensor:
-        """The subtiles of `views`, with head_dim as the first axis: B operands of P @ V."""
+        """Views the ring like `views`, with head_dim as the first axis: B operands of P @ V."""
         shape = ((PANEL, self.panels), (8, rows // 8), (self.rows - rows) // 8 + 1, self.stages)
         stride = ((1, self.rows * PANEL), (PANEL, 8 * PANEL), 8 * PANEL, self.rows * self.head_dim)
         return self._tensor(memory, shape, stride)

@@ -36,14 +36,14 @@ _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
 _ROUNDED_ACCURACY = "float8 MMAs keep about 14 bits of a sum, of up to 256 terms"
 _FEW = 16  # the largest mean number of pairs per expert for `stream`; so many pairs can share one read of an expert's weights
-# If `grouped` would split elements, `stream` is used only up to these smaller numbers of pairs: per expert, or in total.
-# Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508
-# and 447 for 128, 501 and 453 for 256.
+# If `grouped` would use `PARTS` (split elements), `stream` is used only up to these smaller numbers of pairs: per expert, or in
+# total. Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per
+# expert), 508 and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
 # With fp8 activations, `stream` is used up to this mean number of pairs per expert. Few experts then have more pairs than an entry
-# holds. With `stream`, the same layer takes 342 us for 64 tokens (2 pairs per expert), and 466 us for 256 tokens (8 pairs). In
-# another run, without the router, `grouped` took 432 us for 256 tokens.
+# of `stream` holds. With `stream`, the same layer takes 342 us for 64 tokens (2 pairs per expert), and 466 us for 256 tokens (8
+# pairs). In another run, without the router, `grouped` took 432 us for 256 tokens.
 _FEW_ROUNDED = 8
 
 
@@ -100,7 +100,7 @@ def _registered(name: str, accuracy: str, **traits: Any) -> Callable[[Callable[.
             "w13_interleaved": any,
             "swiglu_limit": any,
             "swiglu_alpha_beta": any,
-            "inexact_experts": any,  # they use 16-bit MMAs
+            "inexact_experts": any,  # inexact experts use 16-bit MMAs
             "wide_activations": any,
             "exact_activations": any,
             **traits,

@@ -1,4 +1,4 @@
-"""The configurations that `decode` is compiled for, and the choice among them for a call."""
+"""The configurations of the decode kernel, and the function that chooses one for a call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHARED_BYTES = 228 * 1024  # shared memory of an SM
 # A CTA's shared memory besides the K/V ring and the partial results: 1024 bytes reserved by the system, up to 1024 bytes of
 # alignment, and small arrays.
 OTHER_BYTES = 3072
-ROWS = (8, 16, 32, 64)  # query rows per KV head that kernel variants exist for
+ROWS = (8, 16, 32, 64)  # numbers of query rows per KV head for which kernel variants exist
 MERGE_BATCH = 16  # partial results of a sequence that are merged per step; registers limit this number
-# Class of a call's work. Sequences are split (split-KV) in three classes: "little" and "much", by the number of visible keys of all
-# sequences together, and "long", few long sequences. Short sequences are not split.
+# Class of a call's work. Sequences are split (split-KV) in three classes. "little" and "much" differ in the number of visible keys
+# of all sequences together. "long" means few long sequences. In the two other classes, sequences are short and are not split.
 Work = Literal["little", "much", "long", "short", "many short"]
 SHORT = ("short", "many short")
 
@@ -73,8 +73,9 @@ class Config:
         split: whether sequences are split among CTA groups (split-KV).
         block: keys per K/V tile.
         resident: CTAs per SM.
-        heads: KV heads per CTA. Either one head, whose K/V tiles the consumer warps take round-robin; or one per consumer warp.
-        fp8: whether the caches are e4m3. K and V are converted to float16 in registers, and queries are converted to match.
+        heads: KV heads per CTA. Either 1: the consumer warps take the head's K/V tiles round-robin. Or CONSUMERS: each consumer
+            warp computes one head.
+        fp8: whether the caches are e4m3. K and V are converted to float16 in registers, and queries are converted to float16 too.
         capped: whether scores are capped by ``logit_cap``.
         abreast: number of KV heads whose vectors are side by side in a row of a K/V tile. With two heads of 64 in fp8, a tile's
             rows have 128 bytes instead of 64. Each of the two heads has eight query rows.
@@ -107,12 +108,12 @@ class Config:
 
     @property
     def k_row(self) -> Row:
-        """The layout in shared memory of the keys of one token, of as many KV heads as are side by side (``abreast``)."""
+        """The shared-memory layout of one token's keys, with ``abreast`` KV heads side by side."""
         return Row(self.abreast * self.head_dim, self.kv_bytes)
 
     @property
     def v_row(self) -> Row:
-        """The layout in shared memory of the value vectors of one token, of as many KV heads as are side by side (``abreast``)."""
+        """The shared-memory layout of one token's value vectors, with ``abreast`` KV heads side by side."""
         return Row(self.abreast * self.v_head_dim, self.kv_bytes)
 
     @property
@@ -172,7 +173,7 @@ def config_of(
     """Returns the configuration for a call.
 
     Figures below are microseconds on an H200 with 64 query heads and 8 KV heads of dimension 64, pages of 64 tokens, in a CUDA
-    graph with an ordinary kernel between calls. These figures are only for comparison: the graph held few calls, and the graph's
+    graph with another kernel between calls. Compare these figures only with each other: the graph held few calls, and the graph's
     launch is included.
 
     Args:
@@ -192,7 +193,7 @@ def config_of(
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
-        block = max(16, block // 2)  # gathering rows takes registers too
+        block = max(16, block // 2)  # gathering by cp.async takes registers, so tiles are smaller
     return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
 
 
@@ -208,10 +209,11 @@ def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work
 
 
 def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
-    """Returns the keys per K/V tile, the CTAs per SM, and the KV heads per CTA. Figures are microseconds with 16-bit caches, see
-    `config_of`."""
+    """Returns the keys per K/V tile, the CTAs per SM, and the KV heads per CTA. Figures in comments are microseconds with 16-bit
+    caches, see `config_of`."""
     if work == "many short" and rows * head_dim <= 2048 and head_dim <= 128:  # limited by registers
-        # Windows of 128, four KV heads per CTA then one: 128 sequences 14.4, 15.8; 512: 43.2, 46.3; but 64 back to back 7.9, 6.9.
+        # Windows of 128, with four KV heads per CTA, then with one. 128 sequences: 14.4, 15.8; 512: 43.2, 46.3. But 64 sequences in
+        # back-to-back calls: 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
     if head_dim > 128:  # the ring holds one tile per warp; fragments of wide vectors may leave registers for one CTA per SM only
         return 16, 1 if v_head_dim > 128 or (fp8 and rows == 8) else 2, 1
@@ -220,20 +222,21 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
     if head_dim > 64:
         return 16 if rows > 8 else 32, 2, 1  # the ring holds one tile per warp, and one tile in flight
     if work in SHORT:
-        # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache, registers suffice for three CTAs only.
+        # 64 windows of 128: 9.4 with 16 keys per tile, 9.9 with 32. With an fp8 cache, registers suffice for only three CTAs per
+        # SM.
         return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
     if rows > 16 or work == "long":
-        # With more than 16 rows, registers limit the tile. "long" with 32 keys, then with 64 keys: 1 x 2K 6.50, 6.81; 1 x 8K 9.45,
-        # 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is no better: 6.43,
-        # 9.42, 21.1, 67.1.
+        # With more than 16 rows, registers limit the tile. Figures for "long" with 32 keys per tile, then with 64: 1 x 2K 6.50,
+        # 6.81; 1 x 8K 9.45, 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is
+        # no better: 6.43, 9.42, 21.1, 67.1.
         return (16 if fp8 and rows > 16 else 32), 2, 1
-    # Microseconds with 64 keys, with 32 keys, and with three CTAs: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3, 74.3. With 16 keys
-    # and with 64 keys: 1 x 1K 6.53, 6.74.
+    # Microseconds with 64 keys per tile, with 32 keys, and with three CTAs per SM: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3,
+    # 74.3. With 16 keys and with 64 keys: 1 x 1K 6.53, 6.74.
     return 16 if work == "little" else 64, 2, 1
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     some = {
         config_of(dtype, widths, page_size, rows, work, fp8, capped, close): None
         for close in (False, True)

@@ -80,7 +80,7 @@ class Gatherer:
 
     @cute.jit
     def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
-        """Loads the page indices of a tile's keys, of which the first is at position ``start``, to ``rows``.
+        """Loads the page indices of a tile's keys to ``rows``. The first key is at position ``start``.
 
         Positions that no query sees are clamped to the nearest visible position, so that copies need no predicate.
         """

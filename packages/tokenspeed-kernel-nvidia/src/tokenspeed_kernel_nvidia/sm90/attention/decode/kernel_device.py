@@ -37,12 +37,12 @@ PREFETCH_WARP = 0  # the consumer warp that prefetches K/V into L2 before it com
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Decode(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)
@@ -124,8 +124,8 @@ class Decode:
         )  # fmt: skip
 
     def abreast_heads(self, cache: cute.Tensor) -> cute.Tensor:
-        """Returns a view of a K or V cache in which `Config.abreast` KV heads are one: ``(page_size, abreast * head_dim, kv_heads /
-        abreast, pages)``."""
+        """Returns a view of a K or V cache in which `Config.abreast` KV heads are merged into one: ``(page_size, abreast *
+        head_dim, kv_heads / abreast, pages)``."""
         c = self.config
         rows = tokens_first(cache, True)
         if c.abreast == 1:
@@ -190,7 +190,8 @@ class Decode:
             if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:
                     self.producer.prefetch_l2(call, begun, k, v)
-        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: wait for the preceding kernel, which may have written this kernel's inputs. Then let the next kernel launch as soon
+        # as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
@@ -202,8 +203,8 @@ class Decode:
 
     @cute.jit
     def prefetch_lines(self, call: Call):
-        """Prefetches one cache line of each small tensor. The prefetch caches the tensor's address translation, which K/V traffic
-        would otherwise evict.
+        """Prefetches one cache line of each small tensor. The prefetch also caches the tensor's address translation. Otherwise, K/V
+        traffic would evict the translation.
         """
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:

@@ -44,9 +44,9 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 WHOLE = 256  # a sequence with at most this many visible keys is not split
 LITTLE = 2048  # if all sequences together have fewer visible keys, the class of work is "little"
-FEW = 1  # with at most this many sequences, the class of work is "long": one CTA per SM, because two leave more results to merge
-# From this many (sequence, KV head) pairs in short windows on, a consumer warp computes a KV head. The pairs then fill 1.5 CTAs of
-# four heads per SM.
+FEW = 1  # with at most this many sequences, the class of work is "long"
+# With at least this many (sequence, KV head) pairs in short windows, each consumer warp computes one KV head. A CTA then computes
+# four pairs, and the pairs fill 1.5 CTAs per SM.
 MANY = 800
 # Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group size, new tokens per
 # sequence, formats, page sizes.
@@ -54,7 +54,7 @@ _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSigna
 
 
 def usual_configs() -> list[Config]:
-    """The configurations of `every_config` that the declarations in `_CHOSEN` use."""
+    """Returns the configurations of `every_config` that the declarations in `_CHOSEN` use."""
     used = {
         config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
         for widths, (least, most), tokens, signatures, pages in _CHOSEN
@@ -70,7 +70,7 @@ def usual_configs() -> list[Config]:
 
 
 def _rows(wanted: int) -> int:
-    """The number of query rows of the smallest kernel variant that has at least ``wanted`` rows."""
+    """Returns the number of query rows of the smallest kernel variant that has at least ``wanted`` rows."""
     return next(rows for rows in ROWS if rows >= wanted)
 
 
@@ -119,7 +119,7 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a paged cache: launches the kernel on checked arguments.
+    """Computes attention of the newest tokens to a paged cache: launches the kernel on arguments that the operator has checked.
 
     The kernel writes partial results to a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
     `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
@@ -150,7 +150,7 @@ def mha_decode_with_kvcache(
         v_scale, *of_values = scales_at(v_scale)
         if cache != q.dtype:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        workspace = None  # kept until the launch
+        workspace = None  # must stay alive until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
@@ -185,7 +185,7 @@ def _register(
         widths: head_dim and v_head_dim.
         ratios: the smallest and the largest GQA group size.
         pages: page sizes.
-        rows: the most query rows per KV head: GQA group size times the new tokens of a sequence. At most max(ROWS).
+        rows: the maximum number of query rows per KV head: GQA group size times the new tokens of a sequence. At most max(ROWS).
     """
     tokens = rows // ratios[1]
     if priority > Priority.PORTABLE:

@@ -15,11 +15,11 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Pan
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
 AHEAD = 2  # the number of a CTA's sequences whose first K/V are prefetched into L2
-MOST_AHEAD = 256  # the most keys of a sequence that are prefetched into L2
+MOST_AHEAD = 256  # the maximum number of keys of a sequence that are prefetched into L2
 
 
 class Loader:
-    """The producer warp, with TMA loads, and the L2 prefetch of a consumer warp."""
+    """The producer warp, which loads by TMA, and the L2 prefetch, which a consumer warp issues."""
 
     def __init__(self, shapes: Shapes, work: Work) -> None:
         self.config = shapes.config

@@ -26,7 +26,7 @@ from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LN2, LOWEST, exp2, r
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, MERGE_BATCH
 from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Shapes
 
-MERGERS = 32 * CONSUMERS  # threads of the consumer warps, all of which merge
+MERGERS = 32 * CONSUMERS  # number of threads that merge: all threads of the consumer warps
 MERGE = 2  # the named barrier of these threads
 
 
@@ -48,13 +48,13 @@ class Sums:
 
 
 class Merger:
-    """The epilogue."""
+    """The epilogue: merges partial results and writes the output."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.config = shapes.config
         self.shapes = shapes
 
-    # -- of one warp -------------------------------------------------------------------------------------------------------------
+    # -- results of one warp -----------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
@@ -78,7 +78,7 @@ class Merger:
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
-        """The factor that converts scores of a lane's ``r``-th row to base 2; it includes log2(e)."""
+        """Returns the factor that converts scores of a lane's ``r``-th row to base 2; it includes log2(e)."""
         c = self.config
         return self.qk_scale(sums, r) if c.fp8 and not c.capped else call.scale
 
@@ -106,7 +106,7 @@ class Merger:
             return [sums.acc[tile, column // 2 + odd, 2 * r + pair] for pair in range(2) for odd in range(2)]
         return [sums.acc[tile, column // 2, 2 * r + each] for each in range(2)]
 
-    # -- of the warps of a CTA ---------------------------------------------------------------------------------------------------
+    # -- results of the warps of a CTA -------------------------------------------------------------------------------------------
 
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
@@ -139,7 +139,7 @@ class Merger:
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
         _, _, whole = self.shapes.visible(call, self.shapes.length_of(call, sequence))
-        # All warps have stored their partial results, and have read the plan, which changes below.
+        # Wait until all warps have stored their partial results, and have read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
         partials = Int32(1)
@@ -186,7 +186,7 @@ class Merger:
             call.plan[OFFSET] = Int32(0)
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
 
-    # -- of several CTAs ---------------------------------------------------------------------------------------------------------
+    # -- results of several CTAs -------------------------------------------------------------------------------------------------
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):

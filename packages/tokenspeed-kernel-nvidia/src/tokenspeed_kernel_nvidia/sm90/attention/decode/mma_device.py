@@ -67,8 +67,8 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All consumer warps work on one KV head. They take the head's K/V tiles round-robin, and merge their partial results at
-        the end of each sequence."""
+        """Computes one KV head by all consumer warps. The warps take the head's K/V tiles round-robin, and merge their partial
+        results at the end of each sequence."""
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -100,7 +100,8 @@ class Consumers:
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """Each consumer warp computes all K/V tiles of one KV head. So warps need no barriers and merge no results."""
+        """Computes one KV head per consumer warp: each warp computes all K/V tiles of its KV head. So warps need no barriers and
+        merge no results."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.shapes.tiles, self.shapes.used), Float32)
         for tile in cutlass.range_constexpr(self.shapes.tiles):
@@ -155,7 +156,7 @@ class Consumers:
     @cute.jit
     def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
         """Converts bfloat16 queries to float16 for MMAs with an fp8 cache. A power of 2 scales the queries into float16's range.
-        Its inverse is multiplied into the factor of the scores.
+        The inverse of this power is multiplied into the factor of the scores.
 
         The MMAs use float16 because one instruction converts two e4m3 values to float16; a conversion to bfloat16 takes several.
         Warps with the same query rows compute the same power.
@@ -228,10 +229,11 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """One step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the sequence."""
+        """Does one step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the
+        sequence."""
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
-        # Positions without a token may hold NaN, and 0 * NaN is not 0.
+        # Positions without a token may hold NaN, and 0 * NaN is not 0. So zero V there.
         if start < begin or start + c.block > length:
             self.clear_values(values_at, start, length, begin)
         if const_expr(c.swap_ab):
@@ -251,7 +253,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The rest of `attend` without swap-AB: queries are the A operand."""
+        """Does the rest of `attend` if swap-AB is not used: queries are the A operand."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):
@@ -324,7 +326,8 @@ class Consumers:
 
     @cute.jit
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
-        """`qk_mma` of fp8 keys: a lane loads four adjacent elements of a key, which widen to the two registers of a B fragment.
+        """Like `qk_mma`, for fp8 keys. A lane loads four adjacent elements of a key, which widen to the two registers of a B
+        fragment.
 
         Each MMA depends on the preceding MMA through the accumulator. Interleaving eight groups of keys was slower. On an H200, 64
         sequences of 8192 tokens and 8 heads took 158 us instead of 143 us with head_dim 64, and 286 us instead of 256 us with
@@ -370,7 +373,7 @@ class Consumers:
 
     @cute.jit
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
+        """Does one step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
         The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
         than LAZY.
@@ -446,8 +449,8 @@ class Consumers:
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """`pv_mma` for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of each
-        group of 16."""
+        """Like `pv_mma`, for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of
+        each group of 16."""
         c = self.config
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

@@ -28,7 +28,7 @@ AT_ONCE = 8  # sequence lengths that a lane loads per round
 
 @dataclass(frozen=True)
 class Work:
-    """How the sequences of a call are divided among CTA groups: the object ``work`` of `split_kv_device`."""
+    """Divides a call's sequences among CTA groups: the object ``work`` of `split_kv_device`."""
 
     config: Config
     shapes: Shapes
@@ -48,7 +48,7 @@ class Work:
         sequences."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
-        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have equally many tiles
+        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have the same number of tiles
             per_group = (per_group + c.parts - 1) // c.parts * c.parts
         return per_group, Int32(0)
 

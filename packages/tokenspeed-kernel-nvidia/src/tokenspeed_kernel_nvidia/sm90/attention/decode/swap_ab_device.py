@@ -99,8 +99,8 @@ class SwapAb:
 
     @cute.jit
     def softmax(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """One step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the B operand of V.T @ P.T: ``[group
-        of 16 keys, word]``."""
+        """Does one step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the B operand of V.T @ P.T:
+        ``[group of 16 keys, word]``."""
         keys = self.config.block // 16
         highest = cute.make_rmem_tensor((2,), Float32)
         rise = Float32(0.0)

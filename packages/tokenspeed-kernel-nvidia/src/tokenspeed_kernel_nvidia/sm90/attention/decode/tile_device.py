@@ -33,7 +33,7 @@ class Rows:
 
     @cute.jit
     def at(self, token: Int32, head: Int32):
-        """The global address of the row of a token and a query head."""
+        """Returns the global address of the row of a token and a query head."""
         return self.address + 2 * (Int64(token) * self.token + Int64(head) * self.head)
 
 
@@ -61,14 +61,15 @@ class Call:
         sinks: the attention sinks, which are added to the softmax's denominator.
         q_len: new tokens of each sequence.
         gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
-        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        max_seqlen_k: the maximum number of tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
         window_left: the operator's argument: visible tokens before the query's own; negative without a window.
         groups: number of CTA groups, among which the K/V tiles are divided. Each group has CTAs for all KV heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) if scores are capped.
         k_scales, v_scales: scales of an fp8 cache.
         cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None if scores are not capped.
-        group, kv_head: this CTA's group, and its first KV head. Heads that are side by side count as one, also in ``kv_heads``.
+        group, kv_head: this CTA's group, and its first KV head. KV heads that are side by side (``abreast``) count as one KV head,
+            also in ``kv_heads``.
         pipe: the barriers of the ring of K/V tiles.
         plan: the CTA's progress in shared memory, see SEQUENCE.
         sums, results: partial results of the consumer warps for a sequence, in shared memory: row max and row sum, and
@@ -131,28 +132,28 @@ class Panels:
     heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
-        """Byte offset of a token's row in its panel, for the CTA's first KV head. In a panel, ``box`` rows of the first KV head
-        precede the same tokens' rows of the next head."""
+        """Returns the byte offset of a token's row in its panel, for the CTA's first KV head. In a panel, ``box`` rows of the first
+        KV head precede the same tokens' rows of the next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     def swizzle_xor(self, row: Any) -> Any:
-        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a panel's row. ``row``: the row's index modulo
-        8."""
+        """Returns the XOR mask that the swizzle applies to the index of a 16-byte chunk in a panel's row. ``row``: the row's index
+        modulo 8."""
         return row if self.row_bytes == 128 else row // 2
 
     def chunk_in_row(self, chunk: int) -> int:
-        """Byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. This offset may be XORed into a swizzled
-        address. ``chunk``: the chunk's index in the vector.
+        """Returns the byte offset of a vector's 16-byte chunk in its panel's row, before the swizzle. The caller may XOR this
+        offset into a swizzled address. ``chunk``: the chunk's index in the vector.
         """
         return chunk % (self.row_bytes // 16) * 16
 
     def panel_at(self, chunk: int) -> int:
-        """Byte offset of the panel that holds a vector's 16-byte chunk. ``chunk``: the chunk's index in the vector."""
+        """Returns the byte offset of the panel that holds a vector's 16-byte chunk. ``chunk``: the chunk's index in the vector."""
         return chunk // (self.row_bytes // 16) * self.bytes
 
 
 def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
-    """The panels of a tile's keys, or of its values, whose vectors have the layout ``row``."""
+    """Returns the panels of a tile's keys, or of its values, whose vectors have the layout ``row``."""
     size = config.heads * config.block * row.panel_bytes
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
@@ -195,8 +196,8 @@ class Shapes:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """Loads a sequence's length, clamped to max_seqlen_k. Beyond the batch, returns the last sequence's length. ``early``: see
-        `load_int`.
+        """Loads a sequence's length, clamped to max_seqlen_k. For an index beyond the batch, returns the last sequence's length.
+        ``early``: see `load_int`.
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
@@ -211,7 +212,8 @@ class Shapes:
 
     @cute.jit
     def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
-        """Byte offset within the first panel, after the swizzle, of 16-byte chunk number ``chunk`` of row ``lane_row`` (0 to 7)."""
+        """Returns the byte offset within the first panel, after the swizzle, of 16-byte chunk number ``chunk`` of row ``lane_row``
+        (0 to 7)."""
         swizzle_xor = panels.swizzle_xor(lane_row)
         return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
 

@@ -1,4 +1,4 @@
-"""Configurations that `mla_decode` is compiled for.
+"""Configurations for which `mla_decode` is compiled.
 
 Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache.
 A block's latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a
@@ -18,7 +18,7 @@ RECORD_BYTES = 16  # bytes of the record of a work item with partial results, wh
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
 LEAST_BLOCKS = 2  # minimum number of blocks per group: each split of a sequence costs a partial result of up to 256 KiB
-STARTING_BLOCKS = 3  # the time to start a work item, in times of a block: measured on an H200 with 128 heads
+STARTING_BLOCKS = 3  # the time to start a work item, in units of one block's time: measured on an H200 with 128 heads
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Config:
     @property
     def latent_chunks(self) -> int:
         """Stages of the ring of latent chunks (64 tokens, 128 columns). The ring holds two whole blocks, and three chunks of the
-        next."""
+        next block."""
         return 11
 
     @property
@@ -120,8 +120,8 @@ class Config:
 
     @property
     def kept(self) -> int:
-        """The number of columns of Q that the score warpgroup keeps in registers. The others are in shared memory outside the
-        rings."""
+        """The number of columns of Q that the score warpgroup keeps in registers. The other columns are in shared memory outside
+        the rings."""
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
@@ -140,24 +140,24 @@ class Config:
 
     @property
     def chunk(self) -> int:
-        """The number of columns of 16 rows of a partial result that a warp stores with one instruction: 16 bytes per lane."""
+        """The number of columns that a warp stores with one instruction, for 16 rows of a partial result: 16 bytes per lane."""
         return 16 if self.narrow else 8
 
     @property
     def merge_batch(self) -> int:
-        """The number of partial results of which a warp of the merge kernel has loads in flight.
+        """The number of partial results that a warp of the merge kernel loads at once.
 
         With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200; with 4, 14.2 us. With many sequences there is little to
         merge, and times differ by about 1%: 255 (with 8) and 253 us (with 4) for 16 x 32768, 257 and 260 us for 128 x 4096.
         """
         return 8 if self.narrow else 4
 
-    # Registers per thread of each warpgroup (setmaxnreg). The four warpgroups' numbers sum to at most 512, all that an SM has for
-    # 512 threads. ptxas needs 24 registers besides the operands to keep wgmma asynchronous.
+    # Registers per thread of each warpgroup (setmaxnreg). The four warpgroups' numbers sum to at most 512, because an SM has 65,536
+    # registers for 512 threads. ptxas needs 24 registers besides the operands to keep wgmma asynchronous.
 
     @property
     def load_registers(self) -> int:
-        """Registers of the load warpgroup. With `narrow`, it also writes records, and 24 registers would spill."""
+        """Registers of the load warpgroup. With `narrow`, 24 registers would spill."""
         return 32 if self.narrow else 24
 
     @property
@@ -177,21 +177,21 @@ def config_of(dtype: str, heads: int) -> Config:
     With 128 heads, partial results are float16 (`narrow`). In float32, the partial results of a few long sequences are more bytes
     than the cache. On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x
     32768, 254.1 to 253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads, a partial result is at most half as
-    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. It took 157.2 us when the last CTA to arrive
-    merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32 partial results, because they also
-    accumulate in this memory. Sparse kernels keep float32, because `narrow` has not been measured for them.
+    large, and the kernel is memory-bound. 64 x 8192 with 16 heads took 157.9 us. The same call took 157.2 us when the last CTA to
+    arrive merged narrow partial results without a second launch. Kernels for an fp8 cache keep float32 partial results, because
+    they also accumulate in this memory. Sparse kernels keep float32, because `narrow` has not been measured for them.
     """
     return Config(dtype, heads, narrow=heads > ROWS)
 
 
 def every_config() -> list[Config]:
-    """All configurations for a cache that has q's dtype."""
+    """Returns all configurations for a cache that has q's dtype."""
     return [config_of(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
 
 
 def every_merge_config() -> list[Config]:
-    """All configurations of the merge kernel: those of `every_config`, and float32 configurations for the fp8
-    and sparse kernels.
+    """Returns all configurations of the merge kernel: those of `every_config`, and float32 configurations for the fp8 and sparse
+    kernels.
     """
     others = [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
     return list(dict.fromkeys([*every_config(), *others]))

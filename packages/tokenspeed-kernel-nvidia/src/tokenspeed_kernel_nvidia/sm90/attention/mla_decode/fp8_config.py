@@ -1,4 +1,4 @@
-"""Configurations that `mla_decode` with an fp8 cache is compiled for."""
+"""Configurations for which `mla_decode` with an fp8 cache is compiled."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Fp8Config(Config):
 
     @property
     def low_kept(self) -> int:
-        """The number of k-steps whose low query parts are in registers. These are the steps of the rotary part. Further steps would
-        have to make up whole chunks.
+        """The number of k-steps whose low query parts are in registers. These are the steps of the rotary part. Further steps could
+        only be added as whole chunks.
         """
         return 0 if self.fp8_queries else 2
 
@@ -110,6 +110,6 @@ class Fp8Config(Config):
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All supported configurations for an e4m3 cache."""
+    """Returns all supported configurations for an e4m3 cache."""
     kinds = [*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True)]
     return [Fp8Config(dtype, heads, fp8_queries) for dtype, fp8_queries in kinds for heads in HEADS]

@@ -75,7 +75,7 @@ class Fp8QkMma:
 
     @cute.jit
     def take_narrow(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """`take_queries` for e4m3 queries."""
+        """Does `take_queries` for e4m3 queries."""
         c = self.config
         thread = thread_of_scores()
         call.ropes.wait(rope_at)
@@ -98,7 +98,7 @@ class Fp8QkMma:
 
     @cute.jit
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """`take_queries` for 16-bit queries, each of which is split into two e4m3 parts.
+        """Does `take_queries` for 16-bit queries: splits each query into two e4m3 parts.
 
         A query row is first scaled by a power of 2 that moves its amax to between 2^7 and 2^8. Significant low parts then do not
         underflow in e4m3.
@@ -122,17 +122,18 @@ class Fp8QkMma:
         factors, scales = [], []
         for r in cutlass.range_constexpr(2):
             total = registers.quad_max(largest[r])
-            # Biased float32 exponents: 127 is 2^0. Clamped, so that the scale of tiny rows stays finite.
+            # Exponents are biased float32 exponents: 127 is 2^0. The result is clamped, so that the scale of tiny rows stays
+            # finite.
             exponent = cutlass.min(Int32(127 + 7 + 127) - (registers.bits_of(total) >> 23), 253)
             factors.append(registers.float_of(exponent << 23))
             scales.append(scale * registers.float_of((254 - exponent) << 23))
         others = call.storage.others.data_ptr().toint() + lane_offset(thread)
-        # All warps have finished q @ k of the previous work item.
+        # Wait until all warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         at = first
         for chunk in cutlass.range_constexpr(c.query_chunks):
             for step in cutlass.range_constexpr(2):
-                index = (chunk * 2 + step + ROPE_STEPS) % STEPS  # the rotary part first
+                index = (chunk * 2 + step + ROPE_STEPS) % STEPS  # the rotary part comes first
                 high, low = [], []
                 for each in cutlass.range_constexpr(4):
                     values = [x * factors[each % 2] for x in self.four_elements(call, at, offset, step, each)]

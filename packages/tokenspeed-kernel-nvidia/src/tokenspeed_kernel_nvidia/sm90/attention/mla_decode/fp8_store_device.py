@@ -23,7 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import Call,
 
 @dataclass(frozen=True)
 class Fp8Store:
-    """Stores of accumulators whose rows are columns of the latent.
+    """Stores accumulators whose rows are columns of the latent.
 
     Attributes:
         sums: the parts of the accumulators that are in global memory.

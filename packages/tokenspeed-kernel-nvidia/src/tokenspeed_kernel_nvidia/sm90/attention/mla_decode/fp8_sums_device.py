@@ -1,4 +1,4 @@
-"""The output accumulators of `mla_decode` with an fp8 cache that are in global memory: see `Fp8Config.summed`.
+"""The output accumulators in global memory that `mla_decode` uses with an fp8 cache: see `Fp8Config.summed`.
 
 After every ``summed`` blocks, the accumulators in registers are added to float32 accumulators in global memory.
 """
@@ -106,7 +106,7 @@ class MemorySums:
         """Copies the row max and row sum of all rows from the `Notes` of a work item's last block to this warpgroup's
         `row_sums`."""
         thread = thread_of_values()
-        # All warps have read the factors of the previous work item.
+        # Wait until all warps have read the factors of the previous work item.
         meet_others(thread)
         self.row_sums(call, thread >> 7, Int32(0))[thread & 127] = call.notes(at).sums(Int32(0))[thread & 127]
         meet_others(thread)
@@ -124,7 +124,7 @@ def head_of(thread: Int32, group: int, c: int) -> Int32:
 
 def elements_of(pair: int, c: int) -> list[int]:
     """Returns the indices of four of a thread's accumulator elements, which a partial result stores together: two columns of a
-    query row, then the same columns of the row 8 further."""
+    query row, then the same columns of the query row 8 further down."""
     return [8 * pair + 4 * group + 2 * odd + c for group in range(2) for odd in range(2)]
 
 

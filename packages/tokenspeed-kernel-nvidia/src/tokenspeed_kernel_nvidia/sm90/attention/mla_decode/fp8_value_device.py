@@ -1,8 +1,8 @@
 """P @ V of the value warpgroups with an fp8 cache: the counterpart of `value_device`.
 
 fp8 wgmma supports K-major operands only. Here the MMA's k is the token axis, but V is contiguous along latent columns. So P @ V is
-computed swap-AB. The A operand is V transposed to columns x tokens, in registers. ldmatrix.trans, which transposes pairs of bytes,
-loads it. The accumulator has columns of the latent as rows, and query rows as columns.
+computed swap-AB. The A operand is V transposed to columns x tokens, in registers. It is loaded by ldmatrix.trans, which transposes
+pairs of bytes. The accumulator has columns of the latent as rows, and query rows as columns.
 
 Tokens have the order in which the probabilities are stored, as in `prefill.convert_device`. In each group of 32 tokens, position
 ``16 h + 4 t + e`` holds token ``16 h + 8 (e // 2) + 2 t + e % 2``.
@@ -63,7 +63,7 @@ class ValueOperands:
 
 @dataclass(frozen=True)
 class Fp8PvMma:
-    """V.T @ P.T with e4m3 MMAs.
+    """Computes V.T @ P.T with e4m3 MMAs.
 
     In each tile of the warpgroup's two latent chunks, a thread holds two adjacent columns of the 16 query rows that ``head_of``
     returns.
@@ -93,8 +93,8 @@ class Fp8PvMma:
 
     @cute.jit
     def take_blocks(self, call: Call, ops: ValueOperands, out: Accumulators, at: Cursor, rope_at: Cursor, count: Int32):
-        """Accumulates V.T @ P.T of all blocks of a work item, with more than `Fp8Config.summed` blocks also in global memory.
-        Returns the cursors of both rings after the blocks."""
+        """Accumulates V.T @ P.T of all blocks of a work item. With more than `Fp8Config.summed` blocks, the sums of earlier blocks
+        are kept in global memory. Returns the cursors of both rings after the blocks."""
         self.sums.begin(call, Float32(0.0))
         index = Int32(0)
         while index < count:
@@ -114,7 +114,7 @@ class Fp8PvMma:
         """Waits for a block's probabilities, rescales the accumulators, and adds the block's V.T @ P.T. The warpgroup's two latent
         chunks of the block, at ``at`` and ``second``, must have been loaded."""
         acc = out.tiles
-        # The score warpgroup has then also zeroed the latents of slots without a token.
+        # After this wait, the score warpgroup has also zeroed the latents of slots without a token.
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
         value_buffers = self.config.value_buffers
@@ -150,8 +150,8 @@ class Fp8PvMma:
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Rescales the accumulators in registers of rows whose max has grown. For the rows' accumulators in global memory,
-        multiplies the rescale factors that will be applied later."""
+        """If a row max has grown, rescales the row's accumulators in registers. For the row's accumulators in global memory,
+        multiplies the rescale factor, which will be applied later."""
         notes = call.notes(at)
         grown = registers.load_floats("shared", notes.grown(Int32(0)).toint(), 4)
         if grown[0] + grown[1] + grown[2] + grown[3] != 0.0:

@@ -12,10 +12,10 @@ The kernel is persistent, warp-specialised and split-KV.
   store results (`store_device`) at the addresses of `results_device`.
 * In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
   block overlaps P @ V of the preceding block.
-* Limits: the tensor cores with 128 heads, memory bandwidth with fewer heads.
+* Limits: compute-bound with 128 heads, memory-bound with fewer heads.
 
 A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and
-`fp8_store_device` replace their counterparts; `kernel_of` chooses.
+`fp8_store_device` replace their counterparts; `kernel_of` chooses between them.
 """
 
 # mypy: ignore-errors
@@ -59,12 +59,12 @@ LOAD_WARP = 0
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaDecode(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns. e4m3 tensors are passed as uint8."""
+    """Returns the fake arguments with which the function that `host` returns is compiled. e4m3 tensors are passed as uint8."""
     size, ints = arguments.size, arguments.ints
     fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()
@@ -117,7 +117,7 @@ def kernel_of(config: Config, work: Any, hide: Any) -> Mla:
     """Composes the kernel of a configuration from the roles of its warps.
 
     Args:
-        work: how work items are formed: `DecodeWork`, or an object with the same methods.
+        work: the object that forms work items: `DecodeWork`, or an object with the same methods.
         hide: function that masks a block's scores, see `TokenMask`.
     """
     memory, results = shared_memory(config), Results(config, work)
@@ -226,7 +226,8 @@ class Mla:
                 if const_expr(blocks.others is not None):
                     cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
-        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: wait for the preceding kernel, which may have written this kernel's inputs. Then let the next kernel launch as soon
+        # as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -240,7 +241,7 @@ class Mla:
             else:
                 cute.arch.setmaxregister_increase(c.value_registers)
                 self.values.compute(call, pv)
-        if const_expr(c.cluster > 1):  # no CTA may exit while the other CTA still writes to its shared memory
+        if const_expr(c.cluster > 1):  # no CTA may exit while the other CTA still writes to this CTA's shared memory
             self.meet()
 
     @cute.jit

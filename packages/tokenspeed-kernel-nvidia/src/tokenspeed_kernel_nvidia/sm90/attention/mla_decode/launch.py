@@ -95,7 +95,8 @@ def mla_decode_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of the newest tokens to a paged cache: launches the kernels on checked arguments.
+    """Computes latent attention of the newest tokens to a paged cache: launches the kernels on arguments that the operator has
+    checked.
 
     Windows, logit_cap and tree masks are not supported. The kernel writes partial results to a workspace, see
     `tokenspeed_kernel_base.workspace`. The public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.

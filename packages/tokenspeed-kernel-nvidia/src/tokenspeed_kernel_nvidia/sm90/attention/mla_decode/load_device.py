@@ -70,8 +70,8 @@ class Loader:
             whole = blocks_of(length)
             after = cutlass.min(whole, end - first)
             sequence, _, _ = self.work.tokens_of(call, item)
-            # 32 page indices, one per lane, beginning with page number `first_page` of the sequence. The loads of queries hide
-            # their latency.
+            # Load 32 page indices, one per lane, beginning with page number `first_page` of the sequence. The loads of queries hide
+            # the latency of these loads.
             first_page = ((begin - first) * ROWS) >> call.page_shift
             pages = pages_from(call, sequence, first_page, length)
             at = self.load_queries(self.memory, self.work, call, q, item, at, rope_at)
@@ -102,7 +102,7 @@ class Loader:
         Args:
             at, rope_at: the first ring stages to fill.
             page, slot: the block's page, and the block's index in that page.
-            turn: even if this CTA loads the rotary part.
+            turn: an even number if this CTA loads the rotary part, otherwise odd.
             exists: whether the block has any token; otherwise the stages are filled without a load.
         """
         count = cutlass.select_(exists, Int32(1), Int32(0))
@@ -185,8 +185,8 @@ def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: I
 
 @cute.jit
 def load_wide_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """`load_queries` for 16-bit queries and an fp8 cache. The latent ring receives all queries, as chunks of 64 columns; the rotary
-    ring's stage is committed with no bytes."""
+    """Does `load_queries` for 16-bit queries and an fp8 cache. The latent ring receives all queries, as chunks of 64 columns; the
+    rotary ring's stage is committed with no bytes."""
     c = memory.config
     token, head, _ = work.tile_of(call, item)
     rows = (c.heads_of_tile, c.tokens_of_tile)

@@ -75,7 +75,7 @@ def clear_beyond(memory: SharedMemory, call: Call, end: Cursor, valid: Int32):
         valid: the number of the block's slots with a token; negative values count as 0.
     """
     thread = thread_of_scores()
-    # All warps have finished q @ k of the block whose memory is overwritten.
+    # Wait until all warps have finished q @ k of the block whose memory is overwritten.
     cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
     at = skip(end, memory.config.latent_chunks - LATENT_CHUNKS, memory.config.latent_chunks)
     for _ in cutlass.range_constexpr(LATENT_CHUNKS):

@@ -24,16 +24,16 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
 
 WARPS = 8  # warps per CTA
-CTAS = 1024  # about the most CTAs of a launch. If there are many work items, most need no merge; a CTA loops over several tiles
+CTAS = 1024  # approximate maximum of CTAs per launch. A CTA may loop over several tiles: of many work items, most need no merge
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaMerge(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     out = arguments.rows(config.dtype, arguments.size(), config.heads, LATENT)
     return out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(2)), arguments.stream()
 
@@ -107,7 +107,7 @@ class Merge:
         Args:
             items: work items per sequence.
             records: number of records, see `Results.record`.
-            others: see `tile_device.Call`.
+            out, partial, lse, q_len, groups, cu_seqlens_q: see `tile_device.Call`.
         """
         ctas = self.ctas_of_item(records)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
@@ -148,8 +148,8 @@ class Merge:
     ):
         """Merges this CTA's tiles of a work item.
 
-        With few partial results, one warp merges a tile. With more, each warp merges some of a tile's partial results, and the
-        first warp merges the warps' results. One warp alone would wait for many dependent rounds of loads.
+        With few partial results, one warp merges a tile. With more partial results, each warp merges some of them for a tile, and
+        the first warp merges the warps' results. One warp alone would wait for many dependent rounds of loads.
         """
         cta, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -157,8 +157,9 @@ class Merge:
         shared = SmemAllocator().allocate_array(Float32, WARPS * 32 * self.lane_floats)
         call = MergeCall(items, q_len, out, lse, partial, groups, rank, cu_seqlens_q)
         if const_expr(self.config.narrow):
-            # PDL: it is safe to launch the dependent kernel first, because it waits for the end of this kernel, which waits for the
-            # preceding kernel. 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the other order.
+            # PDL: this kernel may launch the dependent kernel before its own wait. The dependent kernel waits for the end of this
+            # kernel, which waits for the preceding kernel. 1 x 8192 with 128 heads took 14.2 us on an H200, and 14.3 us in the
+            # other order.
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         else:
@@ -217,8 +218,8 @@ class Merge:
                 sums.scale(r, exp2(sums.row_max[r] - raised))
                 sums.row_max[r] = raised
                 for each in cutlass.range_constexpr(self.config.merge_batch):
-                    # For an index beyond the last partial result, row sum and values are loaded as 0. So is the row max, which may
-                    # exceed the others.
+                    # For an index beyond the last partial result, row max, row sum and values are loaded as 0. This row max may
+                    # exceed `raised`, so fmin limits it.
                     weight = exp2(cute.arch.fmin(found[each][r][0], raised) - raised)
                     sums.add(r, weight, found[each][r][1], found[each][2])
             first += WARPS * self.config.merge_batch

@@ -51,7 +51,7 @@ def cached_length(work: DecodeWork, call: Call, item: Int32):
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """How work items are formed if all sequences have equally many new tokens.
+    """Forms work items for calls in which all sequences have the same number of new tokens.
 
     Attributes:
         length: the function that `length_of` calls, with this object, a call and a work item.
@@ -86,7 +86,8 @@ class DecodeWork:
         return self.length(self, call, item)
 
     def visible(self, call: Call, length: Int32):
-        """Returns the first visible position of a sequence, 0, the block of this position, 0, and the number of visible blocks."""
+        """Returns the first visible position of a sequence (0), the block of this position (0), and the number of visible
+        blocks."""
         return Int32(0), Int32(0), blocks_of(length)
 
     def divide(self, call: Call, at_once: int):
@@ -100,10 +101,9 @@ class DecodeWork:
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
         """Returns the number of queue positions per group, and the cost of starting a work item in positions: see `STARTING`.
 
-        If all items have equally many blocks, a group's range is a multiple or a fraction of an item, provided that the range is
-        then at most 1/16 longer than with an even division. This avoids splits: each split of an item costs partial results, which
-        are twice as large as the output, and their merge. Otherwise, the starting cost gives fewer blocks to groups with many
-        items.
+        If all items have the same number of blocks, a group's range is rounded up to a multiple or a fraction of an item, unless
+        this makes the range more than 1/16 longer. Rounding avoids splits: each split of an item costs partial results, which are
+        twice as large as the output, and their merge. Otherwise, the starting cost gives fewer blocks to groups with many items.
         """
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
         per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
@@ -125,8 +125,8 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
     """Finds this CTA's work items, and writes the plan to shared memory.
 
     Args:
-        work: how work items are formed: `DecodeWork`, or an object with the same methods.
-        tells: whether this warp signals PLANNED to the consumer warpgroups. Only one warp may.
+        work: the object that forms work items: `DecodeWork`, or an object with the same methods.
+        tells: whether this warp signals PLANNED to the consumer warpgroups. Only one warp may signal.
 
     Returns:
         The first work item, the queue position of that item's first block, the begin and end positions of this CTA's range, and the

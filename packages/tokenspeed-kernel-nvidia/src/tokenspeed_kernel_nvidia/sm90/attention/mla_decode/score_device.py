@@ -69,7 +69,7 @@ class ScoreWarpgroup:
             whole = blocks_of(length)
             count = cutlass.min(first + whole, call.end()) - begin
             at, scale = self.qk.take_queries(call, ops.words, at, rope_at)
-            signal_probs(call, rope_at)  # no probabilities, but the value warpgroups release this stage like any other
+            signal_probs(call, rope_at)  # this stage has no probabilities, but the value warpgroups wait for it and release it
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
@@ -111,7 +111,7 @@ class ScoreWarpgroup:
             for r in cutlass.range_constexpr(2):
                 notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
         offset = lane_offset(thread)
-        # All warps have finished q @ k with the rotary part.
+        # Wait until all warps have finished q @ k with the rotary part.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         self.qk.store_probs(self.memory.rope_at(call, at), offset, scores)
         cute.arch.fence_view_async_shared()
@@ -160,7 +160,7 @@ class QkMmas:
 
 @dataclass(frozen=True)
 class TmaArrival:
-    """How MMAs wait for keys that TMA loads: chunk by chunk."""
+    """Waits for keys that TMA loads, chunk by chunk."""
 
     def block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
         """Waits until a block's rotary part has been loaded."""
@@ -176,7 +176,7 @@ class QkMma:
     """q @ k with 16-bit MMAs.
 
     Attributes:
-        arrival: how MMAs wait for keys: `TmaArrival`, or an object with the same methods.
+        arrival: the object that waits for keys: `TmaArrival`, or an object with the same methods.
     """
 
     config: Config
@@ -211,7 +211,7 @@ class QkMma:
         offset = lane_offset(thread)
         others = call.storage.others.data_ptr().toint() + offset
         first = at
-        # All warps have finished q @ k of the previous work item.
+        # Wait until all warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         for panel in cutlass.range_constexpr((LATENT + ROPE) // PANEL):
             rotary = panel == LATENT // PANEL

@@ -39,8 +39,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
 )
 
 CHUNK = 8  # `Config.chunk` of float32 partial results
-# A row whose amax is smaller than this, as a biased float32 exponent, is scaled to float16's range like a row with this amax. The
-# same factor scales the row sum, which is below 2^32. So the scaled row sum stays below 2^127.
+# Lower limit of the amax by which a row is scaled to float16's range, as a biased float32 exponent. A row with a smaller amax gets
+# the factor of this limit. The factor also scales the row sum, which is below 2^32. So the scaled row sum stays below 2^127.
 LEAST_OF_PARTIAL = 127 - 80
 
 
@@ -128,7 +128,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Store:
-    """The epilogue's stores of accumulators whose rows are query rows."""
+    """Stores accumulators whose rows are query rows."""
 
     config: Config
     work: Any
@@ -174,7 +174,7 @@ class Store:
             factor = float_of((EXPONENT + 127 - exponent) << 23)
             for own in cutlass.range_constexpr(len(acc)):
                 scale_row(acc[own], r, factor)
-            thread = thread_of_values()  # recomputed, so that addresses take no registers before
+            thread = thread_of_values()  # recomputed, so that addresses take no registers until here
             row = row_of_values(thread) + 8 * r
             to, _ = self.results.partial_at(call, split.first_group, call.group - split.first_group)
             to += self.results.row_sums_offset(row, half)
@@ -198,7 +198,7 @@ class Store:
             to, exists = self.results.row_of(call, item, row)
             to += (half * LATENT_CHUNK + (thread & 3) * 8) * 2
             factor = factor_of(out.row_sum[r])
-            if any_lane(exists):  # warp-uniform, which the compiler does not know
+            if any_lane(exists):  # the condition is warp-uniform, but the compiler does not know this
                 for own in cutlass.range_constexpr(len(acc)):
                     for four in cutlass.range_constexpr(LATENT_CHUNK // 32):
                         words = []

@@ -14,7 +14,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, RO
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
-# The first warpgroup of two roles. Warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half of the output's columns each.
+# The index of the score warpgroup, and of the first value warpgroup. Warpgroup 0 loads, 1 computes scores, and 2 and 3 compute half
+# of the output's columns each.
 SCORES, VALUES = 1, 2
 READERS = 2  # number of value warpgroups
 THREADS = 128 * 4
@@ -57,8 +58,8 @@ class Notes:
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """The address of a bit mask of a gathered block's valid tokens. The mask shares memory with the row sums, which are written
-        only after the mask has been read.
+        """Returns the address of a bit mask of a gathered block's valid tokens. The mask shares memory with the row sums, which are
+        written only after the mask has been read.
         """
         return cute.recast_ptr(self.at + ROWS, dtype=dtype)
 
@@ -93,7 +94,8 @@ class Table:
 class Call:
     """A CTA's view of the kernel's arguments, and its shared memory.
 
-    A work item is as many new tokens of a sequence as fit a tile, with all heads: one token with 64 heads, four with 16.
+    A work item consists of the new tokens of a sequence that fit in a tile, with all heads: one token with 64 heads, four tokens
+        with 16 heads.
 
     Attributes:
         page_table: address of int32 ``[batch, max_pages]``.
@@ -101,7 +103,7 @@ class Call:
         batch: number of work items of all sequences together.
         items: number of work items per sequence.
         q_len: number of new tokens per sequence.
-        max_seqlen_k: the most tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
+        max_seqlen_k: the maximum number of tokens of a sequence in the cache; larger values of cache_seqlens are clamped.
         out: the output, with tokens as rows and heads as columns.
         lse: address of float32 ``[tokens, heads]``, or 0.
         partial: address of the partial results in the workspace.
@@ -155,11 +157,11 @@ class Call:
         return Barriers(self.storage.probs_full.data_ptr())
 
     def end(self) -> Int32:
-        """The end of the CTA's range, plan entry `END`. It is read at each use, to save a register."""
+        """Returns the end of the CTA's range, plan entry `END`. It is read at each use, to save a register."""
         return self.plan[opt_barrier(Int32(END))]
 
     def notes(self, at: Cursor) -> Notes:
-        """The `Notes` of the block whose probabilities are in the rotary ring's stage ``at``."""
+        """Returns the `Notes` of the block whose probabilities are in the rotary ring's stage ``at``."""
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
 
 
@@ -201,11 +203,11 @@ class SharedMemory:
         return Storage
 
     def panel_at(self, call: Call, at: Cursor, panel: int) -> Int32:
-        """The shared-memory address of a panel of the latent chunk at ``at``."""
+        """Returns the shared-memory address of a panel of the latent chunk at ``at``."""
         return call.storage.latent_chunks.data_ptr().toint() + (at.stage * self.latent_chunks.panels + panel) * PANEL_BYTES
 
     def rope_at(self, call: Call, at: Cursor) -> Int32:
-        """The shared-memory address of the rotary part in stage ``at``, and of the probabilities that overwrite it."""
+        """Returns the shared-memory address of the rotary part in stage ``at``, and of the probabilities that overwrite it."""
         return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
 
@@ -232,8 +234,8 @@ def shared_memory(config: Config) -> SharedMemory:
 
 @cute.jit
 def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
-    """Releases a ring stage, as one consumer warp. The warp arrives on the barriers of all CTAs of the cluster, because loads of
-    all these CTAs overwrite the stage."""
+    """Releases a ring stage on behalf of one consumer warp. The warp arrives on the barriers of all CTAs of the cluster, because
+    loads of all these CTAs overwrite the stage."""
     barrier = barriers.of(at)
     for rank in cutlass.range_constexpr(ctas):
         with cute.arch.elect_one():
@@ -261,5 +263,5 @@ def thread_of_values() -> Int32:
 
 
 def row_of_values(thread: Int32) -> Int32:
-    """The first of a value thread's two query rows in an accumulator; the other row is 8 further."""
+    """Returns the first of a value thread's two query rows in an accumulator; the other row is 8 further."""
     return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)

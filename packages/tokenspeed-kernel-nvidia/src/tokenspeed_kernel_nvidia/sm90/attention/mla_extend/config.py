@@ -1,11 +1,11 @@
-"""The configurations that `mla_extend` is compiled for: those of `mla_decode`, used for many new tokens.
+"""Configurations for which `mla_extend` is compiled: those of `mla_decode`, used for many new tokens.
 
-With any number of heads, two CTAs form a cluster. They compute halves of a token's 128 heads, or different tokens. Multicast reads
-each block of the cache from L2 once for both CTAs. Without clusters, a CTA would read 74 KB of K/V in the 1.2 us that 64 query rows
-take with 64 cached tokens at full speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
+With any number of heads, two CTAs form a cluster. Each CTA computes one half of a token's 128 heads, or other tokens than the other
+CTA. Multicast reads each block of the cache from L2 once for both CTAs. Without clusters, a CTA would read 74 KB of K/V in the 1.2
+us that 64 query rows take with 64 cached tokens at full speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
 
-If one tile holds the new tokens of every sequence, the second CTA would have no tokens. Then a cluster has one CTA, and the kernel
-is memory-bound.
+If the new tokens of each sequence fit in one tile, a second CTA would have no tokens. Then a cluster has one CTA, and the kernel is
+memory-bound.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _heads_and_ranks() -> Iterator[tuple[int, int]]:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations for a cache in q's dtype."""
+    """Returns all supported configurations for a cache in q's dtype."""
     return [Config("bfloat16", heads, ranks) for heads, ranks in _heads_and_ranks()]
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All supported configurations for an e4m3 cache."""
+    """Returns all supported configurations for an e4m3 cache."""
     return [Fp8Config("bfloat16", heads, narrow, ranks=ranks) for narrow in (False, True) for heads, ranks in _heads_and_ranks()]

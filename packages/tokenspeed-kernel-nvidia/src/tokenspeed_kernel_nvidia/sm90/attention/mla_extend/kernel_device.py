@@ -1,8 +1,7 @@
 """The device code of `mla_extend`: the kernel of `mla_decode.kernel_device` with other work items and masks.
 
 The roles of the warps are those of `mla_decode.kernel_device`. With any number of heads, two CTAs form a cluster, except for few
-new
-tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
+new tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
 """
 
 # mypy: ignore-errors
@@ -24,24 +23,24 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.scheduler_device import 
 
 
 def host(config: Config | Fp8Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaExtend(config)
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     tensors = mla_decode_device.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
     return *tensors, arguments.ints(arguments.size()), *scalars, arguments.stream()
 
 
 def merge_host(config: Config) -> Any:
-    """The host function that launches the merge kernel of a configuration."""
+    """Returns the host function that launches the merge kernel of a configuration."""
     return MlaExtendMerge(config)
 
 
 def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `merge_host` returns."""
+    """Returns the fake arguments with which the function that `merge_host` returns is compiled."""
     out, *scalars, stream = mla_decode_merge_device.fake_arguments(config)
     return out, arguments.ints(arguments.size()), *scalars, stream
 

@@ -92,7 +92,8 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of new tokens to a paged cache that already holds them: launches the kernels on checked arguments.
+    """Computes latent attention of new tokens to a paged cache that already holds them: launches the kernels on arguments that the
+    operator has checked.
 
     Windows and logit_cap are not supported. The kernel writes partial results to a workspace, see
     `tokenspeed_kernel_base.workspace`. The public function is `tokenspeed_kernel_nvidia.mla_extend_with_kvcache`.

@@ -23,7 +23,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Config
 
 @dataclass(frozen=True)
 class ExtendWork:
-    """How work items are formed if sequences have different numbers of new tokens: the counterpart of `mla_decode`'s `DecodeWork`.
+    """Forms work items for calls in which sequences have different numbers of new tokens: the counterpart of `mla_decode`'s
+    `DecodeWork`.
 
     In these methods, a call's ``q_len`` is an upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
     Methods without a docstring return what the methods of `DecodeWork` return.
@@ -73,7 +74,7 @@ class ExtendWork:
         return after
 
     def most_items(self, call: Call) -> Int32:
-        """Returns more than the number of groups, so that there is a record per group: the host does not know the number of
+        """Returns a number above the number of groups, so that there is a record per group. The host does not know the number of
         items."""
         return call.groups + 1
 
@@ -121,9 +122,9 @@ class ExtendWork:
         """Returns how many queue positions a sequence's first ``items`` work items occupy: their blocks, and `STARTING_BLOCKS` per
         item.
 
-        Let T be the most new tokens of an item. With causal attention, the last token of item i sees ``before + (i + 1) * T``
-        tokens if the item has T tokens. So the item has ``(before + 63 + (i + 1) * T) // 64`` blocks. Because T divides 64, this
-        equals ``(start + i) // (64 / T)``.
+        Let T be `Config.tokens_of_item`, and ``start`` be ``(before + 63 + T) // T``. With causal attention, the last token of item
+        i sees ``before + (i + 1) * T`` tokens if the item has T tokens. So the item has ``(before + 63 + (i + 1) * T) // 64``
+        blocks. Because T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
             length, before, count: see `lengths_of`.

@@ -1,4 +1,4 @@
-"""Configurations that `mla_sparse` is compiled for."""
+"""Configurations for which `mla_sparse` is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Config(mla_decode_config.Config):
 
     @property
     def cluster(self) -> int:
-        """1, that is, no multicast: every CTA gathers all its keys itself, because cp.async cannot multicast."""
+        """Always 1, that is, no multicast: every CTA gathers all its keys itself, because cp.async cannot multicast."""
         return 1
 
     @property
@@ -52,5 +52,5 @@ class Config(mla_decode_config.Config):
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]

@@ -38,12 +38,12 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.mask_device import Gathe
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MlaSparse(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, rows = arguments.size, arguments.rows
     tokens = size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
@@ -123,7 +123,8 @@ class MlaSparse:
                 self.init_barriers(call)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may have written this kernel's inputs. The next kernel may launch as soon as SMs have room.
+        # PDL: wait for the preceding kernel, which may have written this kernel's inputs. Then let the next kernel launch as soon
+        # as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:

@@ -59,7 +59,8 @@ def mla_sparse_with_kvcache(
     return_lse: bool,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of tokens to selected slots of a paged cache: launches the kernels on checked arguments.
+    """Computes latent attention of tokens to selected slots of a paged cache: launches the kernels on arguments that the operator
+    has checked.
 
     Scales are not supported. The kernel writes partial results to a workspace, see `tokenspeed_kernel_base.workspace`. The public
     function is `tokenspeed_kernel_nvidia.mla_sparse_with_kvcache`.

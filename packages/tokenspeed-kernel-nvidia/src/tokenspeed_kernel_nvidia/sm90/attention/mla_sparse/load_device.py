@@ -100,7 +100,8 @@ class Gatherer:
         row, chunk = lane // LANES, lane % LANES
         sources = [of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
-        # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7. Their swizzled chunk indices differ by XOR 4.
+        # Even turns copy rows 0 to 3 of each group of eight, odd turns rows 4 to 7. In the swizzle, their chunk indices differ by
+        # XOR 4.
         offset = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
 
         call.ropes.acquire(rope_at)
@@ -121,7 +122,7 @@ class Gatherer:
 
 @dataclass(frozen=True)
 class GatherArrival:
-    """How MMAs wait for gathered keys: block by block. The counterpart of `TmaArrival`."""
+    """Waits for gathered keys, block by block. The counterpart of `TmaArrival`."""
 
     config: Config
 
@@ -170,7 +171,7 @@ def of_lane(address: Int64, lane: Int32) -> Int64:
 
 
 def copy(to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
-    """Starts the copies of this warp's rows, of keys or of queries, of one panel to shared memory.
+    """Starts the copies of one panel of this warp's rows, of keys or of queries, to shared memory.
 
     Args:
         to, behind: shared address of the lane's chunk of the first rows in panel 0, and byte offset of the panel.

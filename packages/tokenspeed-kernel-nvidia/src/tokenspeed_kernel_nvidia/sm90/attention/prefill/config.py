@@ -1,4 +1,4 @@
-"""Configurations that `prefill` is compiled for."""
+"""Configurations for which `prefill` is compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 # Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. These tiles fill an SM's shared memory, and their
 # accumulators of output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, first with the
-# tile below, then with other tiles (rows, keys, Q stages, K/V stages):
+# tile below, then with other tiles (rows, keys, Q stages, K/V stages). Figures without tiles are for the tiles named before:
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
@@ -46,8 +46,8 @@ TILES = {
 # fill whole panels of shared memory.
 FP8_CACHE_WIDTHS = ((256, 256),)
 
-# Tiles for fp8 operands, by (head_dim, v_head_dim), for ragged and paged K/V. A block has 128 or 64 keys, because V is transposed
-# to rows of as many bytes. TFLOP/s on an H100, first with the tile below, then with other tiles:
+# Tiles for fp8 operands, by (head_dim, v_head_dim), for ragged and paged K/V. A block has 128 or 64 keys, so that a row of
+# transposed V has 128 or 64 bytes. TFLOP/s on an H100, first with the tile below, then with other tiles:
 # * DeepSeek-V3, 2 x 8192 tokens of 16 heads: 872; (192, 64, 2, 4) 865, (128, 128, 2, 2) 863, (128, 64, 2, 5) 719. 8 x 1024: 563;
 #   (192, 64, 2, 4) 504.
 # * Gemma 3 (12B), 4 x 4096: 771.
@@ -65,34 +65,34 @@ class Config:
 
     Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128), for sequence length x number of
     sequences. Except for short sequences, all runs are at the power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of
-    1.98 GHz. So extra energy costs time.
+    1.98 GHz. So extra energy lowers the clock rate, and costs time.
 
-    Three alternatives were slower. One exponential in eight by a polynomial, to relieve the exponential unit: 523 instead of 544 at
-    8192 x 4. No ping-pong scheduling of the warpgroups: equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4. A
-    static serpentine tile schedule instead of an atomic counter: 529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1
-    with head_dim 128.
+    Three alternatives were slower. Computing one exponential in eight by a polynomial, to relieve the exponential unit, gave 523
+    instead of 544 TFLOP/s at 8192 x 4. Without ping-pong scheduling of the warpgroups, 8192 x 4 gave the same TFLOP/s at head_dim
+    64, and 606 instead of 625 TFLOP/s at head_dim 128. A static serpentine tile schedule instead of an atomic counter gave 529
+    instead of 537 TFLOP/s at 8192 x 4, and 572 instead of 618 TFLOP/s at 8192 x 1 with head_dim 128.
 
     Attributes:
         dtype: the dtype of q, k, v and the output; of the output alone if q, k and v are fp8.
         head_dim: elements per head of q and k: 64, 128, or a head_dim of TILES.
-        gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
+        gqa_ratio: GQA group size: query heads per KV head. All query heads of a KV head are rows of the same tile.
         page_size: tokens per page; 0 for ragged K/V.
         section_mib: how many MiB of K/V concurrently running tiles may read, so that these reads hit in L2. With 8 MiB, fewer heads
-            run at once: 524 instead of 537 at 8192 x 4.
-        lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The exponents' shift need not be the exact
-            row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
-        fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
-            Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four
-            with head_dim 64 took 3308 us, and 3676 us in bfloat16. With ping-pong scheduling (see `pingpong`), these calls took
-            2509 and 3613 us. With ping-pong scheduling and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, they took
-            2452, 2530 and 2595 us, and 3523, 3482 and 3483 us.
+            run at once: 524 instead of 537 TFLOP/s at 8192 x 4.
+        lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The shift of the exponents need not be the
+            exact row max, so the shift seldom changes: 535 TFLOP/s at 8192 x 1, instead of 495 with ``lazy`` 0.
+        fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V. Two sequences of 8192 with 64
+            query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16. Four such sequences with head_dim 64
+            took 3308 us, and 3676 us in bfloat16. With ping-pong scheduling (see `pingpong`), these calls took 2509 and 3613 us.
+            With ping-pong scheduling and polynomials of degree 2 for 4, 8 and 12 of 64 exponentials, they took 2452, 2530 and 2595
+            us with head_dim 128, and 3523, 3482 and 3483 us with head_dim 64.
         fp8_cache: whether keys and values are e4m3, but not q. Keys and values are converted to float16 in shared memory. 8
             sequences of 1024 new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999
             us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. In these measurements,
             a converter warp waited for each load.
         windowed: whether there is a sliding window. Attention is then causal.
         v_head_dim: elements per head of v and the output; 0 if equal to head_dim.
-        capped: whether there is a logit cap; with 16-bit operands only.
+        capped: whether there is a logit cap, which only 16-bit operands support.
         own_kv: whether ragged K/V have other offsets than the queries.
     """
 
@@ -123,7 +123,8 @@ class Config:
 
     @property
     def splits_q(self) -> bool:
-        """Whether each consumer warpgroup has its own Q barriers. It then releases its queries as soon as it has used them."""
+        """Whether each consumer warpgroup has its own Q barriers. A warpgroup then releases its queries without waiting for the
+        other warpgroups."""
         return self.q_stages == 1
 
     @property
@@ -307,13 +308,13 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
-        """Registers per thread of the producer warpgroup: those that consumers leave. At head_dim 128 with pages of 16, 24 would
-        spill."""
+        """Registers per thread of the producer warpgroup: those that consumers leave. At head_dim 128 with pages of 16, 24
+        registers would spill."""
         return left_by(self.threads, self.warpgroups, self.consumer_registers)
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     of_heads = [
         Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))

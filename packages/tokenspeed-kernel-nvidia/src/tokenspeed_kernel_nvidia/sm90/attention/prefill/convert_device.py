@@ -52,7 +52,7 @@ class Converters:
         """Converts the K/V blocks of all the CTA's tiles, in the order in which they are loaded. ``warp``: the converter warp, 0 to
         2."""
         c = self.config
-        # If each warpgroup has its own Q barriers, the converters wait for those of the first warpgroup to learn of the next tile.
+        # If each warpgroup has its own Q barriers, the converters learn of the next tile from the first warpgroup's barriers.
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists

@@ -3,8 +3,8 @@
 Probabilities are rounded as they are computed, into separate registers. So the scores are still available when a check tells
 whether the row's shift (row_max) was large enough. The check uses row sums, which are needed anyway. If a thread's row sum over a
 block is at most the largest e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores,
-and recomputes the probabilities. This is rare, because the shift starts at a row max, and probabilities may grow 50 times before
-the shift is raised.
+and recomputes the probabilities. This is rare, because the shift starts at a row max, and probabilities may grow by a factor of 50
+before the shift is raised.
 """
 
 # mypy: ignore-errors

@@ -13,7 +13,7 @@ The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`s
   unless outputs are stored from registers.
 * In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
   With ping-pong scheduling, the softmax of a warpgroup overlaps the MMAs of another warpgroup.
-* Limits: the tensor cores, at the clock that the power limit allows; see `Config`.
+* Limits: compute-bound, at the clock rate that the power limit allows; see `Config`.
 """
 
 # mypy: ignore-errors
@@ -49,12 +49,12 @@ from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_
 
 
 def host(config: Config):
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Prefill(config)
 
 
 def fake_arguments(config: Config):
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, ints = arguments.size, arguments.ints
     of_q, of_kv = (
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)

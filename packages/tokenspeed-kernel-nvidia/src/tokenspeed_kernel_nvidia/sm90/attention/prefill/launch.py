@@ -103,7 +103,7 @@ def mha_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of whole sequences: launches the kernel on checked arguments."""
+    """Computes causal attention of whole sequences: launches the kernel on arguments that the operator has checked."""
     return attend(
         q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale,
         k_scale, v_scale, out,
@@ -129,7 +129,8 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new tokens to a paged cache: launches the kernel on checked arguments. Attention with a window is causal."""
+    """Computes attention of new tokens to a paged cache: launches the kernel on arguments that the operator has checked. Attention
+    with a window is causal."""
     pages, page_size, kv_heads, _ = k_cache.shape
     if not (pages and max_seqlen_k):  # no query sees a key, but TMA loads need a valid page
         k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
@@ -202,7 +203,7 @@ def attend(
 _ALL_FP8 = RAGGED_FP8 | PAGED_ALL_FP8  # with these operands, probabilities are rounded to fp8
 _PAGES = {"page_size": set(PAGE_SIZES)}
 _CAUSAL = {**_PAGES, "is_causal": {True}, "sliding_window": any}
-# A logit cap is supported with 16-bit operands only, scales with fp8 operands.
+# A logit cap is supported with 16-bit operands only. Scales are supported with fp8 operands.
 _FORMS: tuple[tuple[Callable[..., Any], str, frozenset[FormatSignature], dict[str, Any]], ...] = (
     (mha_prefill, "", RAGGED, {"sliding_window": any, "logit_cap": any}),
     (mha_prefill, "_fp8", RAGGED_FP8, {"sliding_window": any, "scaled": any}),

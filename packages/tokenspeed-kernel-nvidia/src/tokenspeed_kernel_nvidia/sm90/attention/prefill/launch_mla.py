@@ -32,7 +32,8 @@ def mla_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of whole sequences, or of queries to K/V of other lengths: launches the kernel on checked arguments.
+    """Computes latent attention of whole sequences, or of queries to K/V of other lengths: launches the kernel on arguments that
+    the operator has checked.
 
     Attention with a window is causal.
     """

@@ -104,7 +104,7 @@ class Loader:
                             self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, end - 1 - i, keys, sequences.page_table)
                             k_at = advance(k_at, c.kv_stages)
                     if const_expr(c.splits_q):
-                        if i == 0:  # a K stage is free before the Q stage is
+                        if i == 0:  # a K stage becomes free before the Q stage, so K is loaded first
                             self.queries.load_late(shared, q, q_at, record)
                     if i > 0:
                         if const_expr(c.converts):

@@ -22,7 +22,7 @@ class LowerBounds:
 
     Attributes:
         block: the first key block that some row sees.
-        full_block: the first key block of which no row's window hides the first keys.
+        full_block: the first key block that needs no lower mask: no row's window begins after the block's first key.
         width: number of keys of a row's window, the row's own token included.
     """
 

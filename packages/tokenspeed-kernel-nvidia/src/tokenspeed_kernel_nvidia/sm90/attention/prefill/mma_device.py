@@ -26,7 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.prefill.store_device import Epilogu
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.tile_device import Cursors, Rings, Shared, sync_warps, thread_and_row
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup, which give the warpgroup permission to issue its MMAs
+PINGPONG = 1  # the first named barrier of ping-pong scheduling: each warpgroup waits at its own barrier before it issues MMAs
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ class Consumers:
         sums.acc.fill(0.0)
 
     def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
-        """The Q tile at ``at`` as the A operand of q @ k."""
+        """Returns the Q tile at ``at`` as the A operand of q @ k."""
         return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
 
     @property

@@ -1,4 +1,4 @@
-"""The producer warp's loads of Q, in whole tiles or for each warpgroup separately, and of the tiles' records."""
+"""The producer warp's loads of Q, in whole tiles or for each warpgroup separately. The loaders also write the tiles' records."""
 
 # mypy: ignore-errors
 
@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 @dataclass(frozen=True)
 class QLoader:
-    """Loads whole Q tiles. The arguments ``record`` are the values of `Record.write`."""
+    """Loads whole Q tiles. The methods' argument ``record`` holds the arguments of `Record.write`."""
 
     config: Config
     rings: Rings
@@ -79,7 +79,7 @@ class SplitQLoader:
         previous queries.
 
         Args:
-            record: the values of the tile's records, see `Record.write`.
+            record: the arguments of `Record.write` for the tile's records.
         """
         c = self.config
         start, _, _, position, kv_head, *_ = record

@@ -35,8 +35,8 @@ class QueryConverter:
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)
-        # Two lanes convert a row: each has one panel, or half a panel. Lanes start at different 16-byte chunks, to avoid bank
-        # conflicts.
+        # Two lanes convert a row: each lane converts one panel, or half a panel. Lanes start at different 16-byte chunks, to avoid
+        # bank conflicts.
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
         record = shared.record(q_at)
@@ -69,8 +69,8 @@ class QueryConverter:
 
     @cute.jit
     def convert_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """`convert_to_float16` for head_dim 256. A lane converts two panels of a row. They do not fit into its registers, so the
-        lane reads them twice.
+        """Does `convert_to_float16` for head_dim 256. A lane converts two panels of a row. The panels do not fit into the lane's
+        registers, so the lane reads the panels twice.
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)
@@ -80,7 +80,8 @@ class QueryConverter:
         is_row = record.position + row // c.gqa_ratio < record.q_len
         panel_bytes = c.block_m * 128
         at = shared.storage.q.data_ptr().toint() + row * 128 + half * (2 * panel_bytes)
-        # The other lane of a row reads the same columns of other panels. It starts half a row later, to avoid bank conflicts.
+        # The other lane of a row reads the same columns of other panels. That lane starts half a row later, to avoid bank
+        # conflicts.
         addresses = [at + panel * panel_bytes + (row + 4 * half + i) % 8 * 16 for panel in range(2) for i in range(8)]
         highest = Uint32(0)
         for i in cutlass.range_constexpr(len(addresses)):

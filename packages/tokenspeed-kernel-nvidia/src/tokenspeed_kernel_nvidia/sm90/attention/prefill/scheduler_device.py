@@ -45,7 +45,7 @@ class Work:
 
     @cute.jit
     def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
-        """Returns the end of the range of keys that some row of a tile sees. It is at least 1, because every tile processes a
+        """Returns the end of the range of keys that some row of a tile sees. The end is at least 1, because every tile processes a
         block."""
         seen = kv_len
         if causal != 0:

@@ -41,7 +41,7 @@ class Softmax:
 
     @cute.jit
     def put_first(self, weights: cute.Tensor, probs: cute.Tensor):
-        """`put` for a tile's first block. If the first block is half a block, zeros pad its probabilities."""
+        """Does `put` for a tile's first block. If the first block is half a block, zeros pad its probabilities."""
         if const_expr(cute.size(weights) < cute.size(probs)):
             part = cute.make_tensor(probs.iterator, cute.make_layout(cute.size(weights)))
             registers.round_to(weights, part)

@@ -113,7 +113,8 @@ class TileStore:
         c = self.config
         out = output.out
         start, q_len, position, kv_head = numbers
-        # Each warpgroup has its own rows of the shared-memory buffer. The previous TMA store may still be reading these rows.
+        # Each warpgroup has its own rows of the shared-memory buffer. The previous TMA store may still be reading these rows, so
+        # wait for that store.
         rounded = cute.make_fragment_like(acc, self.rings.dtype)
         registers.round_to(acc, rounded)
         if const_expr(c.store_by_tma):

@@ -199,7 +199,7 @@ def rings_of(config: Config) -> Rings:
 
 @dataclass(frozen=True)
 class Cursors:
-    """How the warps' cursors advance: in the Q ring from tile to tile, and in the K and V rings from block to block."""
+    """Advances the warps' cursors: in the Q ring from tile to tile, and in the K and V rings from block to block."""
 
     config: Config
 
@@ -236,8 +236,8 @@ class Cursors:
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
-        """Returns the K cursor ``k_at``, which is one block after ``v_at``. With fp8 K/V, it is recomputed from ``v_at``, because
-        no register is left for ``k_at``."""
+        """Returns the K cursor ``k_at``, which is one block after ``v_at``. With fp8 K/V, the K cursor is recomputed from ``v_at``,
+        because no register is left for ``k_at``."""
         return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
 
 
@@ -245,7 +245,7 @@ class Cursors:
 def thread_and_row(config: cutlass.Constexpr[Config], wg: Int32):
     """Returns this thread's index among the consumer threads, and the first of its two rows of a tile. The second row is 8 further.
 
-    Both are recomputed at each use, because the mainloop has no registers to keep them.
+    Both results are recomputed at each use, because the mainloop has no registers to keep them.
     """
     thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
     if const_expr(config.converts):

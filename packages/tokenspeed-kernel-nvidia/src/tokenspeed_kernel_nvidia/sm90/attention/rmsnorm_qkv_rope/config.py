@@ -1,4 +1,4 @@
-"""Configurations that `rmsnorm_qkv_rope` is compiled for, and the launch parameters."""
+"""Configurations for which `rmsnorm_qkv_rope` is compiled, and the launch parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_TOKENS = 8  # n of an MMA, whose columns are tokens
 # Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
 # 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
 SERVED_TOKENS = 4
-MOST_HIDDEN = 8192  # the most elements of a token; besides eight such tokens, shared memory holds a ring of weights
+MOST_HIDDEN = 8192  # maximum number of elements of a token; besides eight such tokens, shared memory holds a ring of weights
 GROUP_PAIRS = GROUP // 2  # number of element pairs whose partial sums are in shared memory together
 # Bytes of the ring of weights. The ring must hold the weights that arrive while the tokens are read, so that loads do not stall. A
 # decode step of GPT-OSS-120B on an H200 with one token takes 2.17 ms, and 2.24 ms with a ring of 100 KB.
@@ -81,5 +81,5 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
 
 
 def every_config() -> list[QkvConfig]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [QkvConfig("bfloat16", head_dim) for head_dim in HEAD_DIMS]

@@ -3,7 +3,7 @@
 Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *pairs* of rows of weights: the two elements of a head
 that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
 reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
-of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for it.
+of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square.
 """
 
 # mypy: ignore-errors
@@ -40,16 +40,16 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
 
 _READY = 1  # named barrier of all threads: mbarriers are initialised and tokens are in shared memory
 _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
-_AT_ONCE = 4  # 16-byte chunks of a token of which a thread has loads in flight
+_AT_ONCE = 4  # number of 16-byte chunks of a token that a thread loads at once
 
 
 def host(config: QkvConfig) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Qkv(config)
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (
@@ -227,8 +227,8 @@ class Qkv(Mm):
         bias: Vector,
         given: Work,
     ):
-        """In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with one pair
-        more."""
+        """Runs the kernel. In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with
+        one pair more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -398,7 +398,7 @@ class Qkv(Mm):
 
     @cute.jit
     def compute_pairs(self, call: Call, work: Work, warp: Int32):
-        """The consumer warps' work: the prologue, then MMAs and epilogue of one group of weight rows after another."""
+        """Runs a consumer warp: the prologue, then MMAs and epilogue of one group of weight rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -406,7 +406,7 @@ class Qkv(Mm):
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + offset
-        # The epilogue needs a token's position and slot. They are loaded here to hide the latency of the loads.
+        # The epilogue needs a token's position and slot. Load both here, to hide the latency of the loads.
         token = thread // GROUP_PAIRS
         real = token < call.m
         self.wait_for_kernel_before(call, warp == 0)
@@ -470,8 +470,8 @@ class Qkv(Mm):
         sine: Float32,
         slot: Int64,
     ):
-        """Rounds a pair of GEMM results of a token, applies RoPE if they belong to q or k, and writes them to the output and to the
-        cache.
+        """Rounds a pair of GEMM results of a token, applies RoPE if the pair belongs to q or k, and writes the pair to the output
+        and to the cache.
 
         Args:
             first: output column of the pair's first element.

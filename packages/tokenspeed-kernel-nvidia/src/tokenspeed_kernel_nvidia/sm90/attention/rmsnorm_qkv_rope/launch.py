@@ -85,7 +85,7 @@ def rmsnorm_qkv_rope(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches the kernel on checked arguments; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
+    """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
 
     The sum of token and residual is rounded, multiplied by the norm's weights, and rounded again. The GEMM's result is divided by
     the root mean square.

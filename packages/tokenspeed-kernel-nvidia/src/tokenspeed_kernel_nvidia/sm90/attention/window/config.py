@@ -1,4 +1,4 @@
-"""Configurations that `window` is compiled for."""
+"""Configurations for which `window` is compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
 
 WARPGROUPS = 3  # consumer warpgroups; a CTA also has one producer warpgroup
-REACH = 128  # the number of keys before a tile's first query that are loaded; a multiple of 8
+REACH = 128  # number of keys that are loaded before a tile's first query; a multiple of 8
 SHORT = 17  # at most this many consecutive queries always fit into 24 positions that begin at a multiple of 8
 
 
@@ -68,8 +68,8 @@ class Config:
 
     @property
     def value_rows(self) -> int:
-        """Rows per V stage. They are 8 more than the keys, because the last k-step (16 keys) of a work item's last tile may read 8
-        more."""
+        """Rows per V stage: 8 more than `rows`. The last k-step (16 keys) of a work item's last tile may read 8 rows beyond the
+        keys."""
         return self.rows + 8
 
     @property
@@ -97,8 +97,8 @@ class Config:
 
     @property
     def block(self) -> int:
-        """The most query positions of a work item. With a paged cache, an item's keys may be loaded from 8 positions earlier, so
-        that the first position is a multiple of 16.
+        """The maximum number of query positions of a work item. With a paged cache, an item's keys may be loaded from 8 positions
+        earlier, so that the first position is a multiple of 16.
         """
         return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
@@ -114,7 +114,7 @@ class Config:
 
 
 def every_config() -> list[Config]:
-    """All supported configurations."""
+    """Returns all supported configurations."""
     return [
         Config(dtype, head_dim, gqa_ratio, paged, short, capped)
         for capped in (False, True)

@@ -5,14 +5,14 @@ The kernel is persistent and warp-specialised, with a static round-robin schedul
 * CTAs: one per SM, with a producer warpgroup and three consumer warpgroups.
 * Warp 0 (`load_device`) loads K and V of a work item by TMA, and writes the item's record. Warp 1 (`load_device`) loads Q tiles.
   Warp 2 (`clear_device`) zeroes rows of V before and after the sequence. Warp 3 idles.
-* Warpgroups 1 to 3 (`mma_device`) take the CTA's tiles round-robin. Each computes a tile from q @ k through the softmax
+* Warpgroups 1 to 3 (`mma_device`) take the CTA's tiles round-robin. Each warpgroup computes a tile from q @ k through the softmax
   (`softmax_device`) to the store of O (`store_device`). The warpgroups never wait for each other.
 * Shared memory: a ring of K and V with a work item per stage, a ring of Q tiles, and an output tile per warpgroup. All tiles of a
   work item use the item's one copy of K and V.
 * In flight: K and V of one work item with head_dim 128, of three in the variant for short sequences, otherwise of two; one or three
   Q tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
-* Limits: traffic of q and the output for long sequences, 3.4 TB/s for 16 sequences of 8192 (`config`), and the latency of
-  dependent loads for few new tokens.
+* Limits: for long sequences, the memory traffic of q and the output (3.4 TB/s for 16 sequences of 8192, see `config`); for few new
+  tokens, the latency of dependent loads.
 
 Slower alternatives were measured with 64 sequences of 8192 tokens, 16 of them new, in graphs of 7 calls with another kernel after
 each. This kernel takes 15.8 us:
@@ -51,12 +51,12 @@ PRODUCERS = 128  # threads of the producer warpgroup
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Window(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     keys = (size(), size()) if config.paged else (tokens,)
@@ -158,8 +158,8 @@ class Window:
         self.clearer.clear_after_stages(value_words, thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may still write this kernel's inputs or read its outputs. The next kernel may launch as soon as
-        # SMs have room.
+        # PDL: wait for the preceding kernel, which may still write this kernel's inputs or read its outputs. Then let the next
+        # kernel launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

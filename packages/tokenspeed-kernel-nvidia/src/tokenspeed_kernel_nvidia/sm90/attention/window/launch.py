@@ -68,8 +68,8 @@ def _plan(
         if short or even <= brief.block:
             config = brief
     block = max(config.positions, min(config.block, even))
-    # An upper bound of the number of work items: a sequence's first item may begin up to 7 positions early, and its last may be
-    # partial.
+    # An upper bound of the number of work items: a sequence's first item may begin up to 7 positions early, and its last item may
+    # be partial.
     most = (tokens // block + 2 * batch) * kv_heads
     return window_program(config), block, min(sms, most)
 
@@ -86,7 +86,7 @@ def mha_prefill(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal sliding-window attention of whole sequences: launches the kernel on checked arguments.
+    """Computes causal sliding-window attention of whole sequences: launches the kernel on arguments that the operator has checked.
 
     See `tokenspeed_kernel_nvidia.mha_prefill`.
     """
@@ -111,7 +111,8 @@ def mha_extend_with_kvcache(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal sliding-window attention of new tokens to a paged cache: launches the kernel on checked arguments.
+    """Computes causal sliding-window attention of new tokens to a paged cache: launches the kernel on arguments that the operator
+    has checked.
 
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """

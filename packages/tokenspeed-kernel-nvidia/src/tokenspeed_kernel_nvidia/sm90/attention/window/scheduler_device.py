@@ -67,7 +67,8 @@ class Work:
         return Blocks(step, token, first, length, blocks, ends, cute.arch.shuffle_sync(ends, LANES - 1), block, kv_heads)
 
     def tiles_of(self, item: Block, block: Int32) -> Int32:
-        """The number of tiles of a work item for each of the `Config.splits` groups of query heads. ``block``: see `blocks_of`."""
+        """Returns the number of tiles of a work item for each of the `Config.splits` groups of query heads. ``block``: see
+        `blocks_of`."""
         return (cutlass.min(block, item.length - item.position) + self.config.positions - 1) // self.config.positions
 
     def head_of(self, kv_head: Int32, tile: Int32) -> Int32:

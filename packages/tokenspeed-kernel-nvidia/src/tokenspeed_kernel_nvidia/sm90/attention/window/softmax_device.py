@@ -42,8 +42,8 @@ class TileSoftmax:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, position: Int32, window_left: Int32, mine: Rows):
-        """Masks the scores of keys that queries do not see. ``position`` is that of the tile's first query, and column c of the
-        scores belongs to the key at ``position - REACH + c``."""
+        """Masks the scores of keys that queries do not see. ``position`` is the position of the tile's first query, and column c of
+        the scores belongs to the key at ``position - REACH + c``."""
         c = self.config
         before = REACH - position  # number of columns whose keys are before the sequence's first token
         low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.positions]
@@ -57,7 +57,8 @@ class TileSoftmax:
 
     @cute.jit
     def apply(self, scores: cute.Tensor, probs: cute.Tensor, scale: Float32, sinks: tuple, lane: Int32):
-        """Softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @ V.
+        """Computes the softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @
+        V.
 
         Returns:
             The row max of this thread's two rows, and the thread's partial row sums. One of a quad's four lanes includes the sink

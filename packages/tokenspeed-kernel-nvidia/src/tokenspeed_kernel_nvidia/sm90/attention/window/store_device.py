@@ -93,7 +93,7 @@ class Epilogue:
     ):
         """Stores all output rows of a tile by TMA, through shared memory."""
         c = self.config
-        # The previous TMA store may still be reading the shared-memory buffer.
+        # The previous TMA store may still be reading the shared-memory buffer, so wait for that store.
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)

@@ -71,8 +71,8 @@ class Record:
             self.at[index] = number
 
     def write_end(self) -> None:
-        """Writes the record that follows the CTA's last work item. Consumers still issue one q @ k with it, so the shift must be
-        valid."""
+        """Writes the record that follows the CTA's last work item. Consumers still issue one q @ k with this record, so the shift
+        must be valid."""
         self.at[COUNT] = Int32(0)
         self.at[SHIFT] = Int32(0)
 
@@ -80,9 +80,9 @@ class Record:
 class Shared:
     """A CTA's shared memory. Addresses are computed at each use.
 
-    The class is not a frozen dataclass, so that CuteDSL carries it through branches and loops like a struct. Otherwise the compiler
-    would compute addresses before the branch to the warps' roles. Counters of the producer warps would then be in vector registers
-    instead of uniform registers, which takes 2 KiB more code.
+    The class is not a frozen dataclass, so that CuteDSL carries an object through branches and loops like a struct. Otherwise the
+    compiler would compute addresses before the branch to the warps' roles. Counters of the producer warps would then be in vector
+    registers instead of uniform registers, which takes 2 KiB more code.
 
     Attributes:
         storage: the structure that `Rings.storage` returns.

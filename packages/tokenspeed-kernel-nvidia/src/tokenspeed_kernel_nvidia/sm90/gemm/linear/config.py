@@ -1,4 +1,4 @@
-"""The configurations that the kernels of `linear` are compiled for, and the choice among them."""
+"""The configurations for which the kernels of `linear` are compiled, and the function that chooses one for a call."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ GROUPS = 4  # number of groups of four MMA warps; each group computes its own pa
 MMA_WARPS = 4 * GROUPS  # number of MMA warps
 LOAD_WARP = MMA_WARPS  # index of the producer warp
 FINISH_WARP = MMA_WARPS + 1  # index of the first of the warps that reduce the CTAs' partial sums
-FINISHERS = 2  # number of these warps
+FINISHERS = 2  # number of warps that reduce the CTAs' partial sums
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 ROWS = 8  # number of a panel's rows whose results one CTA writes
 SLAB = 2  # k blocks of a panel per ring stage
 HEAD_BYTES = 1024  # bytes of the mbarriers at the start of shared memory
 SHARED_BYTES = 227 * 1024  # maximum shared memory per CTA
-STAGES = 8  # the most ring stages of a group, so that one warp initialises all barriers at once, one per lane
-# Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
-# canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. It was
-# no faster than `mm`, so it is no longer compiled for more than 16 tokens:
+STAGES = 8  # maximum number of ring stages of a group: four groups have 32 stages, and each lane of a warp initialises one
+# Token counts for which kernels are compiled. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
+# canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. That
+# variant was no faster than `mm`, so kernels are no longer compiled for more than 16 tokens:
 #
 #                                1 token           4                 16               64               256
 #   8192 x 8192, nvfp4      20.7  20.9  47.1  20.6  22.0  47.7  22.8  33.6  48.0  47.4  36.1  49.0   187   77   55
@@ -32,7 +32,8 @@ STAGES = 8  # the most ring stages of a group, so that one warp initialises all 
 # mxfp4 weights take the same time within 4%.
 TOKENS = (8, 16)
 MAX_TOKENS = max(TOKENS)
-# The most k blocks of a CTA. The CTA's features of 16 tokens then take 112 KiB of shared memory, and a group has five ring stages.
+# The maximum number of k blocks of a CTA. The CTA's features of 16 tokens then take 112 KiB of shared memory, and a group has five
+# ring stages.
 ROOM = 56
 MAX_K = CLUSTER * ROOM * BLOCK
 
@@ -44,7 +45,7 @@ class Config:
     Attributes:
         dtype: dtype of tokens and results.
         weights: the format of the weights, a key of `LAYOUTS`.
-        tokens: the most tokens of a call, from `TOKENS`.
+        tokens: the maximum number of tokens of a call, from `TOKENS`.
     """
 
     dtype: str

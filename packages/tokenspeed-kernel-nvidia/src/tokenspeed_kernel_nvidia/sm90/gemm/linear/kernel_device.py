@@ -42,12 +42,12 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, s
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Linear(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     m, n, k = (arguments.size() for _ in range(3))
     out = make_fake_tensor(dtype_of(config.dtype), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=2)
     return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()
@@ -122,7 +122,7 @@ class Linear(MmaWarps):
             x, m, k, out, n, weights, factors, bias, work, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
-        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
+        # Let the next kernel start as SMs become free. The next kernel's own griddepcontrol.wait waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             lane = cute.arch.lane_idx()
@@ -195,8 +195,8 @@ class Linear(MmaWarps):
 
     @cute.jit
     def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
-        """Adds the partial sums of all CTAs for this CTA's rows of a panel, and writes the results. A lane has some rows of one
-        token."""
+        """Adds the partial sums of all CTAs for this CTA's rows of a panel, and writes the results. Each lane reduces some rows of
+        one token."""
         config, work = self.config, call.work
         rows = config.tokens * ROWS // (FINISHERS * LANES)
         token, own = index % config.tokens, index // config.tokens * rows

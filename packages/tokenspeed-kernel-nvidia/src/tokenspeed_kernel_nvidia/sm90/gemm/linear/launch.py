@@ -1,15 +1,15 @@
 """`linear` with mxfp4 and nvfp4 weights on Hopper, for at most 16 tokens.
 
 The kernel is memory-bound: reading the weights takes most of the time, so the weight stream never pauses. There is one persistent
-CTA per SM. A producer warp streams weights through a ring buffer in shared memory by bulk copies. It starts before the preceding
-kernel ends (PDL). This is safe, because that kernel does not write these prepared weights. Sixteen MMA warps dequantise weights to
-A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
+CTA per SM. A producer warp streams weights through a ring buffer in shared memory by bulk copies. The producer warp starts before
+the preceding kernel ends (PDL). This is safe, because that kernel does not write these prepared weights. Sixteen MMA warps
+dequantise weights to A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
-The eight CTAs of a cluster split k (cluster split-K), so each needs only a slice of the tokens' features. All eight work on the
-same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs send it their partial sums of these rows
-through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps work on the next panels. So
-results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a CTA that may not be running
-yet.
+The eight CTAs of a cluster split k (cluster split-K), so each CTA needs only a slice of the tokens' features. All eight CTAs work
+on the same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs of the cluster send this CTA their
+partial sums of these rows through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps
+work on the next panels. So results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a
+CTA that may not be running yet.
 
 More tokens need other kernels and the canonical layout. So only plans that declare few tokens are eligible.
 """
@@ -57,7 +57,7 @@ def linear_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """What depends only on the layer and the number of tokens, and is therefore memoised.
+    """The memoised launch parameters of a call, which depend only on the layer and on the number of tokens.
 
     Attributes:
         program: the compiled kernel.
@@ -70,7 +70,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
-    # The traits of a kernel that is requested by name are not checked.
+    # The traits of a kernel that is requested by name are not checked. So check the sizes here.
     if tokens > MAX_TOKENS or plan.in_features > MAX_K:
         most = f"at most {MAX_TOKENS} tokens of {MAX_K} features"
         raise ValueError(f"{plan.kernel} is for {most}, got {tokens} of {plan.in_features}")

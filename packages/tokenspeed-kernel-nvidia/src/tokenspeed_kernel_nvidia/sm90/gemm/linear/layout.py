@@ -47,7 +47,7 @@ LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
 SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # scale bytes of one block of one strip
 # The stored nvfp4 scales are this factor times the given scales. The largest scale then has float16's largest exponent.
 NVFP4_FACTOR = 2.0**-7
-# Number of panels that are rearranged at once. Intermediates take several times the memory of these panels.
+# Number of panels that are rearranged at once. Intermediate tensors take several times the memory of these panels.
 _AT_ONCE = 128
 
 

@@ -108,8 +108,8 @@ class MmaWarps:
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32):
-        """The work of an MMA warp: copies tokens, then computes this CTA's k blocks of the panels of the warp's group. A group has
-        every fourth panel, and each warp of the group one strip of each panel.
+        """Runs an MMA warp: copies tokens, then computes this CTA's k blocks of the panels of the warp's group. A group computes
+        every fourth panel, and each warp of the group computes one strip of each panel.
         """
         self.copy_tokens(call, warp)
         if call.work.blocks > 0:

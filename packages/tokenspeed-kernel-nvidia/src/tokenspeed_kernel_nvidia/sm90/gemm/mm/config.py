@@ -1,4 +1,5 @@
-"""Configurations of the `mm` kernel with a ring buffer (`kernel_device`), its shared-memory layout, and the choice for a call."""
+"""Configurations and shared-memory layout of the `mm` kernel with a ring buffer (`kernel_device`), and the function that chooses a
+configuration for a call."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from typing import Literal
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 ROWS = 8  # rows of weights in a tile: the MMA's n
-TOKENS = (8, 16)  # rows of activations that kernels are compiled for; the MMA's m is 16
+TOKENS = (8, 16)  # numbers of rows of activations for which kernels are compiled; the MMA's m is 16
 LOAD_BYTES = 16  # bytes of a row of weights that a lane loads at once
 QUAD_BYTES = 4 * LOAD_BYTES  # bytes of a row of weights that a quad of lanes loads at once
 GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
-STAGES = 12  # the most stages of the ring of weights
-HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 are zeros, which lanes read beyond k
+STAGES = 12  # maximum number of stages of the ring of weights
+HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 bytes are zeros, which lanes read beyond k
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 CLUSTER = 8  # CTAs of a cluster, which split k if there are few rows of weights
 PREFETCHED, PACE = 160 * 1024, 70  # defaults of `Config.prefetched` and `Config.pace`
-PIECE_BYTES = 4096  # the most bytes of a row of weights that one prefetch loads into L2
+PIECE_BYTES = 4096  # maximum number of bytes of a row of weights that one prefetch loads into L2
 # Bytes of the ring of weights. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if there
 # are few rows of activations.
 RING_BYTES = 100 * 1024
@@ -30,8 +31,8 @@ LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of `GROUP` rows of we
 # The storage format of weights, with the number of weights in 16 bytes.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
 ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
-# Which elements share a scale. "row": whole rows of activations and of weights. "block": 128 elements of a row of activations, and
-# 128 x 128 weights. "mx": 32 elements of a row of weights.
+# The elements that share a scale. "row": whole rows of activations and of weights. "block": 128 elements of a row of activations,
+# and 128 x 128 weights. "mx": 32 elements of a row of weights.
 Scales = Literal["none", "row", "block", "mx"]
 BLOCK = 128
 Sharing = Literal["", "weights", "activations"]  # the operand that the CTAs of a cluster split or multicast
@@ -46,13 +47,13 @@ class Config:
         weights: storage format of the weights.
         scales: granularity of the scales of weights, and of 8-bit activations.
         out: dtype of the result.
-        tokens: the most rows of activations.
+        tokens: the maximum number of rows of activations.
         warps: the number of MMA warps, among which k of a ring stage is split. The producer is one further warp.
         loads: how many 16-byte loads of each row of weights a lane makes per ring stage.
         cluster: the number of CTAs that split k of the same rows of weights.
         pair: whether CTAs form clusters of two that multicast activations to each other, half of the rows each. The two CTAs have
             different rows of weights. Shared memory holds whole rows of activations.
-        prefetched: the most bytes of weights that a CTA prefetches into L2 while the preceding kernel runs.
+        prefetched: the maximum number of bytes of weights that a CTA prefetches into L2 while the preceding kernel runs.
         pace: clock cycles from a prefetch to the next, per KB prefetched. The delay keeps the preceding kernel's loads from
             queueing behind many prefetches.
         dependent: whether the launch uses PDL. For one row and 2880 x 5120 weights on an H200, PDL saves 0.8 of 11.3 us if the
@@ -78,8 +79,8 @@ class Config:
 
     @property
     def product_dtype(self) -> str:
-        """The dtype of the MMA operands. The conversion of activations and weights to it is exact: 8-bit floats to float16, mxfp4
-        to bfloat16."""
+        """The dtype of the MMA operands. The conversion of activations and weights to this dtype is exact: 8-bit floats to float16,
+        mxfp4 to bfloat16."""
         return "float16" if self.activation_bytes == 1 else self.dtype
 
     @property
@@ -89,15 +90,15 @@ class Config:
 
     @property
     def copied(self) -> bool:
-        """Whether bulk copies load the activations to shared memory, which is faster for many rows. It requires that activations
-        need no conversion.
+        """Whether bulk copies load the activations to shared memory, which is faster for many rows. Bulk copies require that
+        activations need no conversion.
         """
         return self.weights == "dense" and self.tokens > ROWS
 
     @property
     def planes(self) -> int:
-        """How many 16-byte vectors of activation operands belong to 16 bytes of weights. Each of them is in its own plane of shared
-        memory."""
+        """The number of 16-byte vectors of activation operands that belong to 16 bytes of weights. Each vector is in its own plane
+        of shared memory."""
         return self.elements // 8
 
     @property
@@ -107,8 +108,8 @@ class Config:
 
     @property
     def ctas_at_once(self) -> int:
-        """The number of CTAs per SM that the register count must allow. With block scales, a CTA needs too many registers for
-        two."""
+        """The number of CTAs per SM that the register count must allow. With block scales, a CTA needs too many registers for two
+        CTAs per SM."""
         return 2 if self.tokens == ROWS and self.scales != "block" else 1
 
     @property
@@ -158,8 +159,8 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
     Args:
         row_bytes: bytes of this CTA's part of a row of weights.
         ring_bytes: the preferred size of the ring of weights. The ring has at least 4 stages if they fit.
-        stages: the most stages that the CTA's weights fill. A CTA with few weights then leaves shared memory for another CTA on its
-            SM. Otherwise, some of the clusters of 8 might have to wait.
+        stages: the number of stages that the CTA's weights fill, a limit for the ring. A CTA with few weights then leaves shared
+            memory for another CTA on its SM. Otherwise, some of the clusters of 8 might have to wait.
     """
     part, stage = config.part_bytes, config.stage_bytes
     sums = 4 * GROUP * m * (config.warps + (config.cluster > 1))
@@ -194,8 +195,8 @@ def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: in
 def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
     """Returns the operand that the CTAs of a cluster split or multicast; "" means no clusters.
 
-    "weights": with few rows of weights, the CTAs of a cluster split k, so each reads less of the activations. "activations": with
-    many activations, pairs of CTAs multicast them.
+    "weights": with few rows of weights, the CTAs of a cluster split k, so each CTA reads less of the activations. "activations":
+    with many activations, pairs of CTAs multicast them.
 
     Args:
         m, n: rows of activations and of weights.

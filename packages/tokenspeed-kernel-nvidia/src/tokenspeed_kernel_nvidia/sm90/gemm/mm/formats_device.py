@@ -76,7 +76,7 @@ def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
 
 
 def permuted(words: list[Any]) -> list[Any]:
-    """Reorders 16-bit elements: of each eight elements, neighbours share a register before, and elements j and j + 4 afterwards."""
+    """Reorders 16-bit elements in groups of eight. Before, neighbours share a register; afterwards, elements j and j + 4 do."""
     pairs = []
     for eight in range(0, len(words), 4):
         for low in range(2):
@@ -134,7 +134,7 @@ class Formats:
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
             sources = []
             if const_expr(config.scales == "none"):
-                # Addresses are computed before the wait, so that loads are issued immediately after it.
+                # Addresses are computed before the wait, so that loads are issued immediately after the wait.
                 sources = [self.source_of(call, begin + turn * config.threads, vectors, done) for turn in range(turns)]
                 wait_after([from_ for from_, _ in sources])
                 self.wait_for_kernel_before(call, first & (begin == thread))
@@ -292,8 +292,8 @@ class Formats:
 
         Args:
             row: the tile's first row of weights in the group.
-            edge: the group's first row of weights whose scales are those of the next 128-row block; earlier rows use the block
-                before.
+            edge: the group's first row of weights whose scales are those of the next 128-row block; earlier rows use the scales of
+                the block before.
             unit_bytes: begin of the lane's first load of weights in the chunk, in bytes.
             loads: the lane's loaded weights, four words per load.
         """

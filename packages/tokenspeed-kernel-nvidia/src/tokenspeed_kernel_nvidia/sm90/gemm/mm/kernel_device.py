@@ -2,14 +2,15 @@
 
 A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams the rows by bulk copies into a ring buffer in shared
 memory. A ring stage holds a range of k of a tile's rows. All other warps split k of every stage. The activations are in shared
-memory as MMA operands. A *chunk* is the range of k whose activations fit there. If a chunk is a whole row, activations are loaded
-only once. Otherwise they are loaded once for each *group* of 40 rows of weights. Activations are not kept in registers, because
-each part of k would then need its own code. A call runs such code only a few times, so it would stall on instruction fetches.
+memory as MMA operands. A *chunk* is the range of k whose activations fit in shared memory. If a chunk is a whole row, activations
+are loaded only once. Otherwise they are loaded once for each *group* of 40 rows of weights. Activations are not kept in registers,
+because each part of k would then need its own code. A call runs such code only a few times, so the call would stall on instruction
+fetches.
 
 At the end of a group, the partial sums of all warps are added through shared memory. If the CTAs of a cluster split k, each CTA
 sends its partial sums to the CTA that writes the row's results.
 
-In a stage, a warp has a range of k of all 8 rows, per load 64 bytes of each row: a quad of lanes loads them, 16 bytes per lane.
+In a stage, a warp has a range of k of all 8 rows. Per load, each quad of lanes loads 64 bytes of one row, 16 bytes per lane.
 `formats_device` converts the loaded weights to MMA operands. The order of k within an MMA does not matter, provided that
 activations and weights have the same order. An MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even
 if there is only one row of activations. Per 16 bytes of bfloat16 weights, a lane then executes two loads, two MMAs and about four
@@ -60,12 +61,12 @@ _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initia
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Mm(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -87,8 +88,8 @@ class Mm(Formats):
     * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). After that,
       it keeps the ring of weights full, with one bulk copy per row of a stage;
     * the MMA warps store the activations (and scales) in shared memory, and split k of each stage. At the end of each group of
-      ``GROUP`` rows of weights, they reduce their partial sums over warps. With ``cluster > 1``, they also reduce
-      them over the cluster through distributed shared memory.
+      ``GROUP`` rows of weights, they reduce their partial sums over warps. With ``cluster > 1``, they also reduce these partial
+      sums over the cluster through distributed shared memory.
 
     Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring of weights, about 100 KB (200 KB
     for long GEMMs). The kernel is memory-bound. The ring's bytes in flight hide the latency of global memory.
@@ -161,7 +162,7 @@ class Mm(Formats):
         a_scale: Table,
         b_scale: Table,
     ):
-        """Weights are the first arguments, because the weight loads are issued first.
+        """Runs the kernel. The weights are the first arguments, because the weight loads are issued first.
 
         Args:
             part: how many bytes of a row of weights each CTA of a cluster computes; the last CTA may have fewer.
@@ -193,7 +194,7 @@ class Mm(Formats):
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
-        # The next kernel may start as SMs become free. Its own griddepcontrol.wait makes it wait for the end of this kernel.
+        # Let the next kernel start as SMs become free. The next kernel's own griddepcontrol.wait waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
             with cute.arch.elect_one():
@@ -241,8 +242,8 @@ class Mm(Formats):
     def prefetch(self, call: Call):
         """Prefetches this CTA's weights into L2, `PIECE_BYTES` at a time, until the preceding kernel has ended (PDL).
 
-        The preceding kernel may still be writing the weights. Later loads see its writes, because the prefetch goes only to L2,
-        which is coherent.
+        The preceding kernel may still be writing the weights. Later loads see the kernel's writes, because the prefetch goes only
+        to L2, which is coherent.
         """
         config = self.config
         ended = Barriers(call.ended)
@@ -298,7 +299,7 @@ class Mm(Formats):
 
     @cute.jit
     def compute(self, call: Call, warp: Int32):
-        """The work of an MMA warp: computes one group of rows of weights after another."""
+        """Runs an MMA warp, which computes one group of rows of weights after another."""
         config = self.config
         lane = cute.arch.lane_idx()
         # Byte offset of this lane's first load within the bytes of a row that a stage holds.
@@ -365,7 +366,8 @@ class Mm(Formats):
 
     @cute.jit
     def load_partial_sums(self, call: Call, acc: cute.Tensor, place: Int32):
-        """Loads the partial sums of the previous chunks of k into the accumulator. ``place``: their shared address."""
+        """Loads the partial sums of the previous chunks of k into the accumulator. ``place``: the shared address of these partial
+        sums."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
                 sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
@@ -376,17 +378,17 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """For how many of a group's rows of weights each CTA of a cluster writes the results."""
+        """The number of a group's rows of weights whose results each CTA of a cluster writes."""
         return GROUP // self.config.cluster
 
     @property
     def step(self) -> int:
-        """For how many rows of activations all threads together write results at once."""
+        """The number of rows of activations whose results all threads together write at once."""
         return self.config.threads // self.own_rows
 
     def row_of(self, call: Call, own: Int32) -> Int32:
         """Returns the index in the group of the ``own``-th row whose results this CTA writes. The CTAs of a cluster take rows
-        alternately, so that their numbers of rows differ by at most one.
+        round-robin, so that their numbers of rows differ by at most one.
         """
         return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 

@@ -4,9 +4,9 @@ The kernels are memory-bound: each weight is read once, for at most 16 rows of a
 weights are divided evenly among the CTAs, to within one row. Partial sums are added in a fixed order, so results are bitwise
 deterministic. There are two kernels:
 
-- GEMMs with few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each
-  reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took
-  2.1, 2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
+- GEMMs with few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each CTA
+  reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took 2.1,
+  2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
 - In all other GEMMs, weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a
   pair multicast them: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that
   are too long for the first kernel, the CTAs of a cluster split k.
@@ -18,8 +18,8 @@ slower. After the same rmsnorm, one row by 2880 x 5120 weights took 10.3 to 11.2
 A CTA leaves registers and shared memory of its SM to a CTA of the preceding or of the next kernel. This overlap is worth more than
 loads directly to registers. A former kernel that filled the registers of all SMs with weights took 7.5 us for one row by 4096 x
 2880 weights after that rmsnorm; this kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the
-router overlap it. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the former kernel.
-They take 2.10, 2.51 and 3.37 ms with this kernel.
+router overlap the former kernel. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the
+former kernel. They take 2.10, 2.51 and 3.37 ms with this kernel.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ QUICK_N = 4096
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
-NO_SCALES = (0,) * 6  # the results of `_table(None)` for both scales
+NO_SCALES = (0,) * 6  # the results of `_table(None)` for a_scale and b_scale
 
 
 @program(arch=ARCH, configs=every_config)
@@ -175,7 +175,7 @@ def multiply(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
 ) -> None:
-    """Computes ``out = a @ b + bias``: launches the kernel on checked arguments.
+    """Computes ``out = a @ b + bias``: launches the kernel on arguments that the operator has checked.
 
     Args:
         a: ``[m, k]``, m at most 16.
@@ -203,7 +203,7 @@ def mm(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
 ) -> Tensor:
-    """A GEMM of at most 16 rows: launches on checked arguments.
+    """Computes a GEMM of at most 16 rows: launches the kernel on arguments that the operator has checked.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Weights that are not contiguous along k are copied, unless PyTorch's GEMM
     supports the call. In that case PyTorch's GEMM is called.
@@ -273,7 +273,7 @@ for _dtype, _name in DTYPES.items():
     _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
-    # 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.
+    # Low priority: 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.
     _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
     _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
 _declare_by_rows(

@@ -1,4 +1,4 @@
-"""Configurations of the kernel of `split_device`, and the choice of one for a call."""
+"""Configurations of the kernel of `split_device`, and the function that chooses one for a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLUSTER = 8  # CTAs per cluster, which split k of 8 rows of weights
 WARPS = 16  # warps per CTA
 QUADS = (1, 2)  # supported numbers of 64-byte parts of a row of weights per warp
 HEAD_BYTES = 16  # bytes of the barrier at the start of shared memory
-MOST_ROWS = 256  # the most rows of weights; with more rows, `kernel_device` is faster, because its CTAs have more work each
+MOST_ROWS = 256  # maximum number of rows of weights; with more, `kernel_device` is faster, because its CTAs have more work each
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SplitConfig:
     Attributes:
         dtype: dtype of the activations and the weights.
         out: dtype of the result.
-        tokens: the most rows of activations.
+        tokens: the maximum number of rows of activations.
         quads: the number of 64-byte parts of a row of weights per warp.
     """
 
@@ -37,7 +37,7 @@ class SplitConfig:
 
     @property
     def part_bytes(self) -> int:
-        """The most bytes of a row of weights that a CTA can process."""
+        """The maximum number of bytes of a row of weights that a CTA can process."""
         return WARPS * self.quads * QUAD_BYTES
 
     @property

@@ -1,9 +1,9 @@
 """Device code of `mm` for few rows of weights, such as a router's: the CTAs of a cluster split k of 8 rows.
 
 The kernel is latency-bound. Each CTA computes a range of k of its cluster's rows, so it reads only this range of the activations.
-All CTAs together read no more bytes of activations than of weights. A lane has one or two loads of weights, and equally many loads
-of activations for each 8 rows of activations. Each CTA adds its warps' partial sums, and sends the sums to the CTA that writes the
-row's results.
+All CTAs together read no more bytes of activations than of weights. A lane issues one or two loads of weights, and as many loads of
+activations for each group of 8 rows. Each CTA adds its warps' partial sums, and sends the sums to the CTA that writes the row's
+results.
 """
 
 # mypy: ignore-errors
@@ -36,12 +36,12 @@ _ALL = 1  # named barrier of all threads
 
 
 def host(config: SplitConfig) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Split(config)
 
 
 def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     m, n, k = (arguments.size() for _ in range(3))
     a, out = type_of(config.dtype), type_of(config.out)
     rows = cute.sym_int64(divisibility=128 // a.width)
@@ -119,8 +119,8 @@ class Split:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, m * (CLUSTER * 4))
             cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
-        # The preceding kernel may still be writing the weights. Later loads see its writes, because the prefetch goes only to L2,
-        # which is coherent.
+        # Prefetch weights into L2. The preceding kernel may still be writing the weights. Later loads see that kernel's writes,
+        # because the prefetch goes only to L2, which is coherent.
         if warp == 1:
             if (lane < count) & (left > 0):
                 prefetch_bulk(weights.row(first + lane) + begin, left)

@@ -1,4 +1,4 @@
-"""Configurations of the `mm_fp8` kernels, and the tiles of a call."""
+"""Configurations of the `mm_fp8` kernels, and the function that chooses one for a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RING_BYTES = 192 * 1024  # bytes of the ring of operands
 OUT_BYTES = 2  # bytes of an element of the result, which is bfloat16
 PANEL = 128 // OUT_BYTES  # columns of the result that one TMA store writes
 GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse of operands in L2
-# Which elements share a scale. "block": 128 elements of a row of activations, and 128 x 128 weights. "column": 128 or 64 elements
-# along k of a row of activations, and of one column of weights or of several columns.
+# The elements that share a scale. "block": 128 elements of a row of activations, and 128 x 128 weights. "column": 128 or 64
+# elements along k of a row of activations, and of one column of weights or of several columns.
 Scales = Literal["block", "column"]
 # The storage format of scales: float32, or an e8m0 byte.
 Stored = Literal["float32", "byte"]
@@ -43,7 +43,7 @@ class Config:
 
     @property
     def panels(self) -> int:
-        """The number of output buffers per warp in shared memory. Scales of columns leave memory for only one."""
+        """The number of output buffers per warp in shared memory. Scales of columns leave memory for only one buffer."""
         return 1 if self.scales == "column" else 2
 
     @property
@@ -77,7 +77,7 @@ class Supported:
     """A kind of scales for which calls are supported.
 
     Attributes:
-        name: the part of kernels' names that names this kind.
+        name: the part of the kernels' names that stands for this kind of scales.
         scales, stored, block: as in `Config`.
     """
 
@@ -90,8 +90,8 @@ class Supported:
         return [Config(self.scales, self.stored, self.block, halves) for halves in (2, 1)]
 
 
-# The calls for which this kernel is faster than the portable kernel. Microseconds on one H100: tiles of 128 columns, tiles of 256
-# columns, the portable kernel.
+# The calls for which this kernel is faster than the portable kernel. Microseconds on one H100, in this order: tiles of 128 columns,
+# tiles of 256 columns, the portable kernel.
 #
 # | m x k x n          | e8m0 blocks         | columns             | e8m0 columns        | blocks of 64        |
 # |--------------------|---------------------|---------------------|---------------------|---------------------|
@@ -111,10 +111,10 @@ SUPPORTED = (
     Supported("e8m0_columns", "column", "byte"),
     Supported("blocks_of_64", "column", "float32", 64),
 )
-# Pairs of the smallest m and the smallest n of eligible calls. Each pair gives 64 cluster tiles of 128 columns for the 66 pairs of
-# CTAs of an H100. With e8m0 scales of columns, the kernel takes the same time for both pairs. So both are eligible for all kinds of
-# scales, although the other kinds were measured at one pair only. Smaller calls are left to the portable kernel. With a quarter of
-# the tiles (256 x 7168 x 2048), this kernel takes as long as with all of them, because most SMs are idle.
+# Entries (smallest m, smallest n) of eligible calls. Each entry gives 64 cluster tiles of 128 columns; an H100 runs 66 clusters at
+# once. With e8m0 scales of columns, the kernel takes the same time for both entries. So both entries are used for all kinds of
+# scales, although the other kinds were measured for one entry only. Smaller calls are left to the portable kernel. With a quarter
+# of the tiles (256 x 7168 x 2048), this kernel takes as long as with all 64 tiles, because most SMs are idle.
 SIZES = ((512, 4096), (1024, 2048))
 # The smallest k of eligible calls; a smaller k has not been measured.
 FEWEST_K = 2048

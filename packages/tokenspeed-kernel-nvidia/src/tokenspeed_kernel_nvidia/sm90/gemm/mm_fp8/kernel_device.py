@@ -33,12 +33,12 @@ BOTH = 0b11  # multicast mask: both CTAs of a cluster
 
 
 def host(config: Config) -> Any:
-    """The host function that launches the kernel of a configuration."""
+    """Returns the host function that launches the kernel of a configuration."""
     return MmFp8(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     m, n, k = (arguments.size() for _ in range(3))
     result = make_fake_tensor(BFloat16, (m, n), (cute.sym_int64(divisibility=16 // OUT_BYTES), 1), assumed_align=16)
     scales = Int64(0), Int32(0), Int32(0), Int32(0)
@@ -109,7 +109,7 @@ class MmFp8(Consumers):
                 biases.full.init(0, LANES)
                 biases.empty.init(0, WARPS)
             cute.arch.mbarrier_init_fence()
-        # The barriers of both CTAs must be initialised before either multicasts.
+        # The barriers of both CTAs must be initialised before either CTA multicasts.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         # Nothing above depends on the preceding kernel (PDL).
@@ -125,7 +125,7 @@ class MmFp8(Consumers):
         else:
             cute.arch.setmaxregister_increase(left_by(c.threads, 1, c.producer_registers) // 2 // 8 * 8)
             self.consume(call, storage)
-        # A CTA's shared memory must stay valid until the other CTA has arrived on its empty barriers for the last time.
+        # This CTA's shared memory must stay valid until the other CTA has arrived on this CTA's empty barriers for the last time.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

@@ -91,7 +91,7 @@ def mm_fp8(
     out_dtype: torch.dtype | None,  # bfloat16 or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """A GEMM of fp8 operands: launches the kernel on checked arguments.
+    """Computes a GEMM of fp8 operands: launches the kernel on arguments that the operator has checked.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Operands are copied if their rows are not contiguous along k or not
     16-byte aligned. If the rows of ``out`` are not contiguous or not aligned, the result is copied to ``out`` at the end.
@@ -127,8 +127,8 @@ def signatures_of(served: Supported) -> set[FormatSignature]:
 
 for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
-        # Every pair except the last is for exactly this m, a power of two, because selection rounds a varying m up to a power of
-        # two.
+        # Every entry of SIZES except the last is declared for exactly this m, a power of two, because selection rounds a varying m
+        # up to a power of two.
         _last = _place == len(SIZES) - 1
         register_kernel(
             "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,

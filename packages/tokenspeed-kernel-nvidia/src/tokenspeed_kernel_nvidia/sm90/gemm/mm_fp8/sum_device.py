@@ -32,7 +32,8 @@ STEP = 32  # elements of k that one wgmma multiplies
 
 @dataclass(frozen=True)
 class Scales:
-    """Where the scales of one operand are in global memory. Four consecutive blocks along k may have a stride of their own.
+    """The address and strides of one operand's scales in global memory. Four consecutive blocks along k may have a stride of their
+    own.
 
     Attributes:
         address: address of the scale of the first line and the first block along k.
@@ -84,7 +85,7 @@ class Call:
 
 
 def load_exponent(address: Any) -> Any:
-    """Loads an e8m0 scale from global memory. Returns it as float32."""
+    """Loads an e8m0 scale from global memory. Returns the scale as float32."""
     byte = cute.arch.inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
     # 0 means 2^-127, a subnormal float32, and 255 means NaN.
     bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
@@ -161,7 +162,7 @@ class Consumers:
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """The role of an MMA warp: computes and stores its warpgroup's rows of all tiles of the CTA."""
+        """Runs an MMA warp: computes and stores the rows of the warp's warpgroup, for all tiles of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
@@ -187,7 +188,7 @@ class Consumers:
             for block in cutlass.range(call.blocks, unroll=1):
                 for each in cutlass.range_constexpr(cute.size(factors)):
                     factors[each] = following[each]
-                # Prefetch the next stage's scales. Nothing in this stage waits for them.
+                # Prefetch the next stage's scales. Nothing in this stage waits for these loads.
                 self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
                 pipe.wait(at)
                 a = left[None, None, None, at.stage]
@@ -234,7 +235,7 @@ class Consumers:
 
     @cute.jit
     def load_scale(self, scales: Scales, line: Int32, block: Int32):
-        """Loads the scale of a line (see `Scales.line`) and a block along k from global memory. Returns it as float32."""
+        """Loads the scale of a line (see `Scales.line`) and a block along k from global memory. Returns the scale as float32."""
         if const_expr(self.config.stored == "byte"):
             scale = load_exponent(scales.at(line, block))
         else:

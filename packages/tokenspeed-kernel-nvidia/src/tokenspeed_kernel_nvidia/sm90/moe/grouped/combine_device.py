@@ -35,7 +35,7 @@ def host(config: Combine) -> Any:
 
 
 def fake_arguments(config: Combine) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
     results, out = rows("float32" if config.wide else config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
@@ -67,7 +67,7 @@ class Slots:
 
 
 class CombineSlots:
-    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. It is
+    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. The kernel is
     memory-bound.
     """
 

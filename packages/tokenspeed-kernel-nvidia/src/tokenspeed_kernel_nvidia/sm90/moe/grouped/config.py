@@ -1,4 +1,4 @@
-"""Configurations of the kernels of `grouped`, and the choice among them for a call.
+"""Configurations of the kernels of `grouped`, and the functions that choose among them for a call.
 
 A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB.
 """
@@ -31,8 +31,8 @@ PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 FITTED = "fitted"
 SPLIT = 2  # fp8 values into which `PARTS` splits an element
 REST = 16.0  # factor by which the second of the two values, the remainder, is multiplied
-# Nonzero elements of `PARTS`, scaled to below 256, are inexact below EXACT_FROM. A row with more than a 1 / SMALL_DIVISOR of such
-# elements is recomputed.
+# `PARTS` scales a row's elements to below 256. Nonzero scaled elements below EXACT_FROM are inexact. A row is recomputed if more
+# than 1 / SMALL_DIVISOR of its elements are inexact.
 EXACT_FROM, SMALL_DIVISOR = 2.0**-6, 4
 
 
@@ -42,15 +42,15 @@ class Tile:
 
     Attributes:
         warpgroups: number of MMA warpgroups, each of which has 64 rows of weights for each strip of a warp.
-        widths: the numbers of columns that mainloops are compiled for, ascending. A tile uses the first width that holds its
+        widths: the numbers of columns for which mainloops are compiled, ascending. A tile uses the first width that holds its
             columns.
-        k_step: number of k blocks of weights that are dequantised and multiplied together, which is called a k step.
+        k_step: number of k blocks in a *k step*: blocks of weights that are dequantised and multiplied together.
         blocks: number of k blocks in a pipeline stage of weights. Narrow tiles are memory-bound, so long copies suit them better.
         column_blocks: number of panels of columns in the ring buffer, see `Gemm.panels`.
         registers: registers of an MMA thread.
         strips: number of strips of an MMA warp. A strip has 16 rows of weights; each strip of a warp belongs to another panel of 64
             rows. For more than one strip, see `panel_device`.
-        by_warps: the most columns for which warps with several strips use mma.sync (`warp_device`) and not wgmma.
+        by_warps: the maximum number of columns for which warps with several strips use mma.sync (`warp_device`) instead of wgmma.
     """
 
     warpgroups: int
@@ -63,41 +63,41 @@ class Tile:
     by_warps: int = 0
 
 
-# The tiles, each under its largest number of columns. Both projections of GPT-OSS have multiples of 192 rows of weights. A comment
-# gives the microseconds of all kernels of a call together, for GPT-OSS-120B's layer on an H200. With 8192 tokens, the layer ran at
-# the power limit, between 1.7 and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole k
-# step after its last MMA.
+# The tiles, by their maximum number of columns. Both projections of GPT-OSS have multiples of 192 rows of weights. The comments
+# give the microseconds of all kernels of a call together, for a layer of GPT-OSS-120B on an H200. With 8192 tokens, the layer ran
+# at the power limit, between 1.7 and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole
+# k step after its last MMA.
 _TILES = {
     # For `PARTS` (elements split into two fp8 values), see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
     # For fp8 activations, with block scales as for `PARTS`, see `_FEW_ROUNDED_PAIRS`. With 48 columns, registers are spilled.
     40: Tile(3, (8, 16, 24, 32, 40), 2, 2, 6, 160, 3),
-    # 1024 tokens: 655, 512: 570, 256: 503. With all widths by warps: 756, 585 and 502. With all widths by panels: 650, 565 and 535.
-    # With widths up to 64 columns by warps: 660, 569 and 499. With MMA groups of half a block, and the A fragments of four groups
-    # in registers: 659 and 588.
+    # 1024 tokens: 655, 512: 570, 256: 503. With mma.sync (`warp_device`) for all widths: 756, 585 and 502. With wgmma
+    # (`panel_device`) for all widths: 650, 565 and 535. With mma.sync for widths up to 64 columns: 660, 569 and 499. With MMA
+    # groups of half a block, and the A fragments of four groups in registers: 659 and 588.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
-    # 2048 tokens: 928 where 160 columns took 1035; 1024 tokens: 759. Measured with MMA groups of half a block.
+    # 2048 tokens: 928, and 1035 with 160 columns. 1024 tokens: 759. Measured with MMA groups of half a block.
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with fp8 MMAs: 2317. 16-bit MMAs on the quantised values took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Prefetching weights from shared memory to registers was slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
-    # 8192 tokens: 2723, and 3000 when it has run for a second. Dequantisation takes time and power from the MMAs, and twice as many
-    # columns amortise it. It was slower if one warpgroup dequantised for the others into shared memory: 3193.
+    # 8192 tokens: 2723, and 3000 after one second of running. Dequantisation takes time and power from the MMAs, and twice as many
+    # columns amortise the dequantisation. If one warpgroup dequantised for the others into shared memory, the time was 3193.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
 SPLIT_COLUMNS, FEW_ROUNDED_COLUMNS = 24, 40
 FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
-# The supported tiles of each kind of inputs, by their most columns. fp8 MMAs need twice the accumulator registers.
+# The supported tiles of each kind of inputs, by their maximum number of columns. fp8 MMAs need twice the accumulator registers.
 SUPPORTED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (FEW_ROUNDED_COLUMNS, ROUNDED_COLUMNS),
     PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-_SORTED_ALONE = 2048  # the most pairs that one CTA sorts alone
-# The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with the split and
-# without: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
+_SORTED_ALONE = 2048  # maximum number of pairs that one CTA sorts alone
+# The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with `PARTS` and
+# without it: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
 _SPLIT_PAIRS = 16
 _FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles are narrowest
 _FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
@@ -114,7 +114,7 @@ class Schedule:
     """Configuration of the kernel that sorts pairs and divides them into tiles.
 
     Attributes:
-        columns: the most columns of a tile.
+        columns: the maximum number of columns of a tile.
         ctas: the number of CTAs that sort; they form one cluster.
     """
 
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def least(self) -> int:
-        """If the last tile of an expert would have fewer columns than this, its last two tiles share their columns about
+        """If the last tile of an expert would have fewer columns than this, the expert's last two tiles share their columns about
         equally."""
         return self.columns // 3
 
@@ -134,8 +134,8 @@ class Gemm:
 
     Attributes:
         dtype: the name of the activations' dtype.
-        gated: whether this is the first GEMM (w13), which gathers the tokens' rows and applies the activation.
-        columns: the most columns of a tile.
+        gated: True for the first GEMM (w13), which gathers the tokens' rows and applies the activation function; False for w2.
+        columns: the maximum number of columns of a tile.
         inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because they may exceed float16's range.
         repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
@@ -275,7 +275,7 @@ class Gemm:
 
     @property
     def producer_registers(self) -> int:
-        """The number of registers of a producer thread: the most that the MMA threads' registers leave."""
+        """The number of registers of a producer thread: as many as the MMA threads' registers leave."""
         return left_by(self.threads, self.tile.warpgroups, self.tile.registers)
 
 
@@ -287,8 +287,8 @@ class Rounding:
         dtype: the name of the activations' dtype.
         result: the kind of inputs to make: `CODES`, `VALUES` (in ``dtype``), `PARTS` (``dtype`` must be bfloat16), or `FITTED`.
         early: whether rows are converted while the preceding kernel runs; this kernel then waits for that kernel at its own end
-            (PDL). It requires that the preceding kernel does not write the rows, and that it waited for all earlier kernels before
-            it triggered this kernel.
+            (PDL). This requires that the preceding kernel does not write the rows. That kernel must also have waited for all
+            earlier kernels before it triggered this kernel.
         wide: whether the rows to convert are float32.
     """
 
@@ -330,7 +330,8 @@ def codes_for(pairs: int, experts: int) -> bool:
 
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
-    """Returns the most columns of the tiles (one of those in `SUPPORTED`) that a call with this number of pairs uses."""
+    """Returns the maximum number of columns of the tiles that a call with this number of pairs uses: one of those in
+    `SUPPORTED`."""
     if CODES in inputs:
         return ROUNDED_COLUMNS
     if PARTS in inputs:
@@ -365,8 +366,8 @@ def every_gemm() -> list[Gemm]:
 
 
 def repair_of(dtype: str, gated: bool) -> Gemm:
-    """Returns the GEMM that recomputes tiles with elements that `PARTS` cannot represent. Its tiles have at most `SPLIT_COLUMNS`
-    columns.
+    """Returns the GEMM that recomputes tiles with elements that `PARTS` cannot represent. The tiles of that GEMM have at most
+    `SPLIT_COLUMNS` columns.
     """
     return Gemm(dtype, gated, FEWEST_COLUMNS, repairs=True)
 

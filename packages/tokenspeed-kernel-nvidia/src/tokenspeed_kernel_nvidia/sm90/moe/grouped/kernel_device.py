@@ -27,7 +27,7 @@ def host(config: Gemm) -> Any:
 
 
 def fake_arguments(config: Gemm) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     size, rows = arguments.size, arguments.rows
     out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
@@ -39,16 +39,16 @@ def fake_arguments(config: Gemm) -> tuple[Any, ...]:
 class GroupedGemm(Loader, Consumers):
     """A grouped GEMM of one configuration.
 
-    Persistent CTAs, one per SM; CTA i computes every n-th item from i on, of n CTAs. Roles:
+    The kernel runs n persistent CTAs, one per SM. CTA i computes work item i and every n-th item after it. Roles:
 
-    * warpgroup 0 gives up registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
+    * warpgroup 0 releases registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
       the rows of tokens (the columns of the MMA) by cp.async;
     * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
       activation, and store results through a buffer in shared memory.
 
     Shared memory holds a ring buffer of columns, the columns' scales, and result buffers. A ring buffer of weights takes the
     remaining memory (227 KB in all). While a k step is multiplied, the same warps dequantise the next k step. Narrow tiles are
-    limited by memory and by dequantisation, wide ones by MMAs and dequantisation.
+    limited by memory and by dequantisation, wide tiles by MMAs and dequantisation.
     """
 
     @cute.jit
@@ -95,7 +95,8 @@ class GroupedGemm(Loader, Consumers):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first GEMM has already waited for
-        # the schedule. So the second GEMM waits only before it reads columns and their scales. Its weights are in flight earlier.
+        # the schedule. So the second GEMM waits only before it reads columns and their scales. Loads of the second GEMM's weights
+        # start earlier.
         if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

@@ -1,22 +1,24 @@
 """MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
 
-(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. A captured graph
-stays valid when the routing changes, because the device does this. Both GEMMs are swap-AB: weights, dequantised in registers, are
-the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few columns. With 576
-rows, a warpgroup processes three panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and 576 rows. In a
-CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of tokens. Two or three warpgroups issue
-MMAs. Bias and activation are applied in registers, because one thread has gate and up of a feature. A separate kernel sums over
-slots, in slot order.
+(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. Because the
+device sorts the pairs, a captured graph stays valid when the routing changes. Both GEMMs are swap-AB: weights, dequantised in
+registers, are the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few
+columns. With 576 rows, a warpgroup processes three panels of weights in turn. The row counts of both GPT-OSS projections are
+multiples of 192 and of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of
+tokens. Two or three warpgroups issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a
+feature. A separate kernel sums over slots, in slot order.
 
 With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
-float8_e4m3fn values, which together have all their bits (`PARTS`). The MMAs are then fp8, for which dequantising the weights takes
-a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose small values. If
-a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit MMAs.
+float8_e4m3fn values, which together have all bits of the bfloat16 value (`PARTS`). The MMAs are then fp8, for which dequantising
+the weights takes a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose
+small values. If a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit
+MMAs.
 
-With fp8 activations a kernel before each GEMM quantises its rows. With many pairs, experts whose weights float8_e5m2 represents
-exactly use fp8 MMAs. Other experts use 16-bit MMAs on the quantised values; with few pairs, all experts do (`moe_apply_rounded`).
+With fp8 activations, a kernel before each GEMM quantises its rows. With a mean of up to 32 pairs per expert, all experts use fp8
+MMAs. With up to 56, all experts use 16-bit MMAs on the quantised values. With more, experts whose weights float8_e5m2 represents
+exactly use fp8 MMAs, and the other experts use 16-bit MMAs (`moe_apply_rounded`).
 
-float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, the
+With float16, results of slots are float32, because they may exceed float16's range. If no limit keeps the activation in range, the
 activation is float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
 """
 
@@ -130,7 +132,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         first = second = None
         gemm_input = kind
         if kind != PLAIN:
-            # The first conversion follows the schedule kernel. The latter does not write the former's input rows, so the two
+            # The first conversion follows the schedule kernel, which does not write the conversion's input rows. So the two kernels
             # overlap.
             first = rounding_program(Rounding(name, kind, early=part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
@@ -178,15 +180,14 @@ def moe_apply_many(
     inputs: tuple[str, ...] | None = None,
     exact: Tensor | None = None,
 ) -> Tensor:
-    """`moe_apply` on checked arguments, weights in the layout of `mxfp4.layout`.
+    """Runs `moe_apply` on checked arguments, with weights in the layout of `mxfp4.layout`.
 
     Args:
-        columns: the most columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At most
-            `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
+        columns: the maximum number of columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At
+            most `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
         inputs: the kinds of GEMM inputs, from `config`. With several kinds, each kind is for some of the experts. If activations
-            are fp8, None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations,
-            and
-        chooses by the number of pairs if not.
+            are fp8, None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations.
+            In all other cases, None chooses by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
             None if ``inputs`` has only one kind.
     """
@@ -253,7 +254,7 @@ def moe_apply_rounded(
     codes: bool | None = None,
     columns: int | None = None,
 ) -> Tensor:
-    """`moe_apply_many` with fp8 activations.
+    """Runs `moe_apply_many` with fp8 activations.
 
     Args:
         codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised

@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUM
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
 
 CHUNK_BYTES = 16  # bytes that one lane copies by one cp.async
-AT_ONCE = 4  # columns of which a warp copies 128 bytes per cp.async, with eight lanes for each column
+AT_ONCE = 4  # number of columns for which a warp copies 128 bytes per cp.async, with eight lanes for each column
 
 
 class Loader(Shapes):
@@ -76,7 +76,7 @@ class Loader(Shapes):
         chunk16 = lane % 8
         turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
         own = AT_ONCE * warp + lane // 8  # the first column that this lane gathers
-        step = AT_ONCE * COLUMN_WARPS  # to this lane's next column; an odd multiple of four: column % 8 has two alternating values
+        step = AT_ONCE * COLUMN_WARPS  # between this lane's columns: an odd multiple of 4, so column % 8 alternates
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
         addresses = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
@@ -92,7 +92,7 @@ class Loader(Shapes):
             left = call.k - chunk16 * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                # The barrier hides the addresses from the compiler, which would otherwise recompute the addresses for each copy.
+                # `opt_barrier` hides the addresses from the compiler, which would otherwise recompute the addresses for each copy.
                 in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)
@@ -118,8 +118,7 @@ class Loader(Shapes):
             part = Int32(0)
             if const_expr(self.config.slots > 1):
                 # MMA columns 2 i and 2 i + 1 are the two fp8 parts of one column. So one thread has both accumulators. The columns
-                # are
-                # ordered so that those of one thread, of every sixteen MMA columns, are neighbours.
+                # are ordered so that one thread's columns, among every sixteen MMA columns, are neighbours.
                 part = column % 2
                 column = column // 16 * 8 + column % 8 // 2 * 2 + column // 8 % 2
             if column < item.count:

@@ -1,7 +1,7 @@
 """The MMA warpgroups of `kernel_device`: dequantisation of weights to registers, MMAs, and the epilogue.
 
 Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of the warpgroup's 64 rows. Gate and
-up of a feature are rows g and g + 8 of a strip. One thread has both.
+up of a feature are rows g and g + 8 of a strip. So one thread has both.
 """
 
 # mypy: ignore-errors
@@ -42,8 +42,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
-WORDS = 4  # 32-bit words of e2m1 values that a lane has of a strip's k block
-STORE = 1  # first of the named barriers, one per MMA warpgroup, which order writes and reads of its part of shared memory
+WORDS = 4  # number of 32-bit words of e2m1 values that a lane holds of a strip's k block
+STORE = 1  # the first of the MMA warpgroups' named barriers: each orders a warpgroup's writes and reads of shared memory
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -65,7 +65,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """The role of an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all the CTA's items."""
+        """Runs an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all the CTA's items."""
         index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
@@ -127,7 +127,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
-        # wgmma has at most 256 columns. More columns are two wgmmas with the same A operand.
+        # wgmma has at most 256 columns. For more columns, a tile uses two wgmmas with the same A operand.
         wgmmas = -(-width // 256)
         mma = self.mma_of(width // wgmmas)
         mine = mma.get_slice(wg * 128)
@@ -167,8 +167,8 @@ class Consumers(WarpMainloop, PanelMainloop):
         slot: Int32,
         lane: Int32,
     ):
-        """The mainloop: adds the products of all of an item's k steps to ``totals``. Returns the positions of the next item's first
-        stages in the rings of weights and columns.
+        """The mainloop: accumulates the MMAs of all of an item's k steps in ``totals``. Returns the positions of the next item's
+        first stages in the rings of weights and columns.
         """
         c = self.config
         acc = totals
@@ -229,7 +229,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         Args:
             columns: the stage of this k step in the ring of columns.
             ready: whether this k step's columns are known to have arrived.
-            fresh: whether the MMAs overwrite the accumulators and do not add to their former values.
+            fresh: whether the MMAs overwrite the accumulators instead of adding to their former values.
         """
         if not ready:
             self.column_pipe(storage).wait(columns)
@@ -306,8 +306,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns the position in the ring of weights that follows a k step at ``weights``. ``last``: whether it is its item's
-        last."""
+        """Returns the position in the ring of weights that follows a k step at ``weights``. ``last``: whether this k step is the
+        item's last."""
         at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
@@ -337,7 +337,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
         Returns:
             the position of the next k step in the ring of weights, and the next k step's words, or ``words`` if the item has no
-            next one.
+            next k step.
         """
         following = self.following_k_step(weights, k_steps == 0)
         if following.block == 0:
@@ -370,8 +370,8 @@ class Consumers(WarpMainloop, PanelMainloop):
         """Dequantises the words of e2m1 values from index ``begin`` to ``end`` of a k step's weights to A registers.
 
         The condition ``call.strips != 0`` always holds, but the compiler does not know this. So the registers' former contents are
-        a possible result, and the loops of all widths use the same registers. ptxas reserves the registers of wgmma's A operands
-        for these alone. Without the condition, each width would get its own registers, and soon all registers would be taken.
+        a possible result, and the loops of all widths use the same registers. ptxas uses the registers of a wgmma's A operand for
+        nothing else. Without the condition, each width would get its own registers, and soon all registers would be taken.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -519,8 +519,8 @@ class Consumers(WarpMainloop, PanelMainloop):
                     factors = self.factors(heads, scales_at, at)
                     sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
                     words += [pack(self.dtype, *of_row) for of_row in sums]
-                # A lane addresses eight features of a column (one of its eight 16-byte chunks): the first or second eight of its
-                # warp.
+                # A lane addresses eight features of a column, one of the column's eight 16-byte chunks: the first or the second
+                # eight features of the lane's warp.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 chunk16 = 2 * warp + lane // 8 % 2
                 store_matrices(buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16), words)

@@ -4,7 +4,7 @@ The fixed work of a stage, such as waiting for barriers, is amortised over sever
 third of all instructions. While one block is multiplied, the next block is dequantised.
 
 fp8 MMAs multiply weights without their scales, by columns that are split in two (`PARTS`) or by fp8 activations (`CODES`). Each
-half of a block has its own scale. So its MMAs have a separate accumulator, which is scaled and added in registers.
+half of a block has its own scale. So the MMAs of a half block have a separate accumulator, which is scaled and added in registers.
 """
 
 # mypy: ignore-errors
@@ -41,7 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
 HALVES = 2  # halves of a k block; each half of a row of weights has one scale
-WORDS = 4  # 32-bit words of e2m1 values that a lane has of a strip's k block
+WORDS = 4  # number of 32-bit words of e2m1 values that a lane holds of a strip's k block
 
 
 class PanelMainloop(Shapes):
@@ -120,9 +120,8 @@ class PanelMainloop(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """The mainloop with 16-bit MMAs: multiplies dequantised weights, all blocks of this warpgroup's panels, by an item's
-        columns. Returns the accumulators of each panel, and the positions of the next item's first stages in the rings of weights
-        and columns.
+        """The mainloop with 16-bit MMAs: multiplies all dequantised blocks of this warpgroup's panels by an item's columns. Returns
+        the accumulators of each panel, and the positions of the next item's first stages in the rings of weights and columns.
         """
         c = self.config
         panels = c.tile.strips
@@ -189,12 +188,12 @@ class PanelMainloop(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """The mainloop with fp8 MMAs: multiplies weights without their scales, all blocks of this warpgroup's panels, by an item's
-        columns, and scales the partial sums of each half block.
+        """The mainloop with fp8 MMAs: multiplies all blocks of this warpgroup's panels, without their scales, by an item's columns,
+        and scales the partial sums of each half block.
 
-        With few columns this mainloop takes fewer instructions. While the MMAs of a half block run, the next half block is
-        converted, and the partial sums of the previous half block are added. Returns the sums of each panel, and the positions of
-        the next item's first stages in the rings of weights and columns.
+        With few columns, this mainloop takes fewer instructions than `mainloop_16bit`. While the MMAs of a half block run, the next
+        half block is converted, and the partial sums of the previous half block are added. Returns the sums of each panel, and the
+        positions of the next item's first stages in the rings of weights and columns.
         """
         c = self.config
         panels = c.tile.strips

@@ -2,9 +2,9 @@
 tiles, each of some pairs of one expert.
 
 The sort is a stable counting sort. Each warp has a range of the pairs. The warp counts the pairs of each expert in its own row of a
-table in shared memory. It also stores each pair's index within its expert's count. Prefix sums over the rows then give the start of
-each warp's pairs of an expert. So the order is deterministic, and each expert's pairs stay in order. The CTAs of a cluster exchange
-their counts. Each CTA computes the experts' starts for itself, and CTA 0 lists the tiles.
+table in shared memory. The warp also stores each pair's index among its own pairs of the same expert. Prefix sums over the rows
+then give the start of each warp's pairs of an expert. So the order is deterministic, and each expert's pairs stay in order. The
+CTAs of a cluster exchange their counts. Each CTA computes the experts' starts for itself, and CTA 0 lists the tiles.
 """
 
 # mypy: ignore-errors
@@ -34,7 +34,7 @@ def host(config: Schedule) -> Any:
 
 
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
-    """Returns the fake arguments to compile the function that `host` returns."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
     return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
 
@@ -67,7 +67,8 @@ class Pairs:
 
 
 class SchedulePairs:
-    """The kernel for one configuration: one CTA of 32 warps, or a cluster of `SORTING_CTAS` such CTAs. It is latency-bound."""
+    """The kernel for one configuration: one CTA of 32 warps, or a cluster of `SORTING_CTAS` such CTAs. The kernel is
+    latency-bound."""
 
     def __init__(self, config: Schedule):
         self.config = config
@@ -77,8 +78,8 @@ class SchedulePairs:
         class Storage:
             counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
             begins: cute.struct.MemRange[Int32, MAX_EXPERTS]
-            # For each expert, ``4 * columns + tiles``: ``tiles`` is the number of its tiles that are not full, ``columns`` the
-            # number of pairs of the first of these.
+            # For each expert, ``4 * columns + tiles``: ``tiles`` is the number of the expert's tiles that are not full, ``columns``
+            # is the number of pairs of the first such tile.
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
             pair_sums: cute.struct.MemRange[Int32, WARPS]
             full_sums: cute.struct.MemRange[Int32, WARPS]
@@ -224,7 +225,8 @@ class SchedulePairs:
         before = Int32(0)  # pairs of the expert in lower-ranked CTAs
         if const_expr(c.ctas > 1):
             before, count = self.exchange(pairs, storage, rank, thread, count)
-        # All tiles except the last are full. If the last tile would have few pairs, it is balanced with the tile before it.
+        # All tiles of an expert except the last are full. If the last tile would have few pairs, it is balanced with the tile
+        # before it.
         tiles = (count + (c.columns - 1)) // c.columns
         left = count - (tiles - 1) * c.columns  # columns of the last tile
         parts, rest = cutlass.min(tiles, 1), left

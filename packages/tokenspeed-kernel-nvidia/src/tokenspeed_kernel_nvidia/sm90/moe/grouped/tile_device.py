@@ -1,4 +1,4 @@
-"""What all warps of `kernel_device` use: the arguments of a launch, the work items, and the layout of shared memory.
+"""Definitions for all warps of `kernel_device`: the arguments of a launch, the work items, and the layout of shared memory.
 
 An *item* (work item) combines a tile of the schedule, that is, some pairs of one expert, with `Gemm.rows` rows of that expert's
 weights. With n CTAs, a CTA computes every n-th item. The tiles of the schedule with the most pairs come first.
@@ -35,7 +35,7 @@ class Call:
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMM computes, 0 for all others. The address is 0 if this GEMM
             computes all experts.
         sources: int32, for the first GEMM, the row of activations of each column.
-        tiles: int32 ``[tiles, RECORD]``, of each tile of the schedule the expert, the first column, and the number of columns.
+        tiles: int32 ``[tiles, RECORD]``, for each tile of the schedule: the expert, the first column, and the number of columns.
         tile_count: int32, the number of tiles of the schedule.
         out, out_stride: the results, one row for each column, and the row pitch in elements.
         alpha, limit, beta: parameters of the activation function; an infinite ``limit`` does not limit values.

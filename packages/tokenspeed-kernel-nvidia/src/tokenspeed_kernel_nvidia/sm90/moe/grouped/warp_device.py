@@ -1,7 +1,7 @@
 """The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights by the columns, with mma.sync.
 
 wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. The time of mma.sync is
-proportional to the number of columns, but it takes more instructions. A warp has at least two strips, so that each column is
+proportional to the number of columns, but mma.sync takes more instructions. A warp has at least two strips, so that each column is
 loaded from shared memory once for several strips. The accumulator layout is that of wgmma.
 """
 
@@ -30,7 +30,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import ldmatrix, load_flo
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
 
-STEPS = 4  # MMAs along k (k = 16 each) of a k block; each MMA needs one word of e2m1 values of a lane
+STEPS = 4  # MMAs along k (k = 16 each) of a k block; for each MMA, a lane needs one word of e2m1 values
 
 
 class WarpMainloop(Shapes):
@@ -70,9 +70,10 @@ class WarpMainloop(Shapes):
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        # ldmatrix addresses: a lane addresses a row (eight elements of a column) of one of four 8 x 8 matrices: the first or second
-        # eight columns, by the first or second eight elements of k. The 16-byte chunks of a column are permuted by the column index
-        # modulo 8. If the number of columns is odd in eights, the last eight columns are loaded as four matrices along k.
+        # ldmatrix addresses: a lane addresses a row (eight elements of a column) of one of four 8 x 8 matrices. These matrices are
+        # the first or second eight columns by the first or second eight elements of k. The 16-byte chunks of a column are permuted
+        # by the column index modulo 8. If `width` is an odd multiple of 8, the last eight columns are loaded as four matrices along
+        # k.
         column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
         chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
@@ -88,7 +89,7 @@ class WarpMainloop(Shapes):
             second = self.load_strips(weights.at, 1, slot, lane)
             if not ready:
                 self.column_pipe(storage).wait(columns)
-            # Release the stages of a k step only when the next k step begins, when all loaded values have been used. ptxas may move
+            # Release the stages of a k step only when the next k step begins: all loaded values have then been used. ptxas may move
             # the arrive on an empty barrier ahead of MMAs that still wait for their loads.
             if k_step > 0:
                 self.release_stages(storage, columns_before, weights_before)

@@ -1,4 +1,4 @@
-"""The configurations that the persistent kernel is compiled for, and the choice among them."""
+"""The configurations for which the persistent kernel is compiled, and the function that chooses one."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConf
 
 BLOCKS = 45  # k blocks of both expert GEMMs: at most 2880 features
 HIDDEN = BLOCKS * BLOCK
-WIDTH = 4096  # most features of the attention's output
-TOKENS = (1, 2, 4, 8)  # numbers of tokens that kernels are compiled for
-EXPERTS = 128  # at most; four logits for each lane of a warp
-PAIRS = 32  # most (token, slot) pairs: one for each lane of a warp
-TILE = 8  # rows of the projection in a stage: the MMA's n
-TILES = 3  # most tiles of a CTA: 2880 rows on 132 SMs are 22 rows
-PART_BYTES = 1024  # of a row of the projection, in a stage: 256 for each warp of a warpgroup
+WIDTH = 4096  # maximum number of features of the attention's output
+TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
+EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
+PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
+TILE = 8  # rows of the projection's weights in a ring stage: the MMA's n
+TILES = 3  # maximum number of tiles of a CTA; 2880 rows on 132 SMs are 22 rows per CTA
+PART_BYTES = 1024  # bytes of a row of the projection's weights in a ring stage: 256 for each warp of a warpgroup
 # Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 PART_PITCH = PART_BYTES + 64
 WIDTH_PITCH = 2 * WIDTH + 64
-ROUTER_BYTES = 6144  # rows of the router of a CTA; 2880 features take 5760
+ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
-# Counters of a layer, after those that `stream` uses: DONE at 1, and READY from COUNTERS on.
+# Indices of a layer's counters, besides the counters of `stream` that this kernel uses: DONE at 1, and READY from COUNTERS on.
 OUT, LOGITS, TOTALS = 0, 2, 3
 LAYER_COUNTERS = COUNTERS + PAIRS
-# Words before the layers' counters: CTAs that have finished, the tag of the last launch's last layer, and the error flag.
+# Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
+# the error flag.
 LEFT, TAG, FAILED = 0, 1, 2
 HEAD_WORDS = 32
-# How CTAs learn that exchanged rows are complete. "words": each 32-bit word holds a bfloat16 and the layer's tag. "counter": a
-# counter of CTAs in global memory. The words save a fence, an atomic and a load.
+# The signal by which CTAs learn that exchanged rows are complete. "words": each 32-bit word holds a bfloat16 and the layer's tag.
+# "counter": a counter of CTAs in global memory. The words save a fence, an atomic and a load.
 Exchange = Literal["words", "counter"]
 EXCHANGES: tuple[Exchange, ...] = ("words", "counter")
 # Events of a trace, in the order in which a layer has them: 22 of an MMA thread, five of the producer, two of an epilogue thread.
-# Those with "first" are of the first entry of the CTA, the others of the last. Events that a CTA does not have are 0.
+# Events with "first" belong to the CTA's first entry, the others to the CTA's last entry. Events that a CTA does not have are 0.
 EVENTS = (
     "outputs of all CTAs seen", "attention's output loaded", "projection: first stage full", "projection: MMAs done",
     "totals: own words stored", "totals: words seen by a thread", "totals: words seen by all warps", "norm and router done",
@@ -50,12 +51,12 @@ CHAIN, PRODUCED = 22, 5
 
 @dataclass(frozen=True)
 class Config(StreamConfig):
-    """A configuration that a kernel is compiled for. ``slab`` also determines the number of stages.
+    """Configuration of one kernel variant. ``slab`` also determines the number of stages.
 
     Attributes:
-        tokens: most tokens.
+        tokens: the maximum number of tokens.
         exchange: see `Exchange`.
-        most_stages: limit of the ring buffer's stages.
+        most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         trace: whether the kernel stores the times of `EVENTS`.
     """
@@ -83,7 +84,7 @@ class Config(StreamConfig):
 
     @property
     def group(self) -> int:
-        """How many k blocks have their MMAs issued together. With 5, registers spill."""
+        """The number of k blocks whose MMAs are issued together. With 5, registers spill."""
         return min(super().group, 4)
 
     @property
@@ -95,8 +96,8 @@ class Config(StreamConfig):
     def stages(self) -> int:
         """The number of stages of the ring buffer. It is a multiple of `GROUPS`, so that a warpgroup always uses the same stages.
 
-        Otherwise a warpgroup could reach a stage before another warpgroup's copy into it has completed. The preceding phase of the
-        stage's barrier has the same parity as the phase that the warpgroup waits for. So the wait would return at once.
+        Otherwise a warpgroup could reach a stage before another warpgroup's copy into it has completed. The phase before the
+        barrier's incomplete phase has the same parity as the phase that the warpgroup waits for. So the wait would return at once.
         """
         used = OTHER_BYTES + self.rows_room + self.partials_bytes + ROUTER_BYTES + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
         return min(STAGES, self.most_stages, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
@@ -113,5 +114,5 @@ def config_of(
 
 
 def every_config() -> list[Config]:
-    """Returns the configurations that calls use without further arguments."""
+    """Returns the configurations that `config_of` returns for the supported numbers of tokens."""
     return [config_of(tokens) for tokens in TOKENS]

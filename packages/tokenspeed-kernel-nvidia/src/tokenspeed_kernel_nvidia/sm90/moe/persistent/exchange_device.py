@@ -1,11 +1,11 @@
 """Exchange of rows among all CTAs through tagged words, and waits that give up.
 
 A tagged word holds a bfloat16 in its upper half and the layer's tag in the lower half. A reader polls the words themselves. A word
-is stored at once, so no fence orders value and flag. Every word is written in every layer. So the former tag of a word is always
-the preceding layer's, and 16 bits suffice.
+is stored by one instruction, so value and tag need no fence. Every word is written in every layer. So the former tag of a word is
+always the preceding layer's, and 16 bits suffice.
 
-A wait that polls too often sets the error flag and continues with whatever it has. After that no wait of the CTA polls more than
-once. So a launch always ends, whatever went wrong; its results are then invalid.
+A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
+more than once. So a launch always ends, whatever went wrong. The launch's results are then invalid.
 """
 
 # mypy: ignore-errors
@@ -61,7 +61,7 @@ class Exchange(Stream):
 
     @cute.jit
     def synchronise(self):
-        """A barrier of all MMA warps."""
+        """Synchronises all MMA warps."""
         cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
 
     @cute.jit
@@ -85,7 +85,7 @@ class Exchange(Stream):
 
     @cute.jit
     def meet(self, call: LayerCall, warp: Int32, flag: Int64, value: Int32):
-        """`stream`'s, with a limit."""
+        """Makes all MMA warps wait for a flag, like `meet` of `stream`, but with a limited number of polls."""
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 left = self.polls_of(call)
@@ -108,13 +108,13 @@ class Exchange(Stream):
 
     @cute.jit
     def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
-        """Follows this CTA's stores of tagged words; adds to the counter if words are exchanged with a counter."""
+        """Called after this CTA's stores of tagged words. With the exchange "counter", adds 1 to the counter."""
         if const_expr(self.config.exchange == "counter"):
             self.tell_all(call, index)
 
     @cute.jit
     def await_all(self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32):
-        """Precedes loads of other CTAs' words: waits for the counter if words are exchanged with a counter."""
+        """Called before loads of other CTAs' words. With the exchange "counter", waits until the counter equals ``value``."""
         if const_expr(self.config.exchange == "counter"):
             self.meet(call, warp, call.counter(index), value)
 
@@ -141,7 +141,7 @@ class Exchange(Stream):
 
 @cute.jit
 def warp_sum(x: Float32) -> Float32:
-    """The sum over all lanes, in a fixed order."""
+    """Returns the sum over all lanes, in a fixed order."""
     for power in cutlass.range_constexpr(5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x

@@ -2,7 +2,7 @@
 
 Forward progress. All CTAs of a launch must run at once. There is one CTA per SM, no more CTAs than SMs, and each fits on an empty
 SM. CTAs of a preceding kernel wait for nothing that this launch does, so they leave, and all CTAs get an SM. Another launch that
-also needs all SMs at once must not run beside this one, unless both are cooperative. Given that, no wait is circular:
+also needs all SMs at once must not run beside this one, unless both are cooperative. Under these conditions, no wait is circular:
 
 * a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
 * a CTA's MMA warps process stages in the order in which the producer fills them: projection, w13, w2, and the output. They wait for
@@ -62,12 +62,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, 
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Persistent(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
@@ -76,7 +76,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Persistent(Route):
-    """The kernel of one configuration. Each CTA has the 15 warps of `stream`, and for each layer:
+    """The kernel of one configuration. Each CTA has the 15 warps of `stream`. For each layer:
 
     * warps 0-11 project, normalise, route, and then run `stream`'s MMAs. They write the layer's output;
     * warp 12, the producer, streams this CTA's rows of the projection into the ring buffer, and its rows of the router beside it.
@@ -180,7 +180,7 @@ class Persistent(Route):
 
     @cute.jit
     def consume_layers(self, call: LayerCall, warp: Int32, tag: Int32):
-        """The MMA warps' steps of all layers."""
+        """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
@@ -193,13 +193,14 @@ class Persistent(Route):
 
     @cute.jit
     def finish_layers(self, call: LayerCall, warp: Int32, tag: Int32):
-        """The epilogue warps' steps of all layers."""
+        """Runs the epilogue warps' steps of all layers."""
         at = first_to_read()
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
             cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.finish(of_layer, warp, at)
-            # `finish` keeps the buffer of the last message, because in `stream` nothing follows.
+            # `finish` does not release the buffer of the END message, because in `stream` nothing follows. So release the buffer
+            # here.
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 call.partial.empty.arrive(Cursor((at.stage + BUFFERS - 1) % BUFFERS, Int32(0)))
@@ -224,7 +225,7 @@ class Persistent(Route):
 
     @cute.jit
     def load_router(self, call: LayerCall):
-        """Loads this CTA's rows of the router. All warps have read the preceding layer's, because that layer is routed."""
+        """Loads this CTA's rows of the router. All warps have read the preceding layer's rows, because that layer is routed."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         size = call.layer.hidden * 2
@@ -274,8 +275,8 @@ class Persistent(Route):
     def load_experts(self, call: LayerCall, at: Any):
         """Streams this CTA's panels of w13, then of w2. Returns the next position in the ring buffer.
 
-        The panels of both are divided evenly among the CTAs, to within one panel, and so are those of w13. With fewer panels of w2
-        than CTAs, those of w2 are divided by themselves.
+        The panels of w13 are divided evenly among the CTAs, to within one panel, and so are the panels of w13 and w2 together. With
+        fewer panels of w2 than CTAs, the panels of w2 are divided evenly by themselves.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -295,12 +296,14 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus the total before the experts.
+        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus ``totals``, the residual
+        stream before the experts.
 
         All MMA warps call this method.
         """
         layer = call.layer
-        # The next bulk copy of the attention's output overwrites memory that these threads have read and written.
+        # Order these threads' reads and writes before the next bulk copy of the attention's output, which overwrites the same
+        # memory.
         cute.arch.fence_view_async_shared()
         self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
         thread = self.thread()
@@ -318,7 +321,7 @@ class Persistent(Route):
             expert = self.sum_of_slots(call, token, column)
             words = []
             for half in cutlass.range_constexpr(2):
-                # Rounded like the operator's result, and then added to the residual stream.
+                # Round like the operator's result, then add the residual stream.
                 low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
                 words.append(pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1])))
             store_words(to + Int64(quad) * 8, words)

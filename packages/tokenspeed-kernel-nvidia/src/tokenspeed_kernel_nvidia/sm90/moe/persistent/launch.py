@@ -46,7 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about two seconds
 
 
-@program(arch=ARCH, configs=every_config, usual=list[Config])  # no operator uses any
+@program(arch=ARCH, configs=every_config, usual=list[Config])  # no operator uses these configurations
 def persistent_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.persistent import kernel_device, trace_device
 
@@ -138,7 +138,8 @@ class PersistentLayers:
 
         Args:
             residual: bfloat16 ``[tokens, hidden]``, contiguous.
-            out: bfloat16 ``[layers, tokens, hidden]``, contiguous; receives each layer's output, which is the next one's residual.
+            out: bfloat16 ``[layers, tokens, hidden]``, contiguous; receives each layer's output, which is the next layer's
+                residual.
         """
         for name, given in (("residual", residual), ("out", out)):
             if not given.is_contiguous():
@@ -148,24 +149,24 @@ class PersistentLayers:
 
     @property
     def failed(self) -> bool:
-        """Whether a launch gave up a wait. Waits for the device."""
+        """Whether a launch has given up waiting for other CTAs. Reading this property waits for the device."""
         return bool(self._head[FAILED])
 
     @property
     def counters_are_zero(self) -> bool:
-        """Whether the last launch has reset the counters of layers. Waits for the device."""
+        """Whether the last launch has reset the counters of layers. Reading this property waits for the device."""
         return not self._head[HEAD_WORDS : self._counters].any()
 
     @property
     def trace(self) -> Tensor:
         """The last launch's events with `Config.trace`: int64 ``[ctas, layers + 1, len(EVENTS)]``, in cycles of each SM's clock.
 
-        The last row has the clock and the global timer, in nanoseconds, at the CTA's begin, and both at its end.
+        The last row has the clock and the global timer (in nanoseconds) at the CTA's start, and again at the CTA's end.
         """
         return self._head[self._counters :].view(torch.int64).view(self._trace_shape)
 
     def reset(self) -> None:
-        """Makes the next launch independent of a failed one."""
+        """Makes the next launch independent of a failed launch."""
         for memory in self._memory:
             memory.zero_()
 

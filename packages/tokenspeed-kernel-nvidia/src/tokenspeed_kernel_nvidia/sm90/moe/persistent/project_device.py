@@ -1,8 +1,8 @@
 """The output projection of the persistent kernel: this CTA's rows of the weights by all tokens, plus bias and residual.
 
-A stage holds a part of eight rows of the weights, which are the MMA's columns; tokens are its rows. A warpgroup has every third
-stage, and each of its warps a quarter of the part. The order of k within an MMA does not matter. So a lane loads 16 bytes of a row
-and the same 16 bytes of a token, which are the operands of two MMAs.
+A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
+processes every third stage, and each of its warps a quarter of the stage's range. The order of k within an MMA does not matter. So
+a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
 """
 
 # mypy: ignore-errors
@@ -25,8 +25,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.persistent.exchange_device import Exchang
 from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import ATTENDED, PROJECTION_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 
-_LOADS = PART_BYTES // PANEL_STRIPS // 64  # 16-byte loads of a lane in a stage
-_BFLOAT16 = 2  # as `Vector.kind`
+_LOADS = PART_BYTES // PANEL_STRIPS // 64  # number of 16-byte loads of a lane in a stage
+_BFLOAT16 = 2  # `Vector.kind` of bfloat16
 
 
 class Project(Exchange):
@@ -36,7 +36,7 @@ class Project(Exchange):
     def load_attended(self, call: LayerCall, warp: Int32):
         """Waits until the preceding layer's output is complete, then copies the attention's output to shared memory.
 
-        The attention of a model reads that output. Here it stands for nothing, but the wait takes as long.
+        In a model, the attention reads that output. Here the attention is not computed, but the wait takes as long.
         """
         source = call.address(ATTENDED)  # read before the wait, which invalidates L1
         if call.index > 0:
@@ -92,7 +92,7 @@ class Project(Exchange):
         sums = cute.make_rmem_tensor((_LOADS, 4), Float32)
         for tile in cutlass.range(tiles, unroll=1):
             sums.fill(0.0)
-            part = (group + 2 * (tile * parts)) % GROUPS  # the first that is this warpgroup's
+            part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
             while part < parts:
                 call.pipe.wait(at)
                 for each in cutlass.range_constexpr(_LOADS):

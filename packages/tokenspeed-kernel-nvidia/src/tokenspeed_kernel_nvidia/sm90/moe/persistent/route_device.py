@@ -1,8 +1,8 @@
 """RMSNorm, router and top-k of the persistent kernel.
 
-Every CTA normalises all tokens, because each needs them for the experts. A CTA computes the logits of its own experts only, and the
-CTAs exchange the logits. Then every CTA selects the experts of all tokens, one warp per token. So all CTAs have the same lists of
-pairs, and no further exchange is needed.
+Every CTA normalises all tokens, because each CTA needs all tokens for the experts. A CTA computes the logits of its own experts
+only, and the CTAs exchange the logits. Then every CTA selects the experts of all tokens, one warp per token. So all CTAs have the
+same lists of pairs, and no further exchange is needed.
 """
 
 # mypy: ignore-errors
@@ -27,14 +27,14 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
 
 _CHUNK = 8  # elements of a token that a thread normalises
-_BFLOAT16 = 2  # as `Vector.kind`
+_BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _NONE = -(1 << 31)  # below every key
 
 
 def key_of(word: Uint32, expert: Int32) -> Int32:
-    """Returns an int32 that orders a token's logits. The smaller expert has the larger result if logits are equal.
+    """Returns an int32 key by which a token's logits are ordered. If logits are equal, the smaller expert index has the larger key.
 
-    The upper half orders like the bfloat16: negative values have their bits inverted, and -0 equals 0.
+    The upper half has the order of the bfloat16 logits: negative values have their bits inverted, and -0 equals 0.
     """
     number = Int32(word) >> 16
     number = cutlass.select_(number == -(1 << 15), Int32(0), number)
@@ -52,8 +52,8 @@ class Route(Project):
 
     @cute.jit
     def load_route_operands(self, call: LayerCall):
-        """Loads a thread's part of the norm's weights and the bias of its logit, as stored. Both are loaded before the projection,
-        so that nothing waits for them.
+        """Loads a thread's part of the norm's weights and the bias of its logit, unconverted. They are loaded before the
+        projection, so that nothing waits for these loads.
         """
         thread = self.thread()
         hidden = call.layer.hidden
@@ -102,7 +102,8 @@ class Route(Project):
 
     @cute.jit
     def load_totals(self, call: LayerCall, warp: Int32):
-        """Loads all tokens into shared memory, once all CTAs have stored their rows, with the warps' sums of squares."""
+        """Waits until all CTAs have stored their rows. Then loads all tokens into shared memory, and stores the warps' sums of
+        squares there."""
         thread = self.thread()
         hidden = call.layer.hidden
         live = thread * _CHUNK < hidden
@@ -222,11 +223,11 @@ class Route(Project):
             call.chosen[token * top_k + lane] = expert
             store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
 
-    # -- what `stream` reads -----------------------------------------------------------------------------------------------------
+    # -- methods that `stream` calls ---------------------------------------------------------------------------------------------
 
     @cute.jit
     def words_of_row(self, address: Int64, first: Any) -> Any:
-        """Loads sixteen elements of a row: of a normalised token from shared memory, or of an activation."""
+        """Loads sixteen elements of a row: of a normalised token from shared memory, or of an activation from global memory."""
         words = [Uint32(0)] * 8
         if first:
             near = [*load_words("shared", Int32(address), 4)]

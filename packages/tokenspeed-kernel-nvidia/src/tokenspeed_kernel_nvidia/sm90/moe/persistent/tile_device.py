@@ -14,7 +14,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import EVENTS, LAYER_CO
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
-# Columns of the table of layers, which has an address in each: weights, biases, and the attention's output.
+# Columns of the table of layers. Each column has an address: of weights, of biases, or of the attention's output.
 PROJECTION, PROJECTION_BIAS, NORM, ROUTER, ROUTER_BIAS, TABLE_W13, TABLE_W2, ATTENDED = range(8)
 COLUMNS = 8
 FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP = range(4)  # indices of `LayerCall.kept`
@@ -58,9 +58,9 @@ class Given:
 
 @dataclass(frozen=True)
 class LayerCall(Call):
-    """A layer's call: `stream`'s, and the arguments of the steps before the experts.
+    """The call of one layer: the arguments of `stream`'s call, and those of the steps before the experts.
 
-    ``x`` is the address of the normalised tokens, and ``weights`` that of the routing weights, both in shared memory.
+    ``x`` is the address of the normalised tokens, and ``weights`` the address of the routing weights, both in shared memory.
 
     Attributes:
         given: the launch's arguments.
@@ -100,11 +100,12 @@ class LayerCall(Call):
 
     @property
     def expert_count(self) -> Int32:
-        """The number of experts whose logits this CTA computes. Experts are dealt out to CTAs in order."""
+        """The number of experts whose logits this CTA computes. Experts are assigned to CTAs round-robin."""
         return self.kept[EXPERT_COUNT]
 
     def counter(self, index: Any) -> Int64:
-        """Returns the address of a counter of this layer. It is computed from an opaque index, to save registers in between."""
+        """Returns the address of a counter of this layer, computed from an opaque index, so that it occupies no register between
+        uses."""
         return self.counter_of(opt_barrier(self.index), index)
 
     def counter_of(self, layer: Int32, index: Any) -> Int64:
@@ -117,17 +118,17 @@ class LayerCall(Call):
         return cutlass.select_(layer < 0, self.given.residual, address)
 
     def address(self, column: int) -> Int64:
-        """Returns an address of the table of layers."""
+        """Returns the address in a column of this layer's row of the table of layers."""
         return address_in_table(self.given, self.index, column)
 
 
 def address_in_table(given: Given, index: Int32, column: int) -> Int64:
-    """Returns an address of the table of layers."""
+    """Returns the address in row ``index`` and column ``column`` of the table of layers."""
     return cute.make_ptr(Int64, given.table, cute.AddressSpace.gmem)[index * COLUMNS + column]
 
 
 def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
-    """Returns a layer's call. ``call``: that of layer 0; ``tag``: the tag of the last launch's last layer.
+    """Returns a layer's call. ``call``: the call of layer 0; ``tag``: the tag of the last launch's last layer.
 
     The addresses in shared memory are opaque to the compiler. Otherwise values of each step would be computed before the loop over
     layers, and would occupy registers in all steps.

@@ -1,7 +1,8 @@
 """The persistent kernel with a trace: threads store the SM's clock at some points of each layer, see `config.EVENTS`.
 
-Clocks of SMs differ. So each CTA also stores its clock and the global timer at its begin and at its end. An event costs about 40
-cycles. Events are kept in shared memory, in two sets that layers alternate between, and a warp copies them after each layer.
+Clocks of SMs differ. So each CTA also stores its clock and the global timer at its start and at its end. An event costs about 40
+cycles. Events are kept in shared memory, in one set for even and one for odd layers. After each layer, a warp moves the layer's
+events to global memory.
 """
 
 # mypy: ignore-errors
@@ -30,25 +31,25 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W2, kind_of
 _COUNT = len(EVENTS)
 _GATE, _ATTENDED, _FULL, _PROJECTED, _TOTALS_STORED, _TOTALS_SEEN, _MET, _NORMED = range(8)
 _LOGITS_STORED, _LOGITS_SEEN, _CHOSEN, _LISTED = range(8, 12)
-_BEGUN, _SPLIT, _SLAB, _MULTIPLIED = range(12, 16)  # of w13; four events on, those of w2
+_BEGUN, _SPLIT, _SLAB, _MULTIPLIED = range(12, 16)  # for w13; the events for w2 are four indices later
 _DONE, _WRITTEN = range(20, 22)
-_PROJECTION_BEGUN, _PROJECTION_ISSUED, _KNOWN, _ISSUED = range(CHAIN, CHAIN + 4)  # _ISSUED: of w13; then that of w2
-_FINISHED = CHAIN + PRODUCED  # of w13; then that of w2
+_PROJECTION_BEGUN, _PROJECTION_ISSUED, _KNOWN, _ISSUED = range(CHAIN, CHAIN + 4)  # _ISSUED is for w13; the next index is for w2
+_FINISHED = CHAIN + PRODUCED  # for w13; the next index is for w2
 _MMA, _LOAD, _FINISH = 0, 32 * LOAD_WARP, 32 * FINISH_WARP  # threads that store events
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Traced(config)
 
 
 def store_clock(address: Any) -> None:
-    """Stores the clock in shared memory."""
+    """Stores the SM's clock in shared memory."""
     cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[address, cute.arch.clock64()])
 
 
 def store_first_clock(address: Any) -> None:
-    """Stores the clock in shared memory if the address holds 0."""
+    """Stores the SM's clock in shared memory, if the address holds 0."""
     cute.arch.inline_ptx(
         "{ .reg .b64 old; .reg .pred none; ld.shared.b64 old, [{$r0}]; setp.eq.s64 none, old, 0;"
         " @none st.shared.b64 [{$r0}], {$r1}; }",
@@ -57,7 +58,7 @@ def store_first_clock(address: Any) -> None:
 
 
 def store_anchor(address: Any) -> None:
-    """Stores the clock and the global timer in global memory."""
+    """Stores the SM's clock and the global timer in global memory."""
     cute.arch.inline_ptx(
         "st.global.b64 [{$r0}], {$r1}; st.global.b64 [{$r0} + 8], {$r2};",
         read_only_args=[address, cute.arch.clock64(), cute.arch.globaltimer()],
@@ -65,7 +66,7 @@ def store_anchor(address: Any) -> None:
 
 
 def move_event(to: Any, source: Any) -> None:
-    """Moves an event from shared to global memory, and leaves 0."""
+    """Copies an event from shared to global memory, and sets it to 0 in shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b64 found, none; mov.b64 none, 0; ld.shared.b64 found, [{$r1}]; st.global.b64 [{$r0}], found;"
         " st.shared.b64 [{$r1}], none; }",
@@ -79,7 +80,8 @@ def clear_event(address: Any) -> None:
 
 
 class Traced(Persistent):
-    """The kernel of one configuration with a trace. Methods store events before and after those of `Persistent`."""
+    """The kernel of one configuration with a trace. The methods call those of `Persistent`, and store events before and after the
+    calls."""
 
     @cute.jit
     def event_at(self, call: LayerCall, event: Any) -> Int32:
@@ -89,7 +91,7 @@ class Traced(Persistent):
 
     @cute.jit
     def mark(self, call: LayerCall, event: Any, thread: cutlass.Constexpr[int] = _MMA, first: cutlass.Constexpr[bool] = False):
-        """One thread stores an event. ``first``: later calls of the same layer store nothing; otherwise the last call counts."""
+        """Stores an event, by one thread. ``first``: keep the layer's first time of this event, instead of its last."""
         own, _, _ = cute.arch.thread_idx()
         if own == thread:
             if const_expr(first):
@@ -101,7 +103,7 @@ class Traced(Persistent):
     def clear_events(
         self, call: LayerCall, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int], thread: cutlass.Constexpr[int]
     ):
-        """The thread that stores some events clears them, in both sets."""
+        """Clears some events in both sets, by the thread that stores these events."""
         own, _, _ = cute.arch.thread_idx()
         if own == thread:
             for event in cutlass.range(begin, end, unroll=1):

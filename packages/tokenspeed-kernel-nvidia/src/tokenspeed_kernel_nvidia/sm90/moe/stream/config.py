@@ -1,4 +1,4 @@
-"""The configurations that the kernel of `stream` is compiled for, and the choice among them."""
+"""The configurations for which the kernel of `stream` is compiled, and the functions that choose among them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ GROUPS = 3  # MMA warpgroups
 MMA_WARPS = 4 * GROUPS  # MMA warps
 LOAD_WARP = MMA_WARPS  # the producer warp
 FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the warpgroups' partial sums
-FINISHERS = 2  # the number of these warps
+FINISHERS = 2  # number of warps that reduce the warpgroups' partial sums
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 # Number of fp8 parts into which an element of a row is split. Each part has four of its significant bits; bfloat16 has 8, float16
 # 11. Elements of fp8 activations are one fp8 value each.
 PARTS = {"bfloat16": 2, "float16": 3}
-MAX_PAIRS = 1024  # (token, slot) pairs of a launch
+MAX_PAIRS = 1024  # maximum number of (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
-STAGES = 24  # the most slabs in flight
+STAGES = 24  # maximum number of slabs in flight
 COUNTERS = 4  # number of global counters before the entries' counters
 BUFFERS = 2  # number of panels whose partial sums may wait for the reduction
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # the lists of experts and pairs, see `tile_device`
 OTHER_BYTES = 3 * 1024  # barriers and other small arrays
-# Largest numbers of k blocks that kernels are compiled for: inputs of up to 768, 2880, 4096 and 7168 features. Each entry maps the
+# Maximum numbers of k blocks for which kernels are compiled: inputs of up to 768, 2880, 4096 and 7168 features. Each entry maps the
 # number of columns, as far as shared memory allows, to the number of blocks of a slab.
 _SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 5}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
-MOST_PAIRS = 16  # the most pairs of an entry; more would leave too little shared memory for the ring buffer
+MOST_PAIRS = 16  # maximum number of pairs of an entry; more would leave too little shared memory for the ring buffer
 
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration that a kernel is compiled for.
+    """Configuration of one kernel variant.
 
     Attributes:
         dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
-        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16, or one with fp8 activations.
+        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16 (one of them unused), or one
+            with fp8 activations.
         slab: the number of k blocks in a stage of the ring buffer.
         rounded: whether activations are fp8, with a scale per row.
     """
@@ -52,13 +53,13 @@ class Config:
 
     @property
     def parts(self) -> int:
-        """The number of fp8 parts that an element of a row is split into."""
+        """The number of fp8 parts into which an element of a row is split."""
         return 1 if self.rounded else PARTS[self.dtype]
 
     @property
     def wide(self) -> bool:
-        """Whether the first GEMM's results are float32. float16's range is too small for them. Values that become fp8 are rounded
-        only once in this way.
+        """Whether the first GEMM's results are float32. With float16, the results may exceed float16's range. With fp8 activations,
+        float32 results are rounded only once, to fp8.
         """
         return self.rounded or self.dtype == "float16"
 
@@ -74,12 +75,12 @@ class Config:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of an expert share one read of its weights."""
+        """The number of pairs of an expert that share one read of the expert's weights."""
         return 4 * self.tiles
 
     @property
     def group(self) -> int:
-        """How many k blocks have their MMAs issued together, limited by the registers for their results."""
+        """The number of k blocks whose MMAs are issued together. The registers for the results limit this number."""
         return max(1, (40 if self.columns < 32 else 64) // self.columns)
 
     @property
@@ -121,7 +122,7 @@ def config_of(dtype: str, k: int, pairs_per_expert: float, rounded: bool = False
 
 def _configs(dtype: str, blocks: int, rounded: bool) -> list[Config]:
     """Returns the configurations for strips of ``blocks`` k blocks, from few columns to many."""
-    # With three parts and the most columns, registers suffice for one block fewer.
+    # With three parts and 32 columns, registers suffice for one block fewer.
     less = {32: 1} if PARTS[dtype] > 2 else {}
     every = [Config(dtype, blocks, columns, slab - less.get(columns, 0), rounded) for columns, slab in _SLABS[blocks].items()]
     return [config for config in every if 0 < config.pairs <= MOST_PAIRS]
@@ -138,8 +139,8 @@ def turns_of(items: float) -> int:
     With several ranges, faster CTAs take more of them (load balancing). Also, the first entries of w2 need not wait for all CTAs.
     But each range begins with the preparation of rows. On an H200, microseconds for GPT-OSS-120B with one, two and three ranges:
     64.4, 59.9 and 62.1 for 4 tokens; 106.3, 101.3 and 101.7 for 8; 170.2, 166.2 and 164.9 for 16; 363, 362 and 361 for 64.
-    Splitting panels of w2 along k as well, so that all CTAs have equally much work, gains nothing. For 1 token: 25.2 whole, 25.6 in
-    three parts, 26.6 in five.
+    Splitting panels of w2 along k as well, so that all CTAs have equally much work, gains nothing. For 1 token: 25.2 us with whole
+    panels, 25.6 us in three parts, 26.6 us in five.
     """
     return 1 if items < 8 else 2 if items < 24 else 3
 

@@ -38,7 +38,7 @@ cvt.f32.f16 {$w3}, d;
 
 
 def floats_of(word: Uint32) -> Any:
-    """Returns four float8_e5m2 as float32."""
+    """Converts a word of four float8_e5m2 values to float32."""
     return cute.arch.inline_ptx(_FLOATS, write_only_types=[Float32] * 4, read_only_args=[word])
 
 
@@ -47,7 +47,8 @@ class ExactDotProducts(Rows):
 
     @cute.jit
     def exact_dot_products(self, call: Call, item: Int32, strip: Int32, pair: Int32):
-        """Returns a pair's dot products with rows ``lane / 4`` and eight further of a strip; replaces the sums of `multiply`."""
+        """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``. These dot products replace the
+        sums of `multiply`."""
         layer = call.layer
         lane = cute.arch.lane_idx()
         first = kind_of(item) == W13
@@ -68,7 +69,7 @@ class ExactDotProducts(Rows):
                 if begin < k:
                     sums = [Float32(0.0), Float32(0.0)]
                     for word in cutlass.range_constexpr(2):
-                        # The lane's elements: 0, 8, 1 and 9.
+                        # The order of the lane's elements along k, as `decode_e5m2` gives it: 0, 8, 1 and 9.
                         near = self.two_numbers(row, first, begin + word * 16 + lane % 4 * 2)
                         far = self.two_numbers(row, first, begin + word * 16 + lane % 4 * 2 + 8)
                         numbers = (near[0], far[0], near[1], far[1])

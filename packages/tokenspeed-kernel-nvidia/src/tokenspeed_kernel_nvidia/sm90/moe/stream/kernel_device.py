@@ -55,12 +55,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches the kernel."""
+    """Returns the host function that launches the kernel of a configuration."""
     return Stream(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns fake arguments for `host`'s function."""
+    """Returns the fake arguments with which the function that `host` returns is compiled."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
@@ -71,11 +71,11 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Stream(Schedule, Consumers):
     """The kernel of one configuration.
 
-    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert, for its own use. Then:
+    There is one persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert, for its own use. Then:
 
-    * warps 0-11, three warpgroups: MMA. A warpgroup has every third slab of a panel, and each of its warps a strip of 16 rows.
-      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts, or quantised
-      to float8_e4m3, in shared memory;
+    * warps 0-11, three warpgroups: MMA. A warpgroup computes every third slab of a panel, and each of its warps one strip of 16
+      rows. Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts, or
+      quantised to float8_e4m3, in shared memory;
     * warp 12: the producer. It takes ranges from the global counter, and keeps the ring buffer full with slabs of panels;
     * warps 13-14: the epilogue. They add the warpgroups' partial sums. In the first GEMM they apply factors, bias and activation;
       in the second, factors, bias and routing weight. They store the results in global memory.
@@ -157,7 +157,7 @@ class Stream(Schedule, Consumers):
                     call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)
-        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded before.
+        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded earlier.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         ticket = Int32(0)
@@ -208,7 +208,7 @@ class Stream(Schedule, Consumers):
         self.tell(call, at, item_code(END))
 
     def ranges_of(self, items: Int32, most: Int32, entries: Int32) -> Int32:
-        """Returns the number of equal ranges that ``items`` panels are divided into.
+        """Returns the number of equal ranges into which ``items`` panels are divided.
 
         If there are many ranges per entry, no range crosses entries. Then at most one in eight CTAs is idle, and no CTA prepares
         the rows of two entries.
@@ -259,7 +259,8 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def tell(self, call: Call, at: Any, item: Int32):
-        """As a message, fills one stage without data for each warpgroup. Returns the next position in the ring buffer."""
+        """Sends a message to all warpgroups: fills one stage for each warpgroup without data. Returns the next position in the ring
+        buffer."""
         for _ in cutlass.range_constexpr(GROUPS):
             at = self.tell_one(call, at, item)
         return at

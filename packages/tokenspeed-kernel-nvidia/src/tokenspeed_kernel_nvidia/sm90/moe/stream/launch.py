@@ -4,8 +4,9 @@ The kernel is memory-bound: reading weights takes most of the time. The weights 
 16 (token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs
 take ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by
 bulk copies. The producer never waits for results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA
-warps use swap-AB: weights are the A operand and pairs the columns. Computing panels of w2 waits until all panels of w13 of the same
-expert are done. A counter per expert signals this. At the end each CTA sums over slots for its part of the output.
+warps use swap-AB: weights are the A operand and pairs the columns. Panels of w2 are computed only when all panels of w13 for the
+same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots for its
+part of the output.
 
 With fp8 activations, the warps that prepare rows quantise them. A pair then has one MMA column instead of two or three. The MMAs
 multiply unscaled weights, and block scales multiply the partial sums in float32. So all weights are exact.
@@ -61,7 +62,7 @@ class _Launch(NamedTuple):
         ctas: the number of CTAs.
         turns: average number of ranges of each GEMM that a CTA computes.
         slots_at: offset of the second GEMM's results in the workspace's memory.
-        nbytes: bytes of that memory.
+        nbytes: bytes of the workspace's memory.
         counters: the number of counters in global memory.
     """
 
@@ -88,7 +89,7 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
 def moe_apply_few(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
 ) -> Tensor:
-    """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4.layout`.
+    """Computes `moe_apply` of arguments that the operator has checked, with weights in the layout of `mxfp4.layout`.
 
     More pairs than one launch handles need several launches, and each launch reads the weights again.
     """

@@ -2,8 +2,8 @@
 
 A panel has four strips, one for each warp of a warpgroup. The panel's slabs alternate between the warpgroups. Weights are the A
 operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
-half of a block has its own scales. So its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
-meet in shared memory, where the epilogue warps add them in a fixed order.
+half of a block has its own scales. So the partial sums of a half block are scaled and added in registers. The warpgroups store
+their partial sums of a panel in shared memory, where the epilogue warps add them in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -60,10 +60,10 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
 )
 
 CONSUMING = 1  # the named barrier of the MMA warps
-# The fp8 weights are 2^-14 times the e2m1 values, and the scales are times 2^62.
+# The fp8 weights are 2^-14 times the e2m1 values, and a row's largest scale is 2^62. This factor undoes both scalings.
 SUM_FACTOR = 2.0 ** (14 - 62)
 # Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
-# from the exponent field, because 253 would overflow in a sum.
+# from the exponent field, because an exponent field of 253 would make sums overflow.
 _SCALES = (
     "{ .reg .b32 a;"
     + "".join(
@@ -74,7 +74,7 @@ _SCALES = (
 
 
 def scales_of(scales: Uint32) -> Any:
-    """Returns the four scales of a lane."""
+    """Converts a lane's four scale bytes to float32."""
     return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
 
 
@@ -85,7 +85,7 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def consume(self, call: Call, warp: Int32, at: Any, to: Any):
-        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage.
+        """Runs an MMA warp, which loops over the stages that the producer fills. A warpgroup processes every third stage.
 
         Args:
             at: the warpgroup's next position in the ring buffer.
@@ -204,7 +204,7 @@ class Consumers(ExactDotProducts):
                     sums[tile, row] += number * scales[half // 2][2 * (half % 2) + row]
 
     def joined(self, partials: list, tile: int, row: int) -> Float32:
-        """Joins the columns of a pair, which are the parts of its elements."""
+        """Adds the columns of a pair, which are the fp8 parts of its elements, with the parts' factors."""
         if self.config.parts == 1:
             return partials[4 * (tile // 2) + 2 * row + tile % 2]
         at = 4 * self.layers * tile + 2 * row
@@ -219,8 +219,8 @@ class Consumers(ExactDotProducts):
         """
         tiles = self.mma_tiles
         each = 4 * tiles
-        # Matrix descriptor: the address, the strides in bytes to the next 16 elements of k and to the next eight columns, each over
-        # 16.
+        # Matrix descriptor: the address, and the strides in bytes to the next 16 elements of k and to the next eight columns, all
+        # divided by 16.
         low = (tiles * CORE_BYTES // 16) << 16
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
@@ -246,8 +246,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def finish(self, call: Call, warp: Int32, at: Any):
-        """The epilogue of panels: adds the warpgroups' partial sums, then activates (first GEMM) or weights (second GEMM) and
-        stores them. A warp has every other strip.
+        """Runs an epilogue warp: adds the warpgroups' partial sums of each panel, applies the activation (first GEMM) or the
+        routing weights (second GEMM), and stores the results. A warp processes every other strip.
 
         Args:
             at: the next position in the buffers of partial sums.
@@ -319,7 +319,7 @@ class Consumers(ExactDotProducts):
         beyond: cute.Tensor,
         weights: cute.Tensor,
     ):
-        """The epilogue of a strip. Each lane has two rows of the strip."""
+        """Runs the epilogue of a strip. Each lane has two rows of the strip."""
         layer = call.layer
         whole = panel_of(item) * PANEL_STRIPS + strip
         first = kind_of(item) == W13
@@ -362,7 +362,7 @@ class Consumers(ExactDotProducts):
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
         """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, with both clamped to the limit."""
         layer = call.layer
-        # Comparisons rather than minima: NaN stays NaN.
+        # Comparisons, unlike minima, keep NaN as NaN.
         gate = cutlass.select_(gate > layer.limit, layer.limit, gate)
         up = cutlass.select_(up > layer.limit, layer.limit, up)
         up = cutlass.select_(up < -layer.limit, -layer.limit, up)

@@ -6,7 +6,7 @@ third column holds the remainders of the remainders. A row is first scaled by a 
 below 256. The error of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16
 tokens the first GEMM's results are float32, because they may exceed float16's range.
 
-fp8 activations have one column: the values of `quantize_fp8`. Their sums are multiplied by the row's scale.
+fp8 activations have one column: the values of `quantize_fp8`. The partial sums of this column are multiplied by the row's scale.
 
 Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. Other groups of eight columns
 follow, then the next 16 elements of k. With three columns per pair, four pairs have their first two columns in one group of eight,
@@ -40,7 +40,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
 
 CHUNK = 16  # elements of a row that a thread splits together; also the elements of k of wgmma's core matrix
 CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
-SMALL_DIVISOR = 4  # at most a 1 / SMALL_DIVISOR of a row's elements may be inexact
+SMALL_DIVISOR = 4  # at most 1 / SMALL_DIVISOR of a row's elements may be inexact
 REST = 32.0  # factor of the remainders
 LARGEST = 448.0  # float8_e4m3fn's largest value
 PREPARING = 2  # the named barrier of the MMA warps
@@ -161,7 +161,7 @@ class Rows(Shapes):
 
     @property
     def turns(self) -> int:
-        """The number of chunks of a row that a thread has."""
+        """The number of chunks of a row that a thread prepares."""
         return -(-self.config.blocks * 4 // ROW_THREADS)
 
     @property
@@ -184,7 +184,7 @@ class Rows(Shapes):
     @cute.jit
     def chunks_of_row(self, call: Call, item: Int32, entry: Any, row: Int32) -> Any:
         """Returns a thread's elements of a row, `chunk_words` registers per chunk. Past the row's end, and for rows that do not
-        exist, they are zeros.
+        exist, the elements are zeros.
         """
         layer = call.layer
         thread, _, _ = cute.arch.thread_idx()
@@ -207,7 +207,7 @@ class Rows(Shapes):
         return found
 
     def words_of_row(self, address: Int64, first: Any) -> Any:
-        """Loads sixteen elements of a row at an address of `address_of_row`, two in a register."""
+        """Loads sixteen elements of a row, two per register. ``address`` is derived from `address_of_row`."""
         return words_at(address, 8)
 
     def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
@@ -225,7 +225,8 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Splits sixteen elements of a row, and stores the parts in the row's columns. Returns how many of them are inexact."""
+        """Splits sixteen elements of a row, and stores the parts in the row's columns. Returns how many of the elements are
+        inexact."""
         words = [[] for _ in range(self.config.parts)]
         if const_expr(self.wide):
             values = [as_float(word) for word in numbers]
@@ -234,7 +235,7 @@ class Rows(Shapes):
         values = [value * scale for value in values]
         small = Int32(0)
         for value in values:
-            # Zeros wrap around and do not count.
+            # For zeros, the subtraction wraps around, so zeros do not count.
             small += Int32((bits_of(value) & 0x7FFFFFFF) - 1 < Uint32(self.exact_from - 1))
         for word in cutlass.range_constexpr(4):
             low = self.split(values[2 * word], values[2 * word + 8])
@@ -261,7 +262,7 @@ class Rows(Shapes):
         return (127 - (9 if self.config.parts > 2 else 7)) << 23
 
     def split(self, first: Float32, second: Float32) -> Any:
-        """Splits two values. Returns two bytes of each part."""
+        """Splits two values into fp8 parts. Returns one word for each part, with a byte for each value."""
         parts = self.config.parts
         return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
 
@@ -270,10 +271,10 @@ def divisor_of(amax: Float32, field: Int32) -> Float32:
     """Returns the scale of a row of fp8 activations, as `quantize_fp8` defines it, for elements scaled by a power of 2.
 
     Args:
-        amax: of the scaled row, below 256.
+        amax: the amax of the scaled row, below 256.
         field: the exponent field of the row's amax before scaling, at least 8.
     """
-    # The least scale is 2^-126 before scaling by 2^(134 - field). It matters only up to field 9.
+    # The least scale is 2^-126 before scaling by 2^(134 - field). This limit matters only for ``field`` up to 9.
     least = as_float((135 - cutlass.min(field, 134)) << 23)
     return cute.arch.fmax(quotient(amax, Float32(LARGEST), Float32(1.0 / LARGEST)), least)
 

@@ -1,4 +1,4 @@
-"""The prologue and the end of a CTA of `kernel_device`: it sorts the pairs by expert, and resets the counters to zero."""
+"""The prologue of a CTA of `kernel_device`, which sorts the pairs by expert, and the end, which resets the counters to zero."""
 
 # mypy: ignore-errors
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
 _INDEX_BIT = 9  # in `experts_of_pairs`, a pair's expert is below this bit, its index among the expert's pairs above
-_TOTAL_BIT = 16  # of a total: pairs below this bit, entries above
+_TOTAL_BIT = 16  # in a packed total, the number of pairs is below this bit, the number of entries above
 
 
 class Schedule(Shapes):
@@ -63,7 +63,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_few_pairs(self, call: Call, expert: Int32):
-        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is that of this lane's pair, or -1.
+        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is the expert of this lane's pair, or -1.
 
         Entries have the order in which their experts first occur.
         """
@@ -74,7 +74,7 @@ class Schedule(Shapes):
         alike = lanes_with(expert)
         before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
         count = cute.arch.popc(alike)
-        # Pairs and entries of each expert, packed, in the lane of the expert's first pair.
+        # The numbers of pairs and of entries of each expert, packed, in the lane of the expert's first pair.
         both = cutlass.select_(real and before == 0, count | (count + step - 1) // step << _TOTAL_BIT, Int32(0))
         ends = warp_prefix_sum(both, lane)
         first_lane = cute.arch.popc((alike & -alike) - 1)
@@ -91,7 +91,7 @@ class Schedule(Shapes):
     @cute.jit
     def count_pairs(self, pairs: Int32, counts: cute.Pointer, experts_of_pairs: cute.Pointer):
         """Counts the pairs of each expert. Stores each pair's index among its expert's pairs in `experts_of_pairs`. One warp calls
-        it.
+        this method.
         """
         lane = cute.arch.lane_idx()
         for first in cutlass.range(0, pairs, 32, unroll=1):
@@ -113,14 +113,14 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_entries(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists where the pairs of each expert begin, and the entries. Each thread handles an expert."""
+        """Lists the start of each expert's pairs, and the entries. Each thread handles one expert."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         step = self.config.pairs
         count = Int32(0)
         if thread < MAX_EXPERTS:
             count = counts[thread]
-        # Pairs and entries, packed.
+        # The numbers of pairs and of entries, packed.
         both = count | (count + step - 1) // step << _TOTAL_BIT
         ends = warp_prefix_sum(both, lane)
         if lane == 31:

@@ -1,9 +1,9 @@
 """Types shared by all warps of `kernel_device`: the call's arguments, entries, and items.
 
 An *entry* is some pairs of one expert, at most as many as are computed at once. They share one read of the weights. An *item* is a
-work item: one panel for one entry. Items of w13 and w2 are divided into *ranges*, which a global counter hands out, all of w13
-before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of CTAs. At the end each CTA writes a
-part of the output. No other CTA waits for that.
+work item: one panel for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from a global counter, all
+ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of CTAs. At the end each
+CTA writes a part of the output. No other CTA waits for this part.
 """
 
 # mypy: ignore-errors
@@ -41,7 +41,7 @@ class Layer:
         w13_items, w2_items: the number of panels of an expert.
         turns: the number of ranges of w13, and of w2, that a CTA takes on average.
         experts, hidden, intermediate, top_k: the plan's sizes.
-        alpha, limit, beta: the plan's options; an infinite limit means none.
+        alpha, limit, beta: the plan's options; an infinite limit means no limit.
     """
 
     w13: Int64
@@ -72,7 +72,7 @@ class Call:
         layer: the layer.
         x, x_stride: the tokens, and the row pitch in elements.
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
-        out, out_stride: the output, like x.
+        out, out_stride: the output, and its row pitch in elements.
         tokens: the number of tokens.
         activated: the results of the first GEMM, bfloat16, or float32 if `Config.wide`, ``[pairs, intermediate]``.
         slots: the weighted results of the second GEMM, float32 ``[pairs, hidden]``.
@@ -168,8 +168,8 @@ def is_last(item: Int32) -> Any:
 
 
 def ahead_of(item: Int32) -> Int32:
-    """Returns the message that items of this item's entry follow. The entry's rows are then prepared while the items' weights are
-    in flight.
+    """Returns the message that announces items of this item's entry. On this message, the MMA warps prepare the entry's rows while
+    the items' weights are in flight.
     """
     return item | 1 << _AHEAD_BIT
 
