@@ -2,7 +2,7 @@
 
 The adapter, which also shuffles the weights, is in ``moe_device``. mxfp4 weights are in ``moe_mxfp4``. AITER's kernel with fp8
 block scales is not declared. Its activations have one scale per 128 features, while the operator's have one per token. fp16 is not
-declared either, because nothing keeps activations within its range.
+declared either, because no step clamps activations to fp16's range.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A port to another architecture provides a module with the same names. Kernels im
 * ``mfma_layout``, ``mfma_scale_layout``: register layouts of accumulators and of scales. ``padded_shared_layout``: an LDS layout
   that can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
-* ``wait_for_stores``: needed before the barrier in front of a flag in global memory.
+* ``wait_for_stores``: needed before a barrier after which a flag in global memory is set.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
   flight.
 """

@@ -47,9 +47,10 @@ class LatentCache:
 
     Attributes:
         latents: the columns that are also the workgroup's values.
-        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise None.
+        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise the same as
+            ``latents``, and not used.
         ropes: the rotary parts.
-        page_vectors: vectors of 16 bytes from one page to the next.
+        page_vectors: distance from one page to the next, in vectors of 16 bytes.
     """
 
     latents: PagedRows
@@ -78,8 +79,8 @@ class Operands:
 
     Attributes:
         high: the rows, or their first fp8 plane.
-        low: the second fp8 plane, if there are two: the rounding error of the first.
-        factor: [rows], multiplies the dot products, if there are two planes.
+        low: the second fp8 plane, which holds the rounding error of the first plane. With one plane, not used.
+        factor: [rows]; with two planes, the dot products are multiplied by this factor.
         planes: number of planes.
     """
 
@@ -91,7 +92,8 @@ class Operands:
 
 @gluon.jit
 def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, tile_shape):
-    """Keys' columns from ``begin`` on, with newly allocated LDS."""
+    """Returns the `PagedRows` of ``columns`` columns of the keys, beginning with column ``begin``, and allocates their LDS
+    buffers."""
     stored: gl.constexpr = operands.kv_cache.dtype.element_ty
     vector: gl.constexpr = 128 // stored.primitive_bitwidth
     shared = gl.allocate_shared_memory(stored, [tile_shape.stages, tile_shape.block_n, columns], storage)
@@ -100,7 +102,7 @@ def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, cop
 
 @gluon.jit
 def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequence, length):
-    """The cache of one sequence, with newly allocated LDS."""
+    """Returns the `LatentCache` of one sequence, and allocates its LDS buffers."""
     vector: gl.constexpr = 128 // operands.kv_cache.dtype.element_ty.primitive_bitwidth
     columns: gl.constexpr = RANK // shape.halves
     latents = open_rows(operands, half * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
@@ -122,19 +124,19 @@ def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequenc
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Rows of q. A lane holds columns of the same rows, whatever the number of columns is."""
+    """The register layout of rows of q, [rows, columns]. The number of columns does not change which rows a lane holds."""
     return gl.BlockedLayout([1, columns // 32], [2, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def load_rows(q, tile, shape, columns: gl.constexpr):
-    """Loads a tile's rows of q, each once per workgroup."""
+    """Loads ``columns`` columns of a tile's rows of q. Each element is loaded by one lane of the workgroup."""
     return load_queries(q, tile, shape, columns, row_layout(columns, gl.num_warps()))
 
 
 @gluon.jit
 def load_tile(operands, shape, tile, half):
-    """Loads a tile's rows of q, in the layout of `load_rows`."""
+    """Loads a tile's rows of q as `Queries`, in the layout of `load_rows`."""
     columns: gl.constexpr = RANK // shape.halves
     latents = load_rows(operands.q + half * columns, tile, shape, columns)
     others = latents
@@ -145,7 +147,7 @@ def load_tile(operands, shape, tile, half):
 
 @gluon.jit
 def staging(rows, m: gl.constexpr, PLANE: gl.constexpr):
-    """LDS for m rows of q: a part of the last buffer for keys, which is not in use yet."""
+    """Returns LDS for a plane of m rows of q: a slice of the last key buffer, which is not in use yet."""
     return rows.shared.index(rows.shared.shape[0] - 1).slice(PLANE * m, m, 0)
 
 
@@ -161,7 +163,7 @@ def store_queries(q, cache, PLANE: gl.constexpr):
 
 @gluon.jit
 def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.constexpr):
-    """Loads queries from LDS as MFMA operands, which every wave holds."""
+    """Loads the queries of a plane from LDS as MFMA operands. Every wave holds all queries."""
     latents = staging(cache.latents, m, PLANE).load(layouts.queries)
     others = latents
     if cache.halves == 2:
@@ -171,17 +173,18 @@ def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.const
 
 @gluon.jit
 def magnitudes(q, layout: gl.constexpr):
-    """The largest magnitude of the elements of each row that a lane holds, float32 [rows, 32]."""
+    """Returns the largest magnitude among the elements of a row that a lane holds, for each row and each of its 32 lanes: float32
+    [rows, 32]."""
     largest = gl.reduce(gl.abs(q.to(gl.float32)).reshape([q.shape[0], 32, q.shape[1] // 32]), 2, larger)
     return gl.convert_layout(largest, layout, assert_trivial=True)
 
 
 @gluon.jit
 def split_in_planes(q, factor):
-    """``q * factor`` as the sum of two fp8 planes, with 8 significant bits like bfloat16."""
+    """Splits ``q * factor`` into two fp8 planes, whose sum has 8 significant bits like bfloat16."""
     row: gl.constexpr = gl.SliceLayout(1, q.type.layout)
     values = q.to(gl.float32) * gl.convert_layout(factor, row, assert_trivial=True)[:, None]
-    # The first plane has 4 significant bits, like e4m3. This addition rounds to them, as a float32 has 24.
+    # Rounds to 4 significant bits, as many as e4m3 has: a float32 has 24, and the addition of ``shifted`` drops the lowest 20.
     shifted = values * 2.0**20
     high = (values + shifted) - shifted
     return high.to(gl.float8e4nv), (values - high).to(gl.float8e4nv)
@@ -201,7 +204,7 @@ def as_operands(q, cache, layouts: gl.constexpr):
         largest = larger(magnitudes(q.latents, lanes), magnitudes(q.ropes, lanes))
         if cache.halves == 2:
             largest = larger(largest, magnitudes(q.others, lanes))
-        # A power of two that scales each row's largest magnitude to 128 or more, below 256. e4m3 ends at 448.
+        # A power of two that scales each row's largest magnitude into [128, 256). The largest e4m3 value is 448.
         exponent = gl.maximum(gl.reduce(largest, 1, larger).to(gl.int32, bitcast=True) >> 23 & 0xFF, 16)
         factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
         latents, low_latents = split_in_planes(q.latents, factor)
@@ -228,7 +231,7 @@ class NextBlock:
 
 @gluon.jit
 def find_block(cache, first, start):
-    """The block of keys at position ``start``. The list of pages begins at ``first``."""
+    """Returns the `NextBlock` that begins at position ``start``. The list of pages begins at position ``first``."""
     latent_pages = find_pages(cache, first, start, cache.latents)
     return NextBlock(gl.to_tensor(start), latent_pages, find_pages(cache, first, start, cache.ropes))
 
@@ -244,7 +247,7 @@ def copy_keys_only(cache, block, stage):
 @gluon.jit
 def copy_values(cache, block, stage):
     """Starts the copy to LDS of a block's columns that are also values."""
-    # Slots without a token may hold NaN, which a weight of 0 would not hide.
+    # Slots without a token may hold NaN, and a weight of 0 times NaN is NaN. So reads of these slots are avoided.
     copy_block(cache, cache.latents, stage, block.latent_pages, block.start, True)
 
 
@@ -268,7 +271,7 @@ def mma(a, b, acc):
 
 @gluon.jit
 def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
-    """``dots`` plus the dot products of some columns of q and the keys in an LDS buffer."""
+    """Adds the dot products of some columns of q and of the keys in an LDS buffer to ``dots``, and returns the sum."""
     keys = load_keys(q, rows.shared.index(buffer))
     dots = mma(q, keys, dots)
     if PLANES == 2:
@@ -393,7 +396,7 @@ def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def store_partial(partial, part, state):
-    """Stores the partial result ``part``."""
+    """Stores the normalised state and its LSE as the partial result with index ``part``."""
     layout: gl.constexpr = state.acc.type.layout
     m: gl.constexpr = state.acc.shape[0]
     columns: gl.constexpr = state.acc.shape[1]
@@ -405,7 +408,8 @@ def store_partial(partial, part, state):
 
 @gluon.jit
 def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
-    """The `summed` state of a tile's rows, merged from the partial results ``first_part + i * tiles`` of its splits.
+    """Merges the partial results ``first_part + i * tiles`` of a tile's splits, where i counts the splits. Returns the `summed`
+    state.
 
     Args:
         state: a state of the same shape and layout; its values are not used.
@@ -422,7 +426,7 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
     results_at = partial.results + first_part.to(gl.int64) * (m * columns)
     for first in range(0, splits, AT_ONCE):
-        # Loads return in order. All LSEs come first, because every weight depends on all of them.
+        # Loads return in order. All LSEs are loaded first, because every weight depends on all of them.
         log_sums = ()
         results = ()
         for i in gl.static_range(AT_ONCE):

@@ -2,8 +2,8 @@
 
 Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next
 copy into a key buffer starts as soon as the block's scores are computed. The next copy into a value buffer starts after the PV
-MFMAs. With enough waves per CU, one stage therefore suffices. The softmax and the PV MFMAs overlap the copy of keys, and the next
-QK MFMAs overlap the copy of values.
+MFMAs. The softmax and the PV MFMAs overlap the copy of keys, and the next QK MFMAs overlap the copy of values. With enough waves
+per CU, one stage therefore suffices.
 
 fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
 into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16

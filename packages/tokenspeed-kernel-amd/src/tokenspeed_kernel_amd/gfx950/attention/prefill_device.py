@@ -148,7 +148,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """Returns ``rows`` for a block with only ``count`` valid tokens: the rows behind them load the last valid token instead."""
+    """Returns ``rows`` for a block with only ``count`` valid tokens: later rows of the block load the last valid token instead."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -322,7 +322,8 @@ def attend_tiles(
         # The diagonal blocks come first. Only they may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
         left = location.length - first_row
-        # Loads return in order. q comes from HBM. The keys are often in L2 already, because other workgroups read them too.
+        # q is loaded before the keys, because loads return in order and q comes from HBM. The keys are often in L2 already, because
+        # other workgroups read them too.
         q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None
@@ -335,8 +336,8 @@ def attend_tiles(
         rank = next_rank
         following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles. They would
-        # take 64 pairs of scalar registers, and spill.
+        # This makes the row positions opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same
+        # for all tiles. The masks would take 64 pairs of scalar registers, and spill.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
         copies.wait_group(0)
@@ -349,7 +350,8 @@ def attend_tiles(
         if begin < first_row:
             copy_block(keys, values, 0, block)
         if left > block_n:
-            # A row with a narrow window may see no key in the first block, so its row max may still be `LOWEST`.
+            # A row with a narrow window may see no key in the first block. Its row max is then still `LOWEST`, so the second block
+            # must update it.
             second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
             state = attend_block(q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second)
         state = attend_window(q, keys, values, block, state, band, scaling, begin, full_begin, first_row, variant.windowed, MAXIMUM)

@@ -54,8 +54,8 @@ class LatentLayouts:
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
             columns.
-        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own: the scaled MFMA for fp8 is 128
-            columns wide.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own, because the scaled MFMA for fp8
+            is 128 columns wide.
         latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
         latent_copy, rope_copy: layouts of the copies to LDS.
     """
@@ -71,7 +71,7 @@ class LatentLayouts:
 
 @gluon.constexpr_function
 def latent_layouts(warps, block_n, columns, rope, dtype):
-    """The layouts of latents that are copied in parts of ``columns`` columns."""
+    """Returns the `LatentLayouts` for latents that are copied to LDS ``columns`` columns at a time."""
     rope_mfma = isa.mfma_layout([16, 16, 32], True, [1, warps])
     mfma = rope_mfma
     if dtype.primitive_bitwidth == 8:
@@ -94,8 +94,9 @@ def latent_layouts(warps, block_n, columns, rope, dtype):
 def latent_storage(block_n, columns):
     """LDS layout of 16-bit latents [block_n, columns], without bank conflicts in row reads and in transposing reads.
 
-    A wave copies 1 KB at once: a row of 512 columns, or two rows of 256 columns. With a padding of 32 bytes per KB, 8 of these
-    begin in different banks. Two rows of one KB are in the same banks. So they are 32 keys apart, and no read accesses both.
+    A wave copies 1 KB at once: a row of 512 columns, or two rows of 256 columns. With a padding of 32 bytes per KB, 8 consecutive
+    KB begin in different banks. With 256 columns, the two rows of one KB are in the same banks. So the layout puts keys that are 32
+    apart there: no read accesses both.
     """
     column_bits, row_bits = log2(columns), log2(block_n)
     inside = 9 - column_bits  # bits of rows within 1 KB
@@ -106,10 +107,10 @@ def latent_storage(block_n, columns):
 
 @gluon.constexpr_function
 def byte_latent_storage(block_n, columns):
-    """LDS layout of one-byte latents or rotary parts [128, columns]: `byte_storage` for more keys and columns.
-
-    Columns of 64 bytes leave keys that are 1 and 2 apart within 256 bytes. With more columns, only keys that no read accesses
-    together are within one KB. Steps of one KB, with their padding, move keys that are 16, 1, 2 and 4 apart to other banks.
+    """LDS layout of one-byte latents or rotary parts [128, columns]. `byte_storage` states which keys must be in different banks.
+    With 64 columns, keys whose indices differ by 1 or 2 lie within 256 bytes. With 256 or 512 columns, one KB holds only keys that are
+    32 or 64 apart, which no read accesses together. All other keys that must be in different banks are in different KB, and the padding
+    of each KB moves them to different banks.
     """
     assert block_n == 128
     rows = [1, 2, 32, 64, 16, 4, 8] if columns == 64 else [32, 64, 16, 1, 2, 4, 8] if columns == 256 else [64, 16, 1, 2, 4, 8, 32]

@@ -71,8 +71,8 @@ def list_pages(cache, first, page_stride: gl.constexpr = 1):
     loads from global memory would.
 
     Args:
-        page_stride: the list holds pages times this number. A list of offsets, int64, saves the multiplication in every copy;
-            `PagedRows.page_stride` is then the number of elements in a step of the offset.
+        page_stride: the list holds page indices times this number. MLA lists offsets of pages in 16-byte vectors (int64), which
+            saves a multiplication in every copy. `PagedRows.page_stride` is then the number of elements per vector.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     last_page = (cache.length - 1) // cache.page_size

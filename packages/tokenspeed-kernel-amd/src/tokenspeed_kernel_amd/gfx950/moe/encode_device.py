@@ -122,8 +122,8 @@ def block_exponents(values, encoding: gl.constexpr):
 
 @gluon.jit
 def split_by_block(values, exponents, finite, encoding: gl.constexpr):
-    """Splits float32 values into planes. Returns a tuple with the e4m3 values [rows, blocks, 32] of each plane, and the residual
-    that the planes leave, divided by the last plane's scale.
+    """Splits float32 values into planes. Returns a tuple with the e4m3 values [rows, blocks, 32] of each plane, and the residual:
+    ``values`` minus the sum of all planes, divided by the last plane's scale.
 
     Args:
         exponents, finite: see `block_exponents`. Blocks with a value that is not finite give zeros.
@@ -268,7 +268,7 @@ class Output:
         codes, scale: pointers to the values and scales of the workgroup's first row in the first plane.
         plane_codes, plane_scales: distance from one plane to the next, in elements of codes and of scale.
         width: elements per row: k, padded.
-        rows: number of rows from the workgroup's first row to the last row.
+        rows: number of rows from the workgroup's first row to the last row that is encoded.
     """
 
     codes: gl.tensor

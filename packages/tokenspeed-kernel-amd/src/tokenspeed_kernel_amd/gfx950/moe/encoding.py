@@ -6,12 +6,12 @@ tokens.
   down projection.
 * mxfp4: one plane of e2m1 values with block scales.
 * Unrounded: several planes of e4m3 values with block scales. An element is the sum of its values in all planes. Each plane holds
-  the leading four bits, signed, of the residual that the preceding planes leave. A plane's scales are 2^5 times smaller than the
-  preceding plane's. Two planes hold a bfloat16 exactly, three a float16, if its magnitude is at least 2^-14 of the block's
-  amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes exact passes (see ``exact_device``) if
-  more than a quarter of the nonzero elements of one of its blocks have a residual. If the encoding is exact, every row with a
-  residual takes exact passes. Two MMAs with e4m3 take as long as one MMA with bfloat16, which needs dequantised weights. A
-  token with an infinity gives NaN.
+  the sign and the leading four bits of the residual: the element minus its values in the preceding planes. A plane's scales are 2^5
+  times smaller than the preceding plane's. Two planes hold a bfloat16 exactly, three a float16, if its magnitude is at least 2^-14
+  of the block's amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes exact passes (see
+  ``exact_device``) if more than a quarter of the nonzero elements of one of its blocks have a nonzero residual after the last
+  plane. If ``Encoding.exact`` is True, every row with a nonzero residual takes exact passes. Two MMAs with e4m3 take as long as one
+  MMA with bfloat16, which needs dequantised weights. The result of a token with an infinity is NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or

@@ -4,7 +4,7 @@ A *step* is 128 elements of k, a *quad* four steps.
 
 Such a row takes several passes. Each pass encodes the residual that the preceding passes leave, with its own block scales. The
 planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights
-and activations again and have no pipeline, because models rarely have such rows.
+and activations again and are not pipelined, because models rarely have such rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def quad_layout(columns, warps):
 
 @gluon.aggregate
 class Source:
-    """Unencoded activations: the row that each column of the MMAs' right operand encodes.
+    """Unencoded activations, one row for each column of the MMAs' right operand.
 
     Attributes:
         x: pointer to the tensor of activations.
@@ -104,8 +104,8 @@ def passes_for(values, encoding: gl.constexpr):
     """The number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass suffices if
     it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
 
-    For an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) with two planes, and 2^(-19 - 27 (p - 1)) with
-    three. bfloat16 has 8 bits and float32 24.
+    For an amax from 2^7 to 2^8, the lowest bit that pass ``p`` (counted from 1) represents is 2^(-14 - 22 (p - 1)) with two planes,
+    and 2^(-19 - 27 (p - 1)) with three. A bfloat16 element has 8 significant bits, a float32 element 24.
     """
     two: gl.constexpr = encoding.planes == 2
     exponents, finite = block_exponents(values, encoding)

@@ -265,7 +265,7 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 
     A column of the MMAs is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert,
     nearly always all. If there are more, the workgroups of the next pair compute the next ``shape.rows`` pairs, and so on. All
-    other workgroups end at once.
+    other workgroups exit at once.
 
     Args:
         operands, swiglu, shape: see `few`.
@@ -304,15 +304,15 @@ def routed_first_kernel(
     real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
     lane_pair = gl.where(real, lane // routing.slots * routing.top_k + lane % routing.slots, 64)
     lane_expert = gl.convert_layout(ids.reshape(64), layout)
-    # The address of the expert's weights must be the same in all lanes of a wave. The compiler knows that a maximum over all lanes
-    # is.
+    # The address of the expert's weights must be wave-uniform. The compiler knows that a maximum over all lanes is uniform.
     expert = gl.max(gl.where(lane_pair == pair, lane_expert, 0), axis=0)
     multiply_first(operands, real & (lane_expert == expert), lane_pair, pair, expert, block, strips, k, swiglu, shape)
 
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to ``shape.rows`` pairs of ``expert`` if ``pair`` is the first of them. Workgroups of other pairs do nothing.
+    """Computes ``pair`` and the following pairs of ``expert``, up to ``shape.rows`` in all. Does nothing unless the number of the
+    expert's earlier pairs is a multiple of ``shape.rows``: then another workgroup computes ``pair``.
 
     Args:
         own: [64], whether the lane's pair has this expert.

@@ -249,7 +249,7 @@ class Tokens:
 
 @gluon.jit
 def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Returns the columns of a tile with ``count`` pairs, of which the first has index ``first_row`` in ``operands.order``."""
+    """Returns the `Tokens` of a tile with ``count`` pairs. The first pair has index ``first_row`` in ``operands.order``."""
     column = gl.arange(0, COLUMNS, layout)
     row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
     pair = gl.load(operands.order + row)
