@@ -110,7 +110,7 @@ class Case:
 
     @property
     def sample(self) -> Case:
-        """The part of a prefill that is executed: one KV head and its query heads, for at most four sequences."""
+        """Returns the smaller prefill that is executed: one KV head and its query heads, for at most four sequences."""
         few = {"sequences": min(self.sequences, 4), "heads": self.heads // self.kv_heads, "kv_heads": 1}
         return dataclasses.replace(self, length=min(self.length, SAMPLED), **few)
 
@@ -294,7 +294,7 @@ def predicted(launch: Any) -> dict[str, Any]:
 
 
 def total(launches: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the times of a call, the sums of its launches'."""
+    """Returns the times of a call: the sums of the times of its launches."""
     return {name: sum(launch[name] for launch in launches) for name in ("us", "achievable_us")}
 
 

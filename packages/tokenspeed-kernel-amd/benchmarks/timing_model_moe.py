@@ -176,7 +176,7 @@ def ours(layer: Layer) -> Callable[[], Tensor]:
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with per-token scales."""
+    """Returns a call of our kernels, with per-token scales."""
     return _ours(layer, ACTIVATIONS["by_token"])
 
 
@@ -185,12 +185,12 @@ def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
 
 
 def unrounded(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with bf16 activations."""
+    """Returns a call of our kernels, with bf16 activations."""
     return _ours(layer, ACTIVATIONS["unrounded"])
 
 
 def mxfp4(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with mxfp4 activations."""
+    """Returns a call of our kernels, with mxfp4 activations."""
     return _ours(layer, ACTIVATIONS["mxfp4"])
 
 
@@ -199,23 +199,23 @@ def portable(layer: Layer) -> Callable[[], Tensor]:
 
 
 def dense(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with bf16 weights."""
+    """Returns a call of the portable kernel, with bf16 weights."""
     return _operator(layer, ACTIVATIONS["dense"], "triton_moe_apply", "canonical")
 
 
 def fp8_block(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with fp8 block-scaled weights."""
+    """Returns a call of the portable kernel, with fp8 block-scaled weights."""
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
 
 
 def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with fp8 block-scaled weights."""
+    """Returns a call of our kernels, with fp8 block-scaled weights."""
     kernels = ("gluon_moe_apply_fp8_block", "gfx950_fp8_block", "gluon_moe_topk_apply_fp8_block")
     return _operator(layer, ACTIVATIONS["fp8_block_ours"], *kernels)
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
-    """The baseline's public functions."""
+    """Prepares the weights with the baseline's public function, and returns a call of its fused MoE function."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
     prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
     function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe

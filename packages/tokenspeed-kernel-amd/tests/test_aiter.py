@@ -58,7 +58,8 @@ _CALLS: list[str] = []
 
 
 def _with_signature(name: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
-    """Gives a function AITER's signature; its body receives the arguments by name."""
+    """Returns a decorator that gives a function the signature of the AITER function ``name``. The decorated function receives all
+    arguments in one dict."""
     namespace: dict[str, Any] = {}
     exec(f"def function{SIGNATURES[name]}: ...", namespace)
     signature = inspect.signature(namespace["function"])
@@ -234,7 +235,8 @@ def _names() -> tuple[str, ...]:
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """Yields the kernels' declarations. Which kernels are loaded or excluded is reset before and after the test."""
+    """Yields the kernels' declarations. Registers the kernels anew before and after the test, so that no kernel is loaded or
+    excluded from an earlier test."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     register_package("tokenspeed_kernel_amd")
@@ -313,7 +315,8 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("name", _names())
 def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
-    """The adapter has the operator's parameters. AITER's source is parsed, because importing the module would import AITER."""
+    """The adapter has the operator's parameters. The test parses the adapter's source, because importing the adapter would import
+    AITER."""
     module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
@@ -419,7 +422,7 @@ def _paged_cases(mode: str) -> list[Case]:
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("mode", ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"])
 def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
-    """Cache slots without a token hold NaN."""
+    """Compares the kernels with the reference. Cache slots without a token hold NaN."""
     for case in _paged_cases(mode):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
         assert_none_wrong(results)
@@ -510,7 +513,7 @@ def need_the_real_one(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name: str) -> None:
-    """This test has not been run yet."""
+    """Runs the cases with AITER itself on a gfx950. This test has not been run yet."""
     need_the_real_one(gfx950)
     spec = specs[name]
     own = [Case("ragged", ragged([1, 90, 0, 7], 8, 2, 128))] if spec.mode == "mha_prefill" else _paged_cases(spec.mode)

@@ -35,7 +35,7 @@ def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, page_size: int) -> None:
-    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
+    """One launch has sequences of length 0, of length 1, and with lengths at the edges of pages and blocks."""
     _run(gfx950, [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], page_size=page_size)
 
 

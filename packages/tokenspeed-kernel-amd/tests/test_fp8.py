@@ -35,13 +35,14 @@ DECODE, EXTEND, MIXED = "mha_decode_with_kvcache", "mha_extend_with_kvcache", "m
 
 
 def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[int] | None, **options: Any) -> dict[str, Any]:
-    """Returns the arguments of a function."""
+    """Returns the arguments of the operator ``function``."""
     needed = {EXTEND: {"is_causal": True}, MIXED: {"running_sums": False}, DECODE: {}}[function]
     return inputs(device, kv_lens, q_lens, **{**needed, **options})
 
 
 def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the reference's results for caches dequantised to fp32; without scales, because fp32 caches have none."""
+    """Returns the reference's results for caches dequantised to fp32. The reference gets no scales, because fp32 caches have
+    none."""
     wide = dict(arguments)
     for name in ("k", "v"):
         scale = wide.pop(f"{name}_scale", None)
@@ -82,7 +83,7 @@ def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
 @pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
 def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
-    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
+    """One launch has sequences of length 0, of length 1, and with lengths at the edges of pages and blocks."""
     lengths = [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
     _run(DECODE, gfx950, lengths, page_size=page_size, **SCALES[scales])
 
@@ -266,7 +267,7 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
 
 
 def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """The kernel converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
+    """Asserts that the hot loop converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
     assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]

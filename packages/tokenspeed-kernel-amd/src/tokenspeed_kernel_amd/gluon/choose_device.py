@@ -2,8 +2,8 @@
 """MoE routing from the router's logits, as a device function that other kernels call, and as a separate kernel.
 
 Each logit becomes an integer *sort key* with the same order; NaN is the largest, and -0 equals 0. The sort key of a 16-bit float
-has the expert's complement in its lower 16 bits. So the largest key gives the best expert; among equal logits, the lowest expert.
-The chosen experts are exactly those of the operator's definition.
+has the expert's complement in its lower 16 bits. So the largest key gives the expert with the largest logit; among equal logits,
+the expert with the lowest index. The chosen experts are exactly those of the operator's definition.
 """
 
 from __future__ import annotations

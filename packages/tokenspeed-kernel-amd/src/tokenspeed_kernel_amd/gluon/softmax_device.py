@@ -119,8 +119,8 @@ def cap_scores(dot_products, scaling):
 
 @gluon.jit
 def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
-    """The weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these weights; its
-    acc does not include their values yet.
+    """Returns the weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these
+    weights; its acc does not include their values yet.
 
     Args:
         LIFT: the row max is kept smaller by this number. Weights are then at most ``2**LIFT``, so that fewer underflow in fp8.

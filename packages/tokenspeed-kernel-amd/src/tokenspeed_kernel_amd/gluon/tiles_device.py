@@ -63,7 +63,7 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """Loads the tile's rows of q, [m, head_dim]. Padding rows load the last valid row instead, so the load needs no mask. So no
+    """Loads the tile's rows of q, [m, head_dim]. Padding rows load the last valid row instead, so the load needs no mask, and no
     instruction waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))

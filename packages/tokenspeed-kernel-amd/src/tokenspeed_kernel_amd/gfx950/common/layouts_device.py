@@ -108,9 +108,9 @@ def latent_storage(block_n, columns):
 @gluon.constexpr_function
 def byte_latent_storage(block_n, columns):
     """LDS layout of one-byte latents or rotary parts [128, columns]. `byte_storage` states which keys must be in different banks.
-    With 64 columns, keys whose indices differ by 1 or 2 lie within 256 bytes. With 256 or 512 columns, one KB holds only keys that are
-    32 or 64 apart, which no read accesses together. All other keys that must be in different banks are in different KB, and the padding
-    of each KB moves them to different banks.
+    With 64 columns, keys whose indices differ by 1 or 2 lie within 256 bytes. With 256 or 512 columns, one KB holds only keys that
+    are 32 or 64 apart, which no read accesses together. All other keys that must be in different banks are in different KB, and the
+    padding of each KB moves them to different banks.
     """
     assert block_n == 128
     rows = [1, 2, 32, 64, 16, 4, 8] if columns == 64 else [32, 64, 16, 1, 2, 4, 8] if columns == 256 else [64, 16, 1, 2, 4, 8, 32]

@@ -3,7 +3,7 @@
 the layouts of weights in memory, and the words *strip*, *half*, *step* (128 elements of k) and *quad* (four steps).
 
 fp8 block-scaled weights are float8e4nv, mxfp4 weights are uint8. A step of fp8 weights takes twice as many loads of 16 bytes per
-lane.
+lane as a step of mxfp4 weights.
 
 A wave computes a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
 features, and columns are tokens.
@@ -107,7 +107,7 @@ class Strips:
     Attributes:
         weight, scale: pointers to the weights and the scales of the first warp's strip.
         offsets: int32 [warps, loads, g, r, b], byte offsets from ``weight`` of the first loads of each warp's first half strip.
-            There are as many loads as are issued at once.
+            ``loads`` is the number of loads that are issued at once.
         block: int32 [1, loads, g, 1, 1], the index within its row of the 16-byte block that a lane loads.
         scale_offsets: int32 [warps, g, r] (mxfp4) or [warps, 1, step] (fp8), offsets of the first quad's scales from ``scale``, in
             words.
