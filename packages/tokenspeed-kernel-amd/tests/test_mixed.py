@@ -100,7 +100,7 @@ def test_more_sequences_than_lanes(gfx950: torch.device, small_device: None, bat
 
 
 def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
-    """The upper bounds of lengths are the page table's capacity."""
+    """The call's max_seqlen_q and max_seqlen_k are the page table's capacity, which exceeds all lengths."""
     arguments = _inputs(gfx950, [70, 1, 40, 300], [1, 1, 33, 2])
     wanted = reference(operator, arguments)
     room = arguments["page_table"].shape[1] * 16
@@ -135,7 +135,7 @@ def test_windows(gfx950: torch.device, small_device: None, window_left: int) -> 
     ("heads", "kv_heads"), [(4, 4), (20, 1), *(pytest.param(*heads, marks=pytest.mark.slow) for heads in ((8, 1), (40, 1)))]
 )
 def test_head_ratios(gfx950: torch.device, small_device: None, heads: int, kv_heads: int) -> None:
-    """With ratios of 20 and 40, one new token has more rows than the smallest tile."""
+    """With GQA ratios of 20 and 40, one new token has more rows than the smallest tile."""
     _run(gfx950, [70, 340, 30, 18], [1, 33, 2, 17], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
 
 
@@ -221,7 +221,8 @@ def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"window_left": 127}, {"head_dim": 128}))], ids=str
 )
 def test_resources(emulator: Any, small_device: None, options: dict[str, Any]) -> None:
-    """Checks both kernels. With a window, a tile of 128 rows needs more SGPRs than there are, so some are spilled."""
+    """Checks the compiled code of extend and of decode. With a window, a tile of 128 rows needs more SGPRs than there are, so some
+    are spilled."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, **options}
     mha_with_kvcache(**_inputs(torch.device("cpu"), [400, 300, 60], [1, 100, 2], **shape))
     extend, decode = emulator.launches[:2]

@@ -24,7 +24,8 @@ from .paging import check_case, kernel_of, spills
 moe_topk_apply = unchecked(operator, launcher_of_moe_topk_apply)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# With logits of another dtype, only the loads of logits differ.
+# Kernels for logits of another dtype differ only in the loads of logits. So tests that run outside the slow sessions use bf16
+# logits.
 FEW_DTYPES = [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
 # Tokens, experts and top-k of layers. In the first eight layers, the first GEMM routes. In the next three, the launch that sorts
 # pairs routes.

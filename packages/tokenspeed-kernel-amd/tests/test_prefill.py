@@ -175,7 +175,8 @@ def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
 
 
 def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
-    """NaN and infinity in the next sequence change no result, although its keys are copied with a sequence's last keys."""
+    """NaN and infinity in a sequence change no result of the sequence before, although a block of keys may contain keys of both
+    sequences."""
     inputs = _inputs([70, 90, 50], gfx950, heads=2, kv_heads=1)
     clean = mha_prefill(**inputs)
     for name, value in (("k", float("nan")), ("v", float("inf"))):

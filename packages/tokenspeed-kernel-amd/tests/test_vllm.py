@@ -55,7 +55,8 @@ class Batch:
 
 @dataclass
 class Layout:
-    """The layout of a cache tensor: its shape, the order of its axes in memory, and how keys and values are views of it."""
+    """The layout of a cache tensor: its shape, the order of its axes in memory, and a function that returns its keys and values as
+    views."""
 
     shape: Callable[[int, int], tuple[int, ...]]
     order: tuple[int, ...]
@@ -272,7 +273,7 @@ def test_decode_batch(gfx950: torch.device, layout: str) -> None:
 
 
 def test_prefill_batch(gfx950: torch.device) -> None:
-    """Whole prompts read the new keys and values, not the cache. Here, new keys and values are slices of one projection's
+    """For whole prompts, the call takes the new keys and values instead of the cache. Here, they are slices of one projection's
     output."""
     lens = [33, 1, 50]
     batch = _batch(gfx950, lens, lens, rows=96)
@@ -290,7 +291,7 @@ def test_prefill_batch(gfx950: torch.device) -> None:
 
 
 def test_chunked_prefill_batch(gfx950: torch.device) -> None:
-    """The first chunks of the prompts are in the cache."""
+    """The cache already holds the first chunks of the prompts. The call computes the next chunks."""
     batch = _batch(gfx950, [70, 40], [30, 9], rows=48, layout="flash NHD")
     layer, metadata = _layer(gfx950, None, sinks=False), batch.metadata
     k_cache, v_cache = LAYOUTS["flash NHD"].views(batch.kv_cache)

@@ -228,7 +228,7 @@ def _modifier(value: str) -> object:
 
 
 def _parse_metadata(lines: list[str]) -> tuple[tuple[Argument, ...], dict[str, int]]:
-    """The kernel's arguments and its integer properties, from the YAML that LLVM writes (one key per line)."""
+    """Returns the kernel's arguments and its integer properties, from the YAML that LLVM writes (one key per line)."""
     arguments: list[Argument] = []
     properties: dict[str, int] = {}
     current: dict[str, str] = {}

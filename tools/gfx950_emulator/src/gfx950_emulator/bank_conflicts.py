@@ -36,8 +36,8 @@ _PERIOD = 4 * LDS_READ_BANKS  # bytes after which banks repeat
 
 
 def _both_halves(*groups: tuple[int, ...]) -> list[list[int]]:
-    """Phases that consist of groups of four lanes. ``groups`` has the first lane of each, among lanes 0 to 31; lanes 32 to 63
-    repeat them.
+    """Returns phases that consist of runs of four adjacent lanes. Each entry of ``groups`` lists the first lanes of one phase's
+    runs, among lanes 0 to 31. Lanes 32 to 63 have the same phases.
     """
     return [[half + first + i for first in group for i in range(4)] for half in (0, 32) for group in groups]
 

@@ -35,7 +35,7 @@ class Line:
         flops: floating-point or integer operations of MFMA instructions.
         accesses: number of wave-instructions that accessed global memory in at least one lane.
         bytes, lines, ideal_lines, fresh_lines: global memory traffic, see `Counters`.
-        lds_accesses: number of waves that accessed LDS; both halves of ds_read2 count.
+        lds_accesses: number of wave-instructions that accessed LDS; ds_read2 and ds_write2 count twice.
         lds_bytes, lds_cycles, lds_conflicts: LDS traffic, see `Counters`.
     """
 
@@ -70,8 +70,8 @@ class Counters:
             bytes: number of bytes that active lanes loaded or stored in range.
             lines: number of 128-byte cache lines that these bytes touch, counted per wave-instruction.
             ideal_lines: number of cache lines that these bytes would touch if the lanes' data were contiguous and aligned.
-            fresh_lines: number of cache lines that no earlier instruction of the launch touched in the same way. There are two
-                ways: stores, and loads or atomics.
+            fresh_lines: number of cache lines that no earlier instruction of the launch touched. Stores are recorded separately
+                from loads and atomics.
             lds_accesses, lds_bytes: like accesses and bytes, for LDS.
             lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that is due to bank
                 conflicts.

@@ -144,7 +144,7 @@ _E8M0_INVERSE = _powers_of_two(127 - np.arange(256))
 
 
 def scale_exponent(scale: np.ndarray) -> np.ndarray:
-    """The scale byte that a float32 scale operand holds: its biased exponent.
+    """Returns the scale byte that a float32 scale operand holds: its biased exponent.
 
     Args:
         scale: uint32, the operand's bits.
@@ -175,7 +175,8 @@ def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -
 
 @lru_cache(maxsize=32)
 def _narrowing(form: Format, saturate: bool) -> np.ndarray:
-    """A lookup table of ``form.dtype`` [65536]: the encoding in `form` for the upper half of a float32 that was rounded to odd.
+    """Returns a lookup table of ``form.dtype`` [65536]. The index is the upper half of a float32 that was rounded to odd; the entry
+    is its encoding in `form`.
 
     Rounding to odd sets the last kept bit if any dropped bit was set. Rounding to odd and then to nearest equals rounding once, if
     at least two more bits are kept than the target has. 8 significant bits suffice for formats with 4.
