@@ -16,7 +16,7 @@ from kernel_emulation.report import headline, new_table, number
 
 
 def stats(report: LaunchReport, top: int) -> RenderableType:
-    """All statistics of a launch that was executed with counters."""
+    """Returns the tables with all statistics of a launch that was executed with counters."""
     counters: Counters = report.counters
     prediction = timing.predict(report)
     parts: list[RenderableType] = [

@@ -69,7 +69,7 @@ def _get_pc(site: Site) -> Bound:
 
 @binder("s_setpc_b64", "s_swappc_b64")
 def _jump(site: Site) -> Bound:
-    """PC = S0; swappc also writes the address of the next instruction."""
+    """PC = S0; swappc also writes the address of the next instruction to D."""
     *returns, source = site.operands
     read, after = read64(source), code_address(site.instruction.index + 1)
 
@@ -96,7 +96,7 @@ def _barrier(site: Site) -> Bound:
 
 
 def _wait_limits(site: Site) -> dict[str, int]:
-    """Reads the counters and their limits that an s_waitcnt names, or the fields of its numeric immediate."""
+    """Returns the limit of each counter that an s_waitcnt names, or the limits in the fields of its numeric immediate."""
     limits: dict[str, int] = {}
     for text in (*site.instruction.operands, *site.modifiers):
         if match := re.fullmatch(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", text):

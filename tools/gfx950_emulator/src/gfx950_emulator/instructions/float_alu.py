@@ -3,7 +3,7 @@
 Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact, or rounded
 once as IEEE 754 defines, except that dot products round every partial sum. NaNs are quiet as on hardware, but have the host's
 payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document. `gfx950_emulator.instructions.transcendental` has the
-    transcendental functions, and `gfx950_emulator.instructions.division` has division.
+transcendental functions, and `gfx950_emulator.instructions.division` has division.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def round_to_odd(a: Array, b: Array, total: Array) -> Array:
     """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest.
 
     Returns whichever of the two float64 values around an inexact sum has an odd last bit. Rounding this result to fewer bits then
-    equals rounding once. For finite sums."""
+    equals rounding once. A sum that is not finite is returned unchanged."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)
@@ -70,14 +70,14 @@ def round_to_odd(a: Array, b: Array, total: Array) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum and its error (Knuth)."""
+    """Returns the rounded sum a + b and its rounding error (Knuth)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded product and its error (Dekker), if nothing overflows or underflows."""
+    """Returns the rounded product a * b and its rounding error (Dekker). Both are valid only if nothing overflows or underflows."""
 
     def split(x: Array) -> tuple[Array, Array]:
         scaled = x * 134217729.0  # 2**27 + 1
@@ -120,7 +120,7 @@ def one_by_one(function: Callable[..., float], lanes: Array, result: Array, *sou
 
 
 def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
-    """(a * b + c) * 2**exponent of finite floats, rounded once."""
+    """Returns (a * b + c) * 2**exponent for finite floats, rounded once."""
     exact = (Fraction(a) * Fraction(b) + Fraction(c)) * Fraction(2) ** exponent
     if exact == 0:
         return a * b + c
@@ -207,7 +207,7 @@ def median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _or_nan(function: Callable[[Array, Array], Array], plain: np.ufunc) -> Callable[[Array, Array, Array], Array]:
-    """IEEE 754-2019's minimum or maximum of three values: NaN if any operand is NaN."""
+    """Returns IEEE 754-2019's minimum or maximum of three values, which is NaN if any operand is NaN."""
 
     def choose(a: Array, b: Array, c: Array) -> Array:
         chosen = plain(plain(a, b), c)
@@ -241,7 +241,8 @@ def fraction(a: Array) -> Array:
 
 
 def _exponent_of(dtype: type) -> Callable[[Array], Array]:
-    """A function that returns the exponent for a mantissa in [0.5, 1); 0 for zero, infinity and NaN."""
+    """Returns a function that computes the exponent that belongs to a mantissa in [0.5, 1). The exponent is 0 for zero, infinity
+    and NaN."""
     return lambda a: np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(dtype)
 
 

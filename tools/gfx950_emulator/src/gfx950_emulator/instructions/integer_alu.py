@@ -163,7 +163,8 @@ _OF_TWO = (
 
 @lru_cache(maxsize=256)
 def bit_table(table: int) -> Callable[[Array, Array, Array], Array]:
-    """The bitwise function of three inputs given by a table: its value for (a, b, c) is bit 4a + 2b + c of the table."""
+    """Returns the bitwise function of three inputs that has this truth table: its value for (a, b, c) is bit 4a + 2b + c of the
+    table."""
     off, on = table & 15, table >> 4  # the tables for a = 0 and for a = 1
     for_off, for_on = _OF_TWO[off], _OF_TWO[on]
     if off == on:
@@ -220,7 +221,7 @@ def extract_unsigned(a: Array, b: Array, c: Array) -> Array:
 
 
 def extract_signed(a: Array, b: Array, c: Array) -> Array:
-    """Bits [offset, offset + width), sign-extended; the sign of a field that reaches past bit 31 is bit 31."""
+    """Returns bits [offset, offset + width), sign-extended. The sign of a field that reaches past bit 31 is bit 31."""
     offset, width = (b & _31).astype(np.int32), (c & _31).astype(np.int32)
     shifted = a >> offset
     up = np.int32(32) - width
@@ -234,7 +235,7 @@ vector_op("v_bfm_b32", lambda a, b: ((_ONE << (a & _31)) - _ONE) << (b & _31), U
 
 
 def _shift_and_pack(low: int, high: int) -> Callable[[Array, Array, Array], Array]:
-    """Packs two int32, shifted right and saturated to a byte each, into 16 bits."""
+    """Returns a function that shifts two int32 right, saturates each to a byte, and packs both bytes into 16 bits."""
 
     def function(a: Array, b: Array, c: Array) -> Array:
         by = (c & _31).astype(np.int32)
@@ -412,7 +413,8 @@ for _count, _bits in ((2, 16), (4, 8), (8, 4)):
 
 
 def _two_sources(site: Site, first: Operand, second: Operand) -> Callable[[Group], tuple[Array, Array]]:
-    """A function that reads two sources, in any encoding that writes the whole register in all active lanes."""
+    """Returns a function that reads two sources. Rejects encodings that may leave a part of the register, or active lanes,
+    unwritten."""
     form, moved = Form(), ""
     lines: list[str] = []
     if site.encoding.endswith("dpp"):
@@ -444,7 +446,7 @@ def _carry(site: Site) -> Bound:
         if carry_in is not None:
             carry = carry_in(g).astype(np.uint64)
             total = total + carry if adds else total - carry
-        # negative results wrap to large uint64 values
+        # negative results wrap to large uint64 values, so their upper 32 bits are not zero
         group_write(g, row, total.astype(np.uint32))
         set_compare(g, to, (total >> np.uint64(32)) != 0)
 

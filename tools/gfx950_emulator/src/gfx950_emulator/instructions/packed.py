@@ -81,7 +81,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """Makes the `Bound` with only those registers of pairs that each half of the result uses."""
+    """Makes the `Bound`. It reads only those registers of the source pairs that some half of the result uses."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))
@@ -149,7 +149,7 @@ def _half(site: Site, form: Form, type_: Type, operand: Operand, upper: int, neg
     """Returns the source text of the expression for one half of a source operand."""
     if operand.file != "literal":
         return source(site, form, type_, replace(operand, negate=bool(negate) != operand.negate), high=upper)
-    # An inline constant is in the lower half, with zeros (an integer's sign bits) above it.
+    # An inline constant is in the lower half. The upper half has zeros, or the sign bits of an integer.
     if isinstance(operand.literal, float):
         bits = int(operand.bits(np.dtype(np.uint16)))
     else:

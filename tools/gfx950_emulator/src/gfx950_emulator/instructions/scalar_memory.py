@@ -21,8 +21,8 @@ _ADDRESS = (1 << 48) - 1  # bits of a buffer resource that hold the base address
 
 
 def _offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
-    """A function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate (``s4
-    offset:0x10``).
+    """Returns a function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate
+    (``s4 offset:0x10``).
     """
     immediate = int(site.take("offset", 0))
     if operand.file == "literal":

@@ -96,7 +96,7 @@ def _two_over_pi() -> int:
 
 @lru_cache(maxsize=4096)
 def _segment(segment: int, exponent: int) -> float:
-    """Bits [shift, shift + 53) of the fraction of 2 / pi, at their original exponent; zeros beyond the table's bits."""
+    """Returns bits [shift, shift + 53) of the fraction of 2 / pi, at their original exponent; zeros beyond the table's bits."""
     shift = 53 * segment + max(exponent - 1077, 0)
     bits = _two_over_pi() << (shift + 53) >> _DIGITS & ((1 << 53) - 1)
     return ldexp(bits, -53 - shift + (128 if exponent >= 1968 else 0))

@@ -354,8 +354,8 @@ def _atomic(site: Site) -> Bound:
 
 
 def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
-    """A mask of those bits of each dword that are inside a tensor, uint32 [N]; None means all bits. Raises `Fault` if none of a
-    dword's bits are inside, or if an operand has a bit set outside.
+    """Returns a mask of those bits of each dword that are inside a tensor, uint32 [N]; None means all bits. Raises `Fault` if none
+    of a dword's bits are inside, or if an operand has a bit set outside.
     """
     whole = memory.contains(at, 4)
     if inside is not None:
