@@ -1,4 +1,4 @@
-"""Control flow: branches, divergence and reconvergence of waves, barriers, wait counters, the MODE register.
+"""Tests control flow: branches, divergence and reconvergence of waves, barriers, wait counters, the MODE register.
 
 Waves with the same control flow run in lockstep. Results must not depend on this, so random programs are compared with a
 wave-by-wave interpreter.
@@ -217,7 +217,8 @@ def test_branch_to_no_label() -> None:
 
 
 def _address_of(label: str, pair: int) -> str:
-    """Returns the code that computes a function's address like compilers: the distance from the instruction after s_getpc_b64."""
+    """Returns the code that computes a function's address as compilers do: from the distance to the instruction after
+    s_getpc_b64."""
     return f"""
         s_getpc_b64 s[{pair}:{pair + 1}]
         s_add_u32 s{pair}, s{pair}, {label}@rel32@lo+4

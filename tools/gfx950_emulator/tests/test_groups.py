@@ -1,4 +1,4 @@
-"""Groups of waves in lockstep: every representation of scalar registers, divergence and reconvergence, and outstanding
+"""Tests groups of waves in lockstep: every representation of scalar registers, divergence and reconvergence, and outstanding
 operations."""
 
 from __future__ import annotations
