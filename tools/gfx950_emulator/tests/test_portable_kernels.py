@@ -1,4 +1,4 @@
-"""The core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
+"""Tests the core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
 references, by the operators' tolerances."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
+"""Tests the sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
 
 Kernels with seeded faults are in `test_sanitizer_kernels`. This file tests each rule, and correct code that comes close to
 violating the rule.
@@ -351,7 +351,8 @@ def test_atomics_on_uninitialised_lds(mnemonic: str) -> None:
 
 @pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8), ("ds_read_b64_tr_b4", 4)])
 def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> None:
-    """The 8 bytes of one lane are uninitialised. So the lanes that receive these bytes are uninitialised, each in one half only."""
+    """The 8 bytes of one lane are uninitialised. So the lanes that receive these bytes are uninitialised, each in only one of its
+    two registers."""
     missing = 16 + 5
     on = MASK64 - (1 << missing)
     text = f"""

@@ -1,4 +1,4 @@
-"""The sanitizer, instruction by instruction: missing waits, races in LDS, alignment, barriers, deadlocks."""
+"""Tests the sanitizer, instruction by instruction: missing waits, races in LDS, alignment, barriers, deadlocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalar arithmetic and scalar loads, compared with the CDNA3 and CDNA4 ISA documents' definitions in plain Python on integers.
+"""Tests scalar arithmetic and scalar loads against the CDNA3 and CDNA4 ISA documents' definitions, in plain Python on integers.
 
 A scalar register of the emulator holds an int that all waves share, a value per wave, or lanes as booleans. Every instruction is
 tested on all three representations, and on mixtures of them.
@@ -188,7 +188,7 @@ def test_every_scalar_instruction_has_a_definition() -> None:
 
 def _text(mnemonic: str, operands: str, kinds: str) -> str:
     """Returns the instruction's text with registers of `_REGISTERS`. ``operands`` are among "dab". ``kinds`` has "s" (one register)
-    or "d" (a pair) for each."""
+    or "d" (a pair) for each operand."""
     written = [_REGISTERS[o][1] if kind == "d" else f"s{_REGISTERS[o][0]}" for o, kind in zip(operands, kinds, strict=True)]
     return f"{mnemonic} {', '.join(written)}"
 

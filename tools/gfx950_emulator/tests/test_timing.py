@@ -1,4 +1,4 @@
-"""The timing model: rates and latencies of single execution units, their overlap, and ratios between whole kernels."""
+"""Tests the timing model: rates and latencies of single execution units, their overlap, and ratios between whole kernels."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _lds(instruction: str, offsets: np.ndarray, waves: int) -> float:
 
 
 def test_lds_bandwidth() -> None:
-    # Reads reach 256 bytes per clock (CDNA 4 white paper), half of it for a pair of SIMDs. Writes have two ports of 64 bytes per
-    # clock, which addresses use, too.
+    # Reads reach 256 bytes per clock (CDNA 4 white paper), a pair of SIMDs at most half of that. Writes use two ports of 64 bytes
+    # per clock, which also transfer the addresses.
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=16) == pytest.approx(256, rel=0.1)
     assert _lds("ds_read_b128 v[4:7], v0", LANES * 16, waves=1) == pytest.approx(128, rel=0.1)
     assert 75 < _lds("ds_write_b128 v0, v[4:7]", LANES * 16, waves=16) < 128

@@ -1,5 +1,5 @@
-"""Whole kernels, compiled by unmodified Triton, that exchange data between lanes, waves and workgroups: atomics, reductions, scans,
-sorting, gathers."""
+"""Tests whole kernels, compiled by unmodified Triton, that exchange data between lanes, waves and workgroups: atomics, reductions,
+scans, sorting, gathers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("bins", [1, 7, 33])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, first: int, rng: torch.Generator) -> None:
-    """16-bit atomics work on whole dwords. Possibly only one half of a dword belongs to the tensor."""
+    """16-bit atomics work on whole dwords. The tensor may contain only one half of a dword."""
     values, chosen = integers(rng, -3, 4, 60).to(dtype), integers(rng, 0, bins, 60)
     memory = integers(rng, -3, 4, bins + 3).to(dtype)
     expected = memory.double()

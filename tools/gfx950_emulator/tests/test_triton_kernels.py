@@ -1,4 +1,4 @@
-"""Whole kernels that unmodified Triton compiles for gfx950, run on the emulator and compared with references in PyTorch."""
+"""Tests whole kernels that unmodified Triton compiles for gfx950, on the emulator, against references in PyTorch."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_floats_seen_asintegers(rng: torch.Generator) -> None:
 
 
 def _philox(seed: int, counter: int) -> float:
-    """Returns Philox4x32-10's first word for the counter (counter, 0, 0, 0), mapped to a float32 in [0, 1) like Triton."""
+    """Returns Philox4x32-10's first word for the counter (counter, 0, 0, 0), mapped to a float32 in [0, 1) as Triton does."""
     c, k = [counter, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         low0, low2 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -1,4 +1,4 @@
-"""Forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
+"""Tests forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
 
 The other ``test_vector_*`` files test what each instruction computes. This file tests their common encodings (CDNA4 ISA document,
 chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers), a text line of every form
