@@ -19,7 +19,7 @@ NEEDED = (0, 1, 20)
 
 
 def aiter_gap() -> str | None:
-    """The reason why AITER cannot be used; None if it can. Metadata is read once per process."""
+    """Returns the reason why AITER cannot be used; None if it can. Metadata is read once per process."""
     return find_gap()
 
 

@@ -29,7 +29,7 @@ def attend(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Causal attention of new tokens to a paged cache that already contains them; see
+    """Computes causal attention of new tokens to a paged cache that already contains them; see
     `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
     Every sequence must have at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are

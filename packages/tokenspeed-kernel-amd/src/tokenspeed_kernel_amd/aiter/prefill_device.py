@@ -66,8 +66,8 @@ def mha_prefill(
 
 
 def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | None) -> int:
-    """An upper bound of the longest sequence's length, at least 1, computed without reading device memory.
-    ``offsets`` is the call's cu_seqlens_cpu and ``bound`` its max_seqlen; either may be None.
+    """Returns an upper bound of the longest sequence's length, at least 1, computed without reading device memory. ``offsets`` is
+    the call's cu_seqlens_cpu and ``bound`` its max_seqlen; either may be None.
     """
     if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
         values = offsets.tolist() if isinstance(offsets, Tensor) else offsets

@@ -41,7 +41,7 @@ def wait_for_stores():
 
 @gluon.constexpr_function
 def mfma_layout(shape, transposed, warps):
-    """The register layout of the accumulators of MFMAs of ``shape`` (m, n, k).
+    """Returns the register layout of the accumulators of MFMAs of ``shape`` (m, n, k).
 
     Args:
         transposed: whether a lane holds adjacent columns of a row, not adjacent rows of a column.

@@ -20,8 +20,8 @@ _NAN = gl.constexpr(2**31 - 1)
 
 @gluon.constexpr_function
 def logits_layout(rows, experts, warps):
-    """The register layout of router logits [rows, experts]; both sizes are powers of two. One warp holds all logits of a row. With
-    fewer rows than warps, rows are replicated across warps."""
+    """Returns the register layout of router logits [rows, experts]; both sizes are powers of two. One warp holds all logits of a
+    row. With fewer rows than warps, rows are replicated across warps."""
     lanes = 64 // max(1, rows // warps) if rows // warps < 64 else 1
     return gl.BlockedLayout([1, max(1, min(8, experts // lanes))], [64 // lanes, lanes], [warps, 1], [1, 0])
 

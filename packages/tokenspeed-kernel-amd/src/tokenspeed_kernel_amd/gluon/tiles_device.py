@@ -49,7 +49,7 @@ def new_tokens(cu_seqlens_q, sequence, q_len):
 
 @gluon.jit
 def rows_of(tile, layout: gl.constexpr):
-    """The indices of the tile's rows among the sequence's rows, int32 [m], along the first axis of ``layout``."""
+    """Returns the indices of the tile's rows among the sequence's rows, int32 [m], along the first axis of ``layout``."""
     return tile.first_row + gl.arange(0, tile.m, gl.SliceLayout(1, layout))
 
 

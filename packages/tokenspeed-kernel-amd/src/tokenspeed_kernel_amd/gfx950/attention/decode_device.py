@@ -128,8 +128,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split and KV
-    head. The KV head varies fastest, the tile slowest.
+    """Computes attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split
+    and KV head. The KV head varies fastest, the tile slowest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 

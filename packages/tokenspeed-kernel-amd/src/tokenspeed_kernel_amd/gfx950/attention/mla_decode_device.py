@@ -124,7 +124,7 @@ def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequenc
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """The register layout of rows of q, [rows, columns]. The number of columns does not change which rows a lane holds."""
+    """Returns the register layout of rows of q, [rows, columns]. The number of columns does not change which rows a lane holds."""
     return gl.BlockedLayout([1, columns // 32], [2, 32], [warps, 1], [1, 0])
 
 
@@ -192,7 +192,7 @@ def split_in_planes(q, factor):
 
 @gluon.jit
 def as_operands(q, cache, layouts: gl.constexpr):
-    """The queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
+    """Returns the queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
     m: gl.constexpr = q.latents.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
     if q.latents.dtype == cache.latents.shared.dtype:
@@ -261,7 +261,7 @@ def copy_keys(cache, first, start, stage):
 
 @gluon.jit
 def mma(a, b, acc):
-    """acc + a @ b."""
+    """Returns acc + a @ b."""
     if a.type.layout.parent.instr_shape[2] == 128:
         acc = isa.mfma_scaled(a, None, "e4m3", b, None, "e4m3", acc)
     else:
@@ -281,7 +281,7 @@ def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
 
 @gluon.jit
 def qk_mma(q, cache, buffer):
-    """The dot products of q and the keys in an LDS buffer."""
+    """Returns the dot products of q and the keys in an LDS buffer."""
     layout: gl.constexpr = q.high.latents.type.layout.parent
     rope_layout: gl.constexpr = q.high.ropes.type.layout.parent
     dots = gl.zeros([q.high.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, rope_layout)
@@ -320,7 +320,7 @@ def attend_block(q, cache, buffer, start, end, state, visible, scaling, followin
 
 @gluon.jit
 def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
     `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
@@ -359,7 +359,8 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
 
 @gluon.jit
 def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, begin, end, ends_differ: gl.constexpr):
-    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty."""
+    """Computes attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens. The range may be empty.
+    Returns the softmax state."""
     stored: gl.constexpr = operands.kv_cache.dtype.element_ty
     columns: gl.constexpr = RANK // shape.halves
     layouts: gl.constexpr = latent_layouts(gl.num_warps(), tile_shape.block_n, columns, ROPE, stored)
@@ -385,8 +386,9 @@ def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, b
 
 @gluon.jit
 def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
-    """Offsets of the elements of a partial result [m, columns] in memory, ordered by wave, register and lane. So each access of a
-    wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are part of the instruction.
+    """Returns the offsets of the elements of a partial result [m, columns] in memory. Elements are ordered by wave, register and
+    lane. So each access of a wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are
+    part of the instruction.
     """
     row = gl.arange(0, m, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
@@ -451,7 +453,7 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
 
 @gluon.jit
 def store_output(operands, shape, variant, tile, half, state):
-    """Epilogue: normalises a tile's rows and writes the output and the LSE."""
+    """Normalises a tile's rows, and writes the output and the LSE."""
     result, log_sum = normalise(state, None)
     columns: gl.constexpr = state.acc.shape[1]
     store_rows(operands.out + half * columns, result, tile, tile.first_query, shape.out_token, shape.out_head)
@@ -468,7 +470,7 @@ def mla_decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
+    """Computes attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
 
     Consecutive workgroups run on different XCDs. The workgroups of a split run on one XCD, whose L2 holds their keys.
 

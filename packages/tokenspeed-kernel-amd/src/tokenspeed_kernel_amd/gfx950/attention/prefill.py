@@ -55,7 +55,8 @@ class Config:
 
 
 def _config(head_dim: int, v_head_dim: int) -> Config:
-    """Three waves per SIMD if head_dim and v_head_dim are 64, otherwise two: at 128, three would spill."""
+    """Returns three waves per SIMD if head_dim and v_head_dim are 64, otherwise two. With three waves, head_dim 128 would spill
+    registers."""
     return Config(3 if head_dim == v_head_dim == 64 else 2)
 
 

@@ -88,13 +88,13 @@ class Band:
 
 @gluon.jit
 def rank_of(round_number, cu, cus: gl.constexpr):
-    """The index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
+    """Returns the index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
     return round_number * cus + gl.where(round_number % 2 == 0, cu, cus - 1 - cu)
 
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `TileLocation` of the tile that is ``rank`` tiles after the first tile of ``level``.
+    """Returns the `TileLocation` of the tile that is ``rank`` tiles after the first tile of ``level``.
 
     Tiles are ordered from most keys to fewest: from the highest level down, within a level by sequence, and within a sequence by
     head.
@@ -255,7 +255,7 @@ def store_tile(
     operands, state, sink, location, first_row, head, row, strides,
     shape: gl.constexpr, variant: gl.constexpr, block_m: gl.constexpr, mfma: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue: normalises a tile's accumulator, and stores output and LSE. ``row``: int32 [rows], positions in the sequence."""
+    """Normalises a tile's accumulator, and stores the output and the LSE. ``row``: int32 [rows], positions in the sequence."""
     result, log_sum = normalise(state, sink)
     first_token = (location.start + first_row).to(gl.int64)
     out_row = gl.arange(0, block_m, gl.SliceLayout(1, mfma))
@@ -376,7 +376,7 @@ def mha_prefill_gfx950(
     variant: gl.constexpr,
     tile_shape: gl.constexpr,
 ):
-    """Persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
+    """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
     Arguments: see `gfx950.attention.prefill`.
     """

@@ -60,11 +60,11 @@ class Encoding(NamedTuple):
         return self.planes > 1 and not self.exact
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of one encoded row of k elements in one plane, padding included."""
+        """Returns the number of bytes of one encoded row of k elements in one plane, padding included."""
         return quads_of(k) * QUAD * STEP // (2 if self.format == "e2m1" else 1)
 
     def row_scales(self, k: int) -> int:
-        """Number of scales of one encoded row of k elements in one plane, padding included."""
+        """Returns the number of scales of one encoded row of k elements in one plane, padding included."""
         return 1 if self.scales != "block" else quads_of(k) * QUAD * STEP // BLOCK_MX
 
 
@@ -76,7 +76,7 @@ class Encoded(NamedTuple):
 
 
 def encoding_of(plan: MoEPlan) -> Encoding:
-    """The encoding of a plan's activations.
+    """Returns the encoding of a plan's activations.
 
     Raises:
         ValueError: activations are not rounded, and their dtype is neither bfloat16 nor float16.

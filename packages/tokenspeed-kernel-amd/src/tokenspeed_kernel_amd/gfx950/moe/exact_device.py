@@ -35,20 +35,21 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 
 @gluon.constexpr_function
 def step_layout(warps):
-    """The register layout of one step (128 elements of k) of a tile's rows, [columns, 4, 32]: 8 adjacent elements per lane."""
+    """Returns the register layout of one step (128 elements of k) of a tile's rows, [columns, 4, 32]: 8 adjacent elements per
+    lane."""
     return gl.BlockedLayout([1, 1, 8], [4, 4, 4], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def source_layout(warps):
-    """The register layout of the vectors of a `Source`, [columns]."""
+    """Returns the register layout of the vectors of a `Source`, [columns]."""
     return axis_layout(step_layout(warps), 3, 0)
 
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """The register layout of a quad's encoded values, [columns, step, 128], that matches the right operand of MMAs. All warps hold
-    the same values."""
+    """Returns the register layout of a quad's encoded values, [columns, step, 128], that matches the right operand of MMAs. All
+    warps hold the same values."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
@@ -101,8 +102,8 @@ def load_step(source, length, step):
 
 @gluon.jit
 def passes_for(values, encoding: gl.constexpr):
-    """The number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass suffices if
-    it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
+    """Returns the number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass
+    suffices if it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
 
     For an amax from 2^7 to 2^8, the lowest bit that pass ``p`` (counted from 1) represents is 2^(-14 - 22 (p - 1)) with two planes,
     and 2^(-19 - 27 (p - 1)) with three. A bfloat16 element has 8 significant bits, a float32 element 24.
@@ -150,7 +151,8 @@ def read_plane(shared, plane):
 
 @gluon.jit
 def passes_of(source, quads, encoding: gl.constexpr):
-    """The number of passes that each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: number of quads per row."""
+    """Returns the number of passes that each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: number of quads per
+    row."""
     passes = source.length * 0
     for step in range(4 * quads):
         passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))

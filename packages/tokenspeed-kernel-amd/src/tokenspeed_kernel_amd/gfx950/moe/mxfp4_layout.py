@@ -33,18 +33,18 @@ _BYTES = 16  # bytes that a lane loads at once
 
 
 def strips_of(rows: int) -> int:
-    """Number of strips of a projection with this many rows per expert. The number of rows is a multiple of 32: it is the other
-    projection's k, or twice that k, and mxfp4 requires that k is a multiple of 32."""
+    """Returns the number of strips of a projection with this many rows per expert. The number of rows is a multiple of 32: it is
+    the other projection's k, or twice that k, and mxfp4 requires that k is a multiple of 32."""
     return rows // STRIP
 
 
 def steps_of(k: int) -> int:
-    """Number of 128-element steps along k; the last step may be padded."""
+    """Returns the number of 128-element steps along k; the last step may be padded."""
     return -(-k // STEP)
 
 
 def quads_of(k: int) -> int:
-    """Number of quads (four steps, 512 elements) along k; the last quad may have fewer steps."""
+    """Returns the number of quads (four steps, 512 elements) along k; the last quad may have fewer steps."""
     return -(-k // (QUAD * STEP))
 
 

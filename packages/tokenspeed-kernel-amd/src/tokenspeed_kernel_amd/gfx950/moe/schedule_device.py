@@ -24,7 +24,7 @@ def add(a, b):
 
 @gluon.constexpr_function
 def lanes_layout(warps):
-    """The register layout of the chunk of top-k ids that a workgroup loads at once."""
+    """Returns the register layout of the chunk of top-k ids that a workgroup loads at once."""
     return gl.BlockedLayout([4], [64], [warps], [0])
 
 
@@ -146,8 +146,8 @@ def choose_and_route_kernel(
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """Like `route_kernel`, but each expert's workgroup also routes all tokens from their router logits. The first workgroup stores
-    the routing. There are at most ``routing.rows`` tokens.
+    """Does what `route_kernel` does, but each expert's workgroup also routes all tokens from their router logits. The first
+    workgroup stores the routing. There are at most ``routing.rows`` tokens.
 
     Args:
         logits, logits_stride, scaling, routing: see `choose`.
