@@ -1,4 +1,4 @@
-"""The adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
+"""Tests the adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
 
 The tests use a stand-in that runs on any machine: a module aiter whose functions have AITER's signatures, and compute AITER's
 documented results in PyTorch on a CPU. If AITER's source violates the operator's contract, the stand-in does so too, or raises an

@@ -1,4 +1,4 @@
-"""The adapter to AITER's MoE kernel. The adapter has not been run on hardware; ``test_aiter`` explains the stand-in."""
+"""Tests the adapter to AITER's MoE kernel. The adapter has not been run on hardware; ``test_aiter`` explains the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention to fp8 (e4m3) paged caches, compared with the core's fp32 reference on the same values."""
+"""Tests attention to fp8 (e4m3) paged caches against the core's fp32 reference on the same values."""
 
 from __future__ import annotations
 

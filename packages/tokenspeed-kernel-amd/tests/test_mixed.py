@@ -1,4 +1,4 @@
-"""mha_with_kvcache, compared with the core's reference in float32."""
+"""Tests mha_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mla_decode_with_kvcache, compared with the core's reference in float32."""
+"""Tests mla_decode_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 

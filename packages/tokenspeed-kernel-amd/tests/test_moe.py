@@ -1,4 +1,4 @@
-"""moe_apply with mxfp4 weights: cases, errors compared with the portable kernel's, routing, and compiled code."""
+"""Tests moe_apply with mxfp4 weights: cases, errors compared with the portable kernel's, routing, and compiled code."""
 
 from __future__ import annotations
 

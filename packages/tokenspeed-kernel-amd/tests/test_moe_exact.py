@@ -1,5 +1,5 @@
-"""moe_apply of rows with outliers: if planes of fp8 values lose bits of a row, every kernel computes the row exactly, in every
-format."""
+"""Tests moe_apply on rows with outliers: if planes of fp8 values lose bits of a row, every kernel computes the row exactly, in
+every format."""
 
 from __future__ import annotations
 

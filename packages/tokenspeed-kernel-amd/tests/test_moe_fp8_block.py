@@ -1,5 +1,5 @@
-"""moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, and errors compared with the portable
-kernel's."""
+"""Tests moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, and errors compared with the
+portable kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe_topk_apply with mxfp4 weights. Routing is part of the first GEMM, or is a separate launch."""
+"""Tests moe_topk_apply with mxfp4 weights. Routing is part of the first GEMM, or is a separate launch."""
 
 from __future__ import annotations
 

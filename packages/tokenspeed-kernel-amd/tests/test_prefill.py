@@ -1,4 +1,4 @@
-"""mha_prefill, compared with the core's reference in float32."""
+"""Tests mha_prefill against the core's reference in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole Gluon kernels for gfx950 on the emulator, compared with references in PyTorch."""
+"""Tests whole Gluon kernels for gfx950, on the emulator, against references in PyTorch."""
 
 from __future__ import annotations
 

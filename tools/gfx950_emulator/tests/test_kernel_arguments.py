@@ -1,4 +1,5 @@
-"""A kernel receives every argument correctly, whatever the argument's type and its neighbours in the argument segment."""
+"""Tests that a kernel receives every argument correctly, whatever the argument's type and its neighbours in the argument
+segment."""
 
 from __future__ import annotations
 

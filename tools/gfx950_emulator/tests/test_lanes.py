@@ -1,7 +1,8 @@
-"""Instructions that move data between lanes, and between lanes and scalar registers. Each lane is compared with the ISA documents'
-definitions.
+"""Tests instructions that move data between lanes, and between lanes and scalar registers, against the ISA documents' definitions,
+lane by lane.
 
-Lane maps of DPP: section "DPP_CTRL" of the CDNA3 ISA document. Swaps: V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32 of CDNA4's.
+Lane maps of DPP: section "DPP_CTRL" of the CDNA3 ISA document. Swaps: V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32 of the CDNA4
+ISA document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeded faults in kernels: each is reported with its kind, the instruction and the line of the kernel's source.
+"""Tests kernels with seeded faults: each fault is reported with its kind, the instruction and the line of the kernel's source.
 
 Every kernel also runs without its fault. Without its fault, the kernel causes no report and gives the correct result. So only the
 fault can cause the report.

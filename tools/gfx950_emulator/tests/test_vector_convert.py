@@ -203,7 +203,7 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
     elif value == 0:
         code = 0
     else:
-        # The value in ulps of a float32 with this exponent (23 bits). Lower bits are truncated.
+        # The value in units of 2**(exponent - 23), the ulp of a float32 with this exponent. Lower bits are truncated.
         exponent = max(_floor_log2(value), 1 - form.bias)
         units = math.floor(value / Fraction(2) ** (exponent - 23)) + (random_word >> (9 + form.mantissa_bits))
         code = ((exponent + form.bias - 1) << form.mantissa_bits) + (units >> (23 - form.mantissa_bits))

@@ -155,14 +155,14 @@ class Counters:
     # Results
 
     def executions(self) -> np.ndarray:
-        """Number of wave-instructions of each instruction, int64."""
+        """Returns the number of wave-instructions of each instruction, int64."""
         counts = np.zeros(len(self.program.bound), np.int64)
         for start, runs in self.block_runs.items():
             counts[start : self.program.blocks[start].end] += runs
         return counts
 
     def lines(self) -> list[Line]:
-        """One `Line` for each instruction that ran, in program order."""
+        """Returns one `Line` for each instruction that ran, in program order."""
         counts, result = self.executions(), []
         for index in np.flatnonzero(counts).tolist():
             bound, executed = self.program.bound[index], int(counts[index])
@@ -178,14 +178,14 @@ class Counters:
         return int(self.executions().sum())
 
     def by_mnemonic(self) -> Counter[str]:
-        """Number of wave-instructions by mnemonic, without encoding suffix."""
+        """Returns the number of wave-instructions by mnemonic, without encoding suffix."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[split_encoding(line.instruction.mnemonic)[0]] += line.executions
         return counts
 
     def by_unit(self) -> Counter[str]:
-        """Number of wave-instructions by execution unit, as in `Bound.unit`."""
+        """Returns the number of wave-instructions by execution unit, as in `Bound.unit`."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[line.unit] += line.executions
@@ -243,8 +243,8 @@ class _CacheLines:
         self._seen = np.zeros((2, count), bool)
 
     def of(self, addresses: np.ndarray) -> np.ndarray:
-        """Numbers of the cache lines of byte addresses, int64. Invalid addresses get an arbitrary number, because their access will
-        be rejected.
+        """Returns the numbers of the cache lines that contain these byte addresses, int64. Invalid addresses get an arbitrary
+        number, because their access will be rejected.
         """
         place = np.maximum(np.searchsorted(self._starts, addresses, "right") - 1, 0)
         lines = self._first[place] + ((addresses - self._blocks[place]) >> _LINE_BITS)

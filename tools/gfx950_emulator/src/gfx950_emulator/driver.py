@@ -200,10 +200,10 @@ def emulated_gfx950(
     tracer: InstructionTrace | None = None,
     bounds: Bounds = "view",
 ) -> Iterator[Emulator]:
-    """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
+    """Compiles Triton and Gluon kernels for gfx950 and executes them on CPU tensors, inside the ``with`` block.
 
-    If tokenspeed-kernel-base is installed, its platform is an emulated MI355X. Operators then select and run the same kernels as on
-    an MI355X.
+    If tokenspeed-kernel-base is installed, its platform inside the block is an emulated MI355X. Operators then select and run the
+    same kernels as on an MI355X.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the

@@ -513,7 +513,7 @@ class LocalShadow:
         owners[at[several]] = _SEVERAL * repeat
 
     def atomic(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int) -> None:
-        """Records atomics. They do not race with one another, and all waves may read their results."""
+        """Records atomics. Atomics do not race with one another, and all waves may read their results."""
         self._alignment(addresses, size)
         places = self._bytes(addresses, size)
         owners = self.owner[places]

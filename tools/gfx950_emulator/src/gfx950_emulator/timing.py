@@ -109,8 +109,8 @@ class Simulation:
     @property
     def bound_by(self) -> str:
         """The limit of the CU. If an execution unit is busy nearly all the time, the limit is its throughput. Otherwise, the limit
-        is the cause on which waves spend most time. If the busiest execution unit is busy at least half of the time, it follows in
-        the text, because it is the next limit.
+        is the cause on which waves spend most time. If the busiest execution unit is busy at least half of the time, the text also
+        names this execution unit, because it is the next limit.
         """
         unit = max(self.busy, key=lambda name: self.busy[name])
         if self.busy[unit] >= _SATURATED:

@@ -81,7 +81,7 @@ class InstructionTrace:
     more: bool = field(default=False, init=False)
 
     def wants(self, program: Program) -> bool:
-        """Whether a launch of this program is traced; called once per launch."""
+        """Returns whether a launch of this program is traced. The emulator calls this once per launch."""
         return self.kernel in program.assembly.name and not self.more
 
     def instruction(self, program: Program, group: Group, index: int) -> None:

@@ -74,7 +74,7 @@ _HELPERS: dict[str, Any] = {"np": np, "u16": np.uint16, "u32": np.uint32, "dpp_r
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: makes a function callable from generated code."""
+    """Makes a function callable from generated code (a decorator)."""
     _HELPERS[function.__name__] = function
     return function
 

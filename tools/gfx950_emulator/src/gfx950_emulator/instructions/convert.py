@@ -242,7 +242,7 @@ _STOCHASTIC += [f"v_cvt_scalef32_sr_pk32_{narrow}_{wide}" for narrow, wide in pr
 
 @binder(*_STOCHASTIC)
 def _narrow_stochastic(site: Site) -> Bound:
-    """Like `_narrow_scaled`, but rounds stochastically, with the random bits of S1."""
+    """Converts as `_narrow_scaled` does, but rounds stochastically, with the random bits of S1."""
     narrow, wide = site.mnemonic.split("_")[-2:]
     _, value, random, scale = site.operands
     read = _numbers(site, value, wide, single="_pk" not in site.mnemonic)

@@ -47,13 +47,13 @@ _UNDERFLOW, _OVERFLOW = {4: -150, 8: -1075}, {4: 129, 8: 1025}
 
 
 def _exponent(a: Array) -> Array:
-    """The biased exponent, int32: 0 for zeros and denormals."""
+    """Returns the biased exponent, int32: 0 for zeros and denormals."""
     size = a.dtype.itemsize
     return (a.view(f"u{size}") >> MANTISSA_BITS[size]).astype(np.int32) & _EXPONENT_MASK[size]
 
 
 def _quotient_is_denormal(numerator: Array, denominator: Array) -> Array:
-    """Whether |numerator / denominator| is below the smallest normal number, for finite nonzero operands."""
+    """Returns whether |numerator / denominator| is below the smallest normal number, for finite nonzero operands."""
     (m1, e1), (m2, e2) = np.frexp(np.abs(numerator)), np.frexp(np.abs(denominator))
     return e1 - e2 - (m1 < m2) < _LOWEST_EXPONENT[numerator.dtype.itemsize]
 

@@ -39,7 +39,7 @@ _NORMAL_32 = 2.0**-126
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float32, rounded once.
+    """Returns a * b + c in float32, rounded once.
 
     The product is exact in float64. The sum is rounded to float64 and then to float32. Double rounding is wrong only if the float64
     result is halfway between two float32 values. Then bits 28 to 0 are 2**28, or the value is a float32 denormal.
@@ -59,10 +59,9 @@ def _safe_to_round(product: Array, c: Array, total: Array) -> Array:
 
 
 def round_to_odd(a: Array, b: Array, total: Array) -> Array:
-    """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest.
-
-    Returns whichever of the two float64 values around an inexact sum has an odd last bit. Rounding this result to fewer bits then
-    equals rounding once. A sum that is not finite is returned unchanged."""
+    """Returns a + b in float64, rounded to odd. ``total`` is the sum rounded to nearest. The result is whichever of the two float64
+    values around an inexact sum has an odd last bit. Rounding this result to fewer bits then equals rounding once. A sum that is
+    not finite is returned unchanged."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)
@@ -90,8 +89,9 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part (Boldo and
-    Melquiond, "Emulation of FMA and correctly rounded sums"). If a part would overflow or underflow, Python integers are used.
+    """Returns a * b + c in float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part
+    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums"). If a part would overflow or underflow, Python integers are
+    used.
     """
     product, low = two_product(a, b)
     high, rest = two_sum(c, low)
@@ -131,8 +131,8 @@ def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
 
 
 def fma16(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16 rounding
-    tie.
+    """Returns a * b + c in float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16
+    rounding tie.
     """
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float16)
 
@@ -196,7 +196,7 @@ def maximum3(a: Array, b: Array, c: Array) -> Array:
 
 
 def median(a: Array, b: Array, c: Array) -> Array:
-    """The median of three values. If one of them is a NaN, the result is that of v_min3."""
+    """Returns the median of three values. If one of them is a NaN, the result is that of v_min3."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     if (np.abs(middle) > 0).all():
         return middle
@@ -235,7 +235,7 @@ vector_op("v_maximum3_f32", maximum3_or_nan, F32, F32, F32, F32)
 
 
 def fraction(a: Array) -> Array:
-    """x - floor(x), below 1."""
+    """Returns x - floor(x), below 1."""
     below_one = np.nextafter(a.dtype.type(1), a.dtype.type(0))
     return np.minimum(a - np.floor(a), below_one)
 

@@ -320,20 +320,20 @@ vector_op("v_bcnt_u32_b32", lambda a, b: np.bitwise_count(a).astype(np.uint32) +
 
 
 def first_high(a: Array) -> Array:
-    """Number of leading zeros; -1 for 0."""
+    """Returns the number of leading zeros; -1 for 0."""
     length = np.frexp(a.astype(np.float64))[1]  # exact: float64 holds 32 bits
     return np.where(a == 0, -1, 32 - length).astype(np.int32).view(np.uint32)
 
 
 def first_low(a: Array) -> Array:
-    """Number of trailing zeros; -1 for 0."""
+    """Returns the number of trailing zeros; -1 for 0."""
     lowest = a & (~a + _ONE)
     length = np.frexp(lowest.astype(np.float64))[1]
     return np.where(a == 0, -1, length - 1).astype(np.int32).view(np.uint32)
 
 
 def first_high_signed(a: Array) -> Array:
-    """Number of leading bits after the sign bit that equal the sign; -1 if all do."""
+    """Returns the number of leading bits after the sign bit that equal the sign; -1 if all do."""
     return first_high((a ^ (a >> np.int32(31))).view(np.uint32))
 
 
@@ -362,7 +362,7 @@ def _differences(bits: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def _masked_differences(a: Array, b: Array, c: Array) -> Array:
-    """Sum of absolute differences of bytes, without bytes whose reference (S1) is zero."""
+    """Returns the sum of absolute differences of bytes, plus c, without bytes whose reference (S1) is zero."""
     for at in range(0, 32, 8):
         x, y = _part(a, at, 8), _part(b, at, 8)
         c = c + np.where(y == 0, np.uint32(0), _difference(x, y))
@@ -370,7 +370,7 @@ def _masked_differences(a: Array, b: Array, c: Array) -> Array:
 
 
 def _mean_of_bytes(a: Array, b: Array, c: Array) -> Array:
-    """Mean of bytes: for each byte (S0 + S1 + the lowest bit of S2) / 2."""
+    """Returns the mean of bytes: for each byte (S0 + S1 + the lowest bit of S2) / 2."""
     result = np.uint32(0)
     for at in range(0, 32, 8):
         result = result | (_part(a, at, 8) + _part(b, at, 8) + _part(c, at, 1)) >> _ONE << np.uint32(at)

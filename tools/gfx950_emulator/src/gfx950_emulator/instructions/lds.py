@@ -298,7 +298,7 @@ def _bind_atomic(site: Site) -> Bound:
     return bound
 
 
-# Lane permutations. They use the LDS crossbar but no memory, and need the same waits as LDS accesses.
+# Lane permutations use the LDS crossbar but no memory, and need the same waits as LDS accesses.
 
 
 @binder("ds_bpermute_b32", "ds_permute_b32")

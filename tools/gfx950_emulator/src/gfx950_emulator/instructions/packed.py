@@ -1,7 +1,8 @@
 """Packed instructions (VOP3P): two operations at once, on halves of registers or on pairs of registers.
 
 For each source, op_sel selects the half that the lower result uses. op_sel_hi (default 1) selects the half that the upper result
-uses. neg_lo and neg_hi negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
+uses. neg_lo negates the source of the lower result, and neg_hi the source of the upper result. (CDNA4 ISA document, section "Packed
+Math" and chapter VOP3P.)
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def write_floats(group: Group, row: int, low: Array, high: Array) -> None:
 
 @binder("v_pk_mov_b32")
 def _move_pair(site: Site) -> Bound:
-    """The lower half of the result is the selected register of S0, the upper half that of S1."""
+    """Binds v_pk_mov_b32: the lower register of the result is the selected register of S0, the upper register that of S1."""
     destination, first, second = site.operands
     op_sel, _, _, _ = _modifiers(site, 2)
     form = Form(d=destination.index)

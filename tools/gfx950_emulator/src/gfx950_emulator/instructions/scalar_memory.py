@@ -73,7 +73,7 @@ def _load(site: Site) -> Bound:
 
 @binder(*(f"s_buffer_load_{size}" for size in _COUNTS))
 def _buffer_load(site: Site) -> Bound:
-    """Like s_load, through a buffer resource. Every dword beyond the buffer's range reads as zero."""
+    """Binds a scalar load through a buffer resource. Every dword beyond the buffer's range reads as zero."""
     count = _COUNTS[site.mnemonic.removeprefix("s_buffer_load_")]
     to, resource = _destination(site, count), site.operands[1]
     base, records, offset = read64(resource), resource.index + 2, _offset(site, site.operands[2])

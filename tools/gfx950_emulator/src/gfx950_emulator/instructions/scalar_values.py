@@ -90,7 +90,7 @@ def scalar_bound(
 
 
 def lowest_one(value: int) -> int:
-    """Index of the lowest set bit; -1 (as 32 bits) if there is none."""
+    """Returns the index of the lowest set bit; -1 (as 32 bits) if there is none."""
     return (value & -value).bit_length() - 1 if value else MASK32
 
 
@@ -120,7 +120,7 @@ def chooses(bound: Bound, first: Iterable[int], second: Iterable[int]) -> Bound:
 
 
 def is_mask(g: Group, operand: Operand) -> bool:
-    """Whether a 64-bit operand is stored as a lane mask. Reading it as lanes is then cheaper than as an integer."""
+    """Returns whether a 64-bit operand is stored as a lane mask. Reading it as lanes is then cheaper than as an integer."""
     return operand.file == "s" and (operand.index == EXEC or type(g.s[operand.index]) not in (int, np.ndarray))
 
 
@@ -139,7 +139,7 @@ def lanes_of(operand: Operand) -> Callable[[Group], np.ndarray]:
 
 
 def any_lane(g: Group, lanes: np.ndarray) -> bool | np.ndarray:
-    """Whether any lane of a wave is set: one bool, or one bool per wave."""
+    """Returns whether any lane of a wave is set: one bool for all waves, or one bool per wave."""
     if g.waves == 1:
         return bool(lanes.any())
     found: Any = lanes.reshape(g.waves, 64).any(axis=1)

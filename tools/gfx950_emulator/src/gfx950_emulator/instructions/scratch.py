@@ -40,7 +40,7 @@ def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[G
 
 
 def _dwords(at: int, size: int) -> int:
-    """Number of dwords that the bytes [at, at + size) touch."""
+    """Returns the number of dwords that the bytes [at, at + size) touch."""
     return (at % 4 + size + 3) // 4
 
 

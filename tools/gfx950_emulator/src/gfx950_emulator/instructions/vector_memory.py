@@ -91,7 +91,7 @@ def _merge_half(old: np.ndarray, new: np.ndarray, high: bool) -> np.ndarray:
 
 
 def active(g: Group) -> np.ndarray | None:
-    """Indices of active lanes; None if all are active."""
+    """Returns the indices of the active lanes; None if all lanes are active."""
     return None if g.full else np.flatnonzero(g.mask)
 
 
@@ -108,7 +108,7 @@ def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int
 
 
 def _is_set(value: int | np.ndarray, bits: int) -> bool:
-    """Whether any of the bits ``bits`` is set in any wave's value."""
+    """Returns whether any of the bits ``bits`` is set in any wave's value."""
     return bool(value & bits) if type(value) is int else bool((value & bits).any())
 
 
@@ -373,7 +373,7 @@ def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | 
 
 
 def _begins_swap(site: Site) -> bool:
-    """Whether a load reads the initial comparison value of a later dword compare-and-swap at the same address."""
+    """Returns whether a load reads the initial comparison value of a later dword compare-and-swap at the same address."""
     if site.mnemonic != "global_load_dword":
         return False
     found, address, *rest = site.instruction.operands
