@@ -450,7 +450,8 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
-    """q is a slice. The caches are views of one tensor. The page table is column-major. out is a slice of a wider tensor."""
+    """Results are correct if q and out are slices of wider tensors, the caches are views of one tensor, and the page table is
+    column-major."""
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
@@ -484,8 +485,8 @@ def test_a_prefill_into_columns() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is max_seqlen if given, otherwise the longest of the host's lengths if given, otherwise the number of all tokens.
-    The device's offsets are never read."""
+    """The bound is max_seqlen if given, otherwise the longest of the host's lengths if given, otherwise the number of all tokens,
+    which no bound exceeds. The device's offsets are never read."""
     from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []

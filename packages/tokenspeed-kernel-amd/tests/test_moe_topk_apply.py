@@ -51,7 +51,8 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
-    """The logits include ties, zeros of both signs, infinities and NaN. There are more tokens than one workgroup routes."""
+    """The chosen ids equal those of the operator's body. The logits include ties, zeros of both signs, infinities and NaN, and one
+    case has more tokens than one workgroup routes."""
     for tokens, experts, top_k in ((1, 128, 4), (5, 8, 3), (37, 300, 6), (3, 1024, 8), (70, 4, 1), (9, 5, 5), (0, 8, 2)):
         logits = random_logits(max(tokens, 5), experts, dtype)[:tokens].to(gfx950)
         logits[1:2, 1::2], logits[1:2, ::2] = -0.0, 0.0

@@ -205,7 +205,7 @@ MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
     ],
 )
 def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
-    """The batch has requests that decode, extend by a chunk, and prefill, and one padding request."""
+    """One call computes a batch of requests that decode, extend by a chunk, and prefill, and of one padding request."""
     batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
     layer, metadata = _layer(gfx950, sliding_window), batch.metadata
     k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
@@ -218,7 +218,8 @@ def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | No
 
 
 def test_a_cache_of_fp8(gfx950: torch.device) -> None:
-    """An fp8 cache is a uint8 tensor. Keys and values were divided by the layer's key scale and value scale."""
+    """Results are correct for an fp8 cache, which vLLM holds as a uint8 tensor. Keys and values were divided by the layer's key
+    scale and value scale."""
     batch, layer = _batch(gfx950, *MIXED, rows=60), _layer(gfx950, 128)
     layer._k_scale, layer._v_scale = (torch.tensor(scale, device=gfx950) for scale in (0.02, 0.05))
     k_cache, v_cache = _unpacked(batch.kv_cache)
@@ -257,7 +258,7 @@ def test_what_the_readme_shows(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decode_batch(gfx950: torch.device, layout: str) -> None:
-    """The caches are views of one tensor, and no cache is copied."""
+    """If the caches are views of one tensor, results are correct and no cache is copied."""
     batch = _batch(gfx950, [1, 64, 300, 17], [1, 1, 1, 1], rows=8, layout=layout, block_size=64)
     layer, metadata = _layer(gfx950, None), batch.metadata
     assert metadata.max_query_len == 1
