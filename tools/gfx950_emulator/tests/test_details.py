@@ -56,8 +56,8 @@ def test_swizzle_with_masks_that_overlap() -> None:
 
 
 def test_fma_rounds_denormal_results_once() -> None:
-    """The addend is at least 2**-127, and the product is next to half of the smallest denormal. So the first and last bit of the
-    sum are more than 53 bits apart."""
+    """FMA rounds a denormal result only once. The addend is at least 2**-127, and the product is next to half of the smallest
+    denormal. So the first and last bit of the sum are more than 53 bits apart."""
     # 2**46 + 1 and 2**46 - 1 are products of numbers of at most 24 bits.
     above, below = (277 * 30269, 5 * 1013 * 1657), (2**23 - 1, 2**23 + 1)
     assert above[0] * above[1] == 2**46 + 1

@@ -25,7 +25,8 @@ def store_each(out_ptr, a, b, c, d, e, f, g, h, also_ptr):
 
 
 def test_each_argument_arrives() -> None:
-    """The arguments have one, four and eight bytes, so some are at odd multiples of four."""
+    """The kernel reads the value of every argument. The arguments have one, four and eight bytes, so some are at odd multiples of
+    four."""
     values = [7, 2**40 + 3, -9, 0.375, True, -(2**35) - 5, 11, -2.5]
     out, also = torch.zeros(8, dtype=torch.float64), torch.zeros(1)
     with emulated_gfx950():

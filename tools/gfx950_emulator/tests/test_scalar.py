@@ -436,7 +436,7 @@ def test_halves_of_exec_and_vcc(waves: int) -> None:
 
 
 def test_register_pairs_that_do_not_belong_together() -> None:
-    """A pair of registers holds halves of two different masks. Another mask is read as two single registers."""
+    """Values are correct if the pair s[8:9] holds halves of two different masks, and the pair s[12:13] their lower halves."""
     s = Snippet(
         "v_cmp_ne_u32_e64 s[8:9], 0, v1\nv_cmp_eq_u32_e64 s[10:11], 0, v1\ns_mov_b32 s9, s11\ns_mov_b32 s12, s8\n"
         "s_mov_b32 s13, s10",

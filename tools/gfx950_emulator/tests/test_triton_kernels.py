@@ -489,7 +489,7 @@ def test_scaled_matmul(a_format: str, b_format: str, m: int, n: int, k: int, sta
 def test_scaled_matmul_of_fp4_packed_across_k(
     a_format: str, a_along_k: bool, b_along_k: bool, m: int, n: int, stages: int, rng: torch.Generator
 ) -> None:
-    """Transposing reads of 4-bit elements unpack operands whose bytes hold two rows."""
+    """Results are correct if a byte holds elements of two rows. Transposing reads of 4-bit elements unpack such operands."""
     k = 256
     a, a_scale, a_values = random_operand(a_format, m, k, rng)
     b, b_scale, b_values = random_operand("e2m1", n, k, rng)

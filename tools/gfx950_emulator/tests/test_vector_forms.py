@@ -505,7 +505,7 @@ SPECIAL_REGISTERS = ["vcc_lo", "vcc_hi", "exec_lo", "exec_hi", "m0", "s7"]
 
 @pytest.mark.parametrize("name", SPECIAL_REGISTERS)
 def test_special_scalar_registers_as_sources(name: str) -> None:
-    """The registers are uniform, or differ between waves."""
+    """Vector instructions read VCC, EXEC and M0 as sources. The registers are uniform, or differ between waves."""
     vcc, exec_ = [0x0123456789ABCDEF, 0xFEDCBA9876543210], [M64, M64 - 2]
     values = {
         "vcc_lo": [x & M32 for x in vcc], "vcc_hi": [x >> 32 for x in vcc], "exec_lo": [x & M32 for x in exec_],
