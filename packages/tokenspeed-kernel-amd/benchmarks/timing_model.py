@@ -15,8 +15,9 @@ emulator's README lists what the model omits. The time of a call is the sum of t
 Prefill of 64 heads is too much work for the emulator. So the emulator executes one KV head, with at most four sequences of at most
 SAMPLED tokens. Every workgroup then computes at most one tile of 128 queries, and some workgroups compute none. The executed
 workgroups give the cycles of a tile at every index in its sequence, for one workgroup alone and for several on one CU. They also
-give the cycles of a workgroup without a tile. Tiles at larger indices have more iterations; the cycles of an additional iteration
-come from the second half of the indices. The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
+give the cycles of a workgroup without a tile. In a longer sequence, tiles with indices beyond the executed ones have more
+iterations. Their cycles are extrapolated linearly from the second half of the executed indices. The tiles of the whole call are
+then scheduled on 256 CUs (`prefill_seconds`).
 
 ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """

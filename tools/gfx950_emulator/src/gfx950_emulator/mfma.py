@@ -238,7 +238,8 @@ def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], s
 #
 # Both operands become float64 [waves, size, K], rows of A and columns of B, in the same order of k. Formats of up to 8 bits are
 # gathered word by word into that order and converted by table lookup. 16-bit formats (and i8) are converted in place, with the row
-# or column innermost, which is cheaper for them; their k runs over position in the word, register, lane group.
+# or column innermost, which is cheaper for them. Their k axis consists of, from outermost to innermost, the position in the word,
+# the register, and the lane group.
 
 Unpack = Callable[[np.ndarray], np.ndarray]
 

@@ -123,7 +123,8 @@ def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
     weights; its acc does not include their values yet.
 
     Args:
-        LIFT: the row max is kept smaller by this number. Weights are then at most ``2**LIFT``, so that fewer underflow in fp8.
+        LIFT: the row max is the largest score minus this number. Weights are then at most ``2**LIFT``, so that fewer underflow in
+            fp8.
     """
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:

@@ -26,8 +26,8 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """Returns three vectors for plan.lengths consecutive sequences, of which the first has index ``first``: the number of key
-    blocks, whether the batch has such a sequence, and whether this launch computes it.
+    """Returns three vectors with an element for each of plan.lengths consecutive sequences. The first of these sequences has index
+    ``first``. The vectors are the number of key blocks, whether the batch has such a sequence, and whether this launch computes it.
 
     A launch computes the sequences with 1 to plan.q_len new tokens. Other sequences have 0 blocks here.
     """
@@ -60,9 +60,10 @@ def blocks_per_split(blocks, longest, plan):
 
 @gluon.jit
 def passed_splits(split, some, real, computed, split_blocks, before):
-    """Returns three numbers for consecutive sequences, which have ``some`` blocks each and follow ``before`` earlier splits: how
-    many of the sequences have only splits with numbers below ``split``, the number of the first split after those sequences (0 if
-    there are none), and the count of all splits of the sequences.
+    """Finds the sequences, among those of one call of `blocks_at`, that end before split number ``split``. ``some`` is the number
+    of blocks of each sequence, and ``before`` is the number of splits of all earlier sequences. Returns three numbers: how many
+    sequences end before ``split``, the number of the first split after these sequences (0 if there are none), and the number of
+    splits of all sequences of the call.
     """
     splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
     ends = before + gl.associative_scan(splits, 0, add)

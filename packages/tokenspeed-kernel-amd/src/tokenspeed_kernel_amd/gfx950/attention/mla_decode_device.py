@@ -66,7 +66,7 @@ class LatentCache:
 
 @gluon.aggregate
 class Queries:
-    """A tile's rows of q, with the columns of `LatentCache`'s fields of the same names."""
+    """A tile's rows of q. Each field has the columns of the `LatentCache` field of the same name."""
 
     latents: gl.tensor
     others: gl.tensor

@@ -7,9 +7,9 @@ Strips and their rows are as in `mxfp4_layout`. A lane has 16 bytes as in that l
                                                                   element ``16 g + b`` of row ``r`` of the strip's half
     scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; 0 beyond the last
     bias    float32        [experts, 32 * strips]                 as in `mxfp4_layout`
-The 16 rows of a half share a scale: in the canonical weights, they are 16 consecutive rows, or every second one of 32 if gate and
-up rows alternate, and lie in one block of 128 rows. A scale block is one step (128 elements) along k. Elements of k are padded to a
-multiple of 64 with zeros.
+The 16 rows of a half share a scale, because they lie in one block of 128 rows of the canonical weights. There, they are 16
+consecutive rows, or every second row of 32 rows if gate and up rows alternate. A scale block is one step (128 elements) along k.
+Elements of k are padded to a multiple of 64 with zeros.
 """
 
 from __future__ import annotations
