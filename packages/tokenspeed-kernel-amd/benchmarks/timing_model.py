@@ -351,7 +351,7 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
     """Returns the cost of a launch's tiles, and the simulation of the longest tiles together on one CU.
 
     Args:
-        case: the call. It has so few tiles that no workgroup has two, and some workgroups have none.
+        case: the call, which has so few tiles that no workgroup computes two, and some workgroups compute none.
         launch: the launch.
         fits: the occupancy: how many workgroups of the launch fit on a CU.
     """

@@ -60,7 +60,8 @@ ACTIVATIONS = {
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
 }
-# Largest relative error of the output. A one-step code error from bf16 rounding matters more in smaller formats.
+# Largest relative error of the output. If bf16 rounding changes a quantised value to the adjacent one, the error is larger in
+# smaller formats.
 ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
 LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from which the static scales are computed
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}

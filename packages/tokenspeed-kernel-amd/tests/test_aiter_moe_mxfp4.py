@@ -1,8 +1,8 @@
 """Tests the adapter to AITER's MoE kernels with mxfp4 weights. The adapter has not been run on hardware; ``test_aiter`` explains
 the stand-in.
 
-The stand-in rounds as AITER does, but does not reproduce AITER's weight layout. It shuffles weights in another reversible way,
-which depends on whether gate and up are interleaved.
+The stand-in rounds as AITER does, but does not reproduce AITER's weight layout. The stand-in shuffles weights in another reversible
+way, which depends on whether gate and up are interleaved.
 """
 
 from __future__ import annotations

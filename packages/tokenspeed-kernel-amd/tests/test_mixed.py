@@ -73,7 +73,7 @@ def test_room_for_all_at_once(gfx950: torch.device) -> None:
 
 
 def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
-    """Results are correct if the decode kernel computes all sequences, because there are few new tokens of few sequences."""
+    """Results are correct for few new tokens of few sequences, all of which the decode kernel computes."""
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 

@@ -274,8 +274,8 @@ def test_decode_batch(gfx950: torch.device, layout: str) -> None:
 
 
 def test_prefill_batch(gfx950: torch.device) -> None:
-    """For whole prompts, the call takes the new keys and values instead of the cache. Here, they are slices of one projection's
-    output."""
+    """For whole prompts, the call takes the new keys and values instead of the cache. In this test, the keys and values are slices
+    of one projection's output."""
     lens = [33, 1, 50]
     batch = _batch(gfx950, lens, lens, rows=96)
     layer, metadata = _layer(gfx950, 16), batch.metadata

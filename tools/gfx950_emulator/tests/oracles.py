@@ -2,7 +2,7 @@
 oracle.
 
 An oracle is a function that computes one lane's result from Python numbers: integers for integer operands, bit patterns for
-floating-point operands. It is written from the ISA document's definition of the instruction and does not use the emulator.
+floating-point operands. The oracle is written from the ISA document's definition of the instruction and does not use the emulator.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) ->
 @pytest.mark.parametrize("mask", [2**64 - 1, 0x00FF00FF0F0F3333])
 @pytest.mark.parametrize("place", [0, 1])
 def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, place: int) -> None:
-    """v[0:1] is the destination, and also source number `place`. Both halves of the result use its old value."""
+    """v[0:1] is the destination, and also source number `place`. Both halves of the result use the old value of v[0:1]."""
     before, other = (np.arange(2, 66, dtype=np.float32), np.arange(100, 164, dtype=np.float32)), (3.0, 5.0)
     on = np.array([mask >> lane & 1 for lane in range(64)], bool)
     sources = ["v[0:1]", "v[2:3]"] if place == 0 else ["v[2:3]", "v[0:1]"]

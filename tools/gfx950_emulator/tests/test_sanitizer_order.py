@@ -393,8 +393,8 @@ def test_waiting_for_nobody() -> None:
 
 
 def test_waiting_for_somebody() -> None:
-    """Wave 1 sets the flag that wave 0 polls. Wave 1 sets it late, after a long loop, in code that follows wave 0's loop. This is
-    not a deadlock."""
+    """Wave 1 sets the flag that wave 0 polls. Wave 1 sets it late, after a long loop, in code that follows wave 0's loop. The
+    emulator must not report a deadlock."""
     setter = (
         "s_movk_i32 s17, 0x7fff\n.Ldelay:\ns_sub_u32 s17, s17, 1\ns_cmp_lg_u32 s17, 0\ns_cbranch_scc1 .Ldelay\n"
         "global_store_dword v8, v2, s[8:9]"

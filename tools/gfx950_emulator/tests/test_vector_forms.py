@@ -1,8 +1,8 @@
 """Tests forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
 
-The other ``test_vector_*`` files test what each instruction computes. This file tests their common encodings (CDNA4 ISA document,
-chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers), a text line of every form
-that compilers emit, and that every instruction has a test.
+The other ``test_vector_*`` files test what each instruction computes. This file tests the encodings that vector instructions share
+(CDNA4 ISA document, chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers). It also
+runs a text line of every form that compilers emit, and checks that every instruction has a test.
 """
 
 from __future__ import annotations

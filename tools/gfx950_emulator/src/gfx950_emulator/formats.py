@@ -179,7 +179,7 @@ def _narrowing(form: Format, saturate: bool) -> np.ndarray:
     is its encoding in `form`.
 
     Rounding to odd sets the last kept bit if any dropped bit was set. Rounding to odd and then to nearest equals rounding once, if
-    at least two more bits are kept than the target has. 8 significant bits suffice for formats with 4.
+    at least two more bits are kept than the target has. The index has 8 significant bits, which suffice for formats with at most 4.
     """
     upper = np.arange(1 << 16, dtype=np.uint32)
     with np.errstate(invalid="ignore"):

@@ -8,10 +8,10 @@ Element layout
 Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belongs to group g = l // S.
 
 - A[i][k]: lane l holds row i = l % S. B[k][j]: lane l holds column j = l % S, its k exactly as for A.
-- k: a lane holds K / G elements, packed from bit 0 of its first register upwards. They are k = g K/G + 0, 1, 2, ...: consecutive.
-  The exception is fp8 and bf8 in the f8f6f4 instructions, where a lane holds 32 bytes in two chunks of 16 from the two halves of
-  K: registers 0 to 3 hold k = 16 g + 0..15, registers 4 to 7 hold k = K/2 + 16 g + 0..15. fp6, bf6 and fp4 are consecutive
-  there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
+- k: a lane holds K / G elements, packed from bit 0 of its first register upwards. The k of these elements are consecutive: k = g
+  K/G + 0, 1, 2, ... The exception is fp8 and bf8 in the f8f6f4 instructions, where a lane holds 32 bytes in two chunks of 16 from
+  the two halves of K: registers 0 to 3 hold k = 16 g + 0..15, registers 4 to 7 hold k = K/2 + 16 g + 0..15. fp6, bf6 and fp4 are
+  consecutive there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
 - C and D (32 bits): register r, lane l is row 8 (r // 4) + 4 g + r % 4 for S = 32 and 4 g + r for S = 16, column l % S.
 - C and D of f64: registers 2v and 2v + 1 are row 4 v + g, column l % 16.
 - Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte ``op_sel[0] + 2 *

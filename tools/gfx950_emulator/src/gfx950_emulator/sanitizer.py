@@ -3,8 +3,8 @@
 **Registers** (`RegisterShadow`). A register is *watched* while a load into it is outstanding, or while some of its lanes are
 uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. All other instructions run in
 `RegisterShadow.around`. It is an error to touch a register whose load was not waited for. Uninitialised lanes propagate to results
-that depend on them. They are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
-per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
+that depend on them. An uninitialised lane is an error once it becomes an address, stored data, or the condition of a branch.
+Propagation is exact per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
 
 **LDS** (`LocalShadow`). For every byte, the shadow records whether it was ever written, and which waves wrote and read it since the
 workgroup's last barrier. If there is no barrier in between, it is a race to read a byte that another wave wrote, or to overwrite a

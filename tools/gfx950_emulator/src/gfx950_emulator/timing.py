@@ -7,8 +7,8 @@ fit, and of the grid. `gfx950_emulator.hardware` has all figures and their sourc
 The CU (compute unit)
 ---------------------
 - Waves are distributed over 4 SIMDs. Every 4 cycles, a SIMD issues at most one instruction of each category (vector ALU with MFMA,
-  vector memory, scalar with scalar memory, LDS, branch). Each is from a different wave, the oldest wave first. Waits, barriers,
-  s_nop and the like take an issue slot of their wave, but no execution unit.
+  vector memory, scalar with scalar memory, LDS, branch). These instructions are from different waves, the oldest wave first. Waits,
+  barriers, s_nop and the like take an issue slot of their wave, but no execution unit.
 - A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16. MFMAs hold
   the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer instruction
   waits for this result. After an MFMA, it waits 5 issue slots longer. An MFMA that accumulates onto another MFMA's result waits
@@ -34,8 +34,8 @@ maximum of its slowest CU's time and the time that HBM needs at 8 TB/s to move e
 Ideal and achievable
 --------------------
 `Prediction.seconds` is this ideal time. `Prediction.achievable_seconds` adds unavoidable costs: 2.3 us per launch, and 6.6 TB/s
-instead of 8 TB/s for HBM. Both were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's 64
-heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
+instead of 8 TB/s for HBM. Both times were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's
+64 heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
 
 ==================  ========  ========  ==========
 microseconds        measured  ideal     achievable

@@ -350,8 +350,8 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     Args:
         op: the operation.
         site: the instruction. `Site.operands` must hold the destination and the sources that `op` declares, and nothing else.
-        lanes: a pair of scalar registers, as an operand or as the number of the first register. It is passed to `op.function` as
-            the last argument, one bool per lane.
+        lanes: a pair of scalar registers, as an operand or as the number of the first register. The pair's bits are passed to
+            `op.function` as the last argument, one bool per lane.
     """
     destination, *sources = site.operands
     if op.accumulates and len(sources) == len(op.sources) - 1:

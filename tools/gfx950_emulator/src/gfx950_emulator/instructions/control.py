@@ -181,8 +181,8 @@ def _getreg(site: Site) -> Bound:
 
 @binder("s_setreg_imm32_b32", "s_setreg_b32")
 def _setreg(site: Site) -> Bound:
-    """Binds a write to MODE. It may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not
-    change. All other fields control exceptions and clamping.
+    """Binds a write to MODE. The write may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4]
+    must not change. All other fields control exceptions and clamping.
     """
     name, offset, size = _hardware_register(site, site.instruction.operands[0])
     text = site.instruction.operands[1]

@@ -168,7 +168,7 @@ def _stochastic(random: Array, form: Format, numbers: list[Array], exponent: Any
 
 
 def _narrow(site: Site, form: Format, read: Reader, random: Reader | None, exponent: Reader | None) -> Bound:
-    """Converts one, two or 32 values to a narrow format, in a byte or half of a register, or in six registers."""
+    """Converts one, two or 32 values to a narrow format, and writes them to a byte or half of a register, or to six registers."""
     destination = site.operands[0]
     row = destination.index
     op_sel = _op_sel(site)

@@ -9,7 +9,7 @@ correctly rounded quotient that IEEE 754, OpenCL and LLVM require:
 
 - If both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down. The document scales the
 denominator up, which would overflow.
-- v_div_fmas scales by 2**64 (2**128 for float64), and rounds once. It scales up if S2, the scaled quotient, is at least 2,
+- v_div_fmas scales by 2**64 (2**128 for float64), and rounds once. v_div_fmas scales up if S2, the scaled quotient, is at least 2,
   otherwise down (as in the document of GCN3).
 - v_div_fixup returns infinity if the exponents show that the quotient overflows, because the earlier steps return NaN then.
 """

@@ -82,7 +82,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """Makes the `Bound`. It reads only those registers of the source pairs that some half of the result uses."""
+    """Makes the `Bound`, which reads only those registers of the source pairs that some half of the result uses."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))

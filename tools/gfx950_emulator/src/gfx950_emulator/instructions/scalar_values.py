@@ -76,8 +76,8 @@ def constant64(operand: Operand) -> int:
 def scalar_bound(
     site: Site, run: Callable[[Group], None], *, writes_scc: bool = False, reads_scc: bool = False, stores: int = 1
 ) -> Bound:
-    """Makes the `Bound` of a scalar instruction. Its first ``stores`` operands are written, and the others are read. ``writes_scc``
-    and ``reads_scc`` tell how it uses SCC.
+    """Makes the `Bound` of a scalar instruction. The instruction's first ``stores`` operands are written, and the others are read.
+    ``writes_scc`` and ``reads_scc`` tell how it uses SCC.
     """
     destinations, sources = site.operands[:stores], site.operands[stores:]
     writes, reads = site.ids(destinations), site.ids(sources)

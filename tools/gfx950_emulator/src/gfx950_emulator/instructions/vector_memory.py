@@ -126,7 +126,7 @@ def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
     """Returns a function that computes, for each lane, the address, and the number of bytes from the address to the end of the
-    buffer's range (may be negative). Both are int64 [N].
+    buffer's range (may be negative). The addresses and the numbers are int64 [N].
     """
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")

@@ -15,8 +15,8 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, stor
 
 @gluon.jit
 def visible_keys(length, plan):
-    """Returns the first key position that any query of a sequence of ``length`` tokens sees, rounded down to a multiple of
-    plan.aligned, and the number of keys from this position to the sequence's end.
+    """Returns two numbers for a sequence of ``length`` tokens. The first is the first key position that any of its queries sees,
+    rounded down to a multiple of plan.aligned. The second is the number of keys from this position to the sequence's end.
     """
     begin = length * 0
     if plan.window_left >= 0:

@@ -22,7 +22,8 @@ bitwise reproducible. Merging a split takes as long as attention to 32 keys. So 
 keys: a sequence of 2048 keys has 8 splits.
 
 If a batch would occupy at most half of the 256 CUs, its workgroups compute *halves*: two workgroups share a split and a tile. Both
-compute all scores, but each computes only 256 of the 512 columns of the output. This halves the time of PV, and of the merge.
+workgroups compute all scores, but each computes only 256 of the 512 columns of the output. This halves the time of PV, and of the
+merge.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class Operands(NamedTuple):
 class Partial(NamedTuple):
     """The splits' partial results. A split has a partial result for each tile of rows and each half; ``tiles`` counts both.
 
-    A sequence with n > 1 splits uses n of the ``slots``. Its first slot is twice the sum of m - 1 over all earlier sequences, where
-    m is an earlier sequence's number of splits. No two sequences share a slot, because 2 (m - 1) >= m for m > 1.
+    A sequence with n > 1 splits uses n of the ``slots``. The sequence's first slot is twice the sum of m - 1 over all earlier
+    sequences, where m is an earlier sequence's number of splits. No two sequences share a slot, because 2 (m - 1) >= m for m > 1.
 
     Attributes:
         results: float32 [slots * tiles, m * 512 / halves], normalised outputs in the order of `mla_decode_device.packed_offsets`.

@@ -319,7 +319,7 @@ def attend_tiles(
             operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
             operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
-        # The diagonal blocks come first. Only they may reach beyond the sequence, and every row sees a key in them.
+        # The diagonal blocks come first. Only these blocks may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
         left = location.length - first_row
         # q is loaded before the keys, because loads return in order and q comes from HBM. The keys are often in L2 already, because
@@ -336,8 +336,8 @@ def attend_tiles(
         rank = next_rank
         following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # This makes the row positions opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same
-        # for all tiles. The masks would take 64 pairs of scalar registers, and spill.
+        # The empty inline assembly makes the row positions opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison
+        # masks, which are the same for all tiles. The masks would take 64 pairs of scalar registers, and spill.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
         copies.wait_group(0)

@@ -2,9 +2,9 @@
 """Exact dot products for rows of activations that the planes of `encoding` do not represent exactly.
 A *step* is 128 elements of k, a *quad* four steps.
 
-Such a row takes several passes. Each pass encodes the residual that the preceding passes leave, with its own block scales. The
-planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights
-and activations again and are not pipelined, because models rarely have such rows.
+A row that the planes do not represent exactly takes several passes. Each pass encodes the residual that the preceding passes leave,
+with its own block scales. The planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the
+mainloop. The extra passes load weights and activations again and are not pipelined, because models rarely have such rows.
 """
 
 from __future__ import annotations

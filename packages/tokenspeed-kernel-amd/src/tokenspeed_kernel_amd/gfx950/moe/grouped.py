@@ -49,7 +49,7 @@ class Tile:
     Attributes:
         columns: number of tokens of a tile.
         warps: number of warps, and of strips of weights of a tile, one per warp.
-        wide: whether ``wide_device`` computes the tile. Its warps read tokens from LDS in chunks of 32.
+        wide: whether ``wide_device`` computes the tile. The warps of a wide tile read tokens from LDS in chunks of 32.
         blocks: number of tiles, for the same tokens and consecutive strips, that a workgroup of the wide kernel computes in turn.
     """
 
@@ -225,7 +225,8 @@ def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
 
 
 def of_slots(plan: MoEPlan) -> torch.dtype:
-    """Returns the dtype of the down projection's result, per slot: float32 instead of float16, whose range is too small."""
+    """Returns the dtype of the down projection's result for each slot: float32 if the plan's dtype is float16, whose range is too
+    small; otherwise the plan's dtype."""
     return torch.float32 if plan.dtype == torch.float16 else plan.dtype
 
 
