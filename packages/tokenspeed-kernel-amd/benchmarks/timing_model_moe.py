@@ -10,8 +10,8 @@ static activation scales. The portable kernel uses per-token scales, so our kern
 baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
 core's portable `moe_topk` is added to its time.
 
-A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats with the portable
-kernel and, if our kernels support the format, with our kernels.
+A second table has further configurations: our kernels with bf16 or mxfp4 activations, and layers with other weight formats. These
+layers are measured with the portable kernel and, if our kernels support the format, with our kernels.
 
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
@@ -132,8 +132,8 @@ class Layer:
         )  # fmt: skip
 
     def floor_us(self, activation_dtype: str) -> float:
-        """Returns the roofline time: of reading the routed experts' weights at 8 TB/s, or of the MFMAs at the rate of the
-        activations' format, whichever is longer. 16-bit activations are split into two e4m3 values, which doubles the number of
+        """Returns the roofline time: the larger of the time to read the routed experts' weights at 8 TB/s, and the time of the
+        MFMAs at the rate of the activations' format. 16-bit activations are split into two e4m3 values, which doubles the number of
         MFMAs."""
         experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
         element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]

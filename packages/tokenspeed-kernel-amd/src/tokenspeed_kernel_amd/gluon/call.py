@@ -59,8 +59,8 @@ class Operands(NamedTuple):
         max_seqlen_k: an upper bound of a sequence's tokens in the cache.
         table_stride: elements from one row of the page table to the next.
         k_token_vectors, v_token_vectors: the caches' stride from one slot of a page to the next, in vectors of 16 bytes. Triton
-            infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16, and
-            would then not prove that rows begin at multiples of 16 bytes.
+            infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16. Triton
+            could then not infer that rows are aligned to 16 bytes.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: the outputs; lse may be None.

@@ -125,8 +125,8 @@ def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
 def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-    """Returns a function that computes, for each lane, the address, and the number of bytes from the address to the end of the
-    buffer's range (may be negative). The addresses and the numbers are int64 [N].
+    """Returns a function that computes two int64 [N]: each lane's address, and the number of bytes from the address to the end of
+    the buffer's range. This number may be negative.
     """
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")

@@ -108,8 +108,8 @@ def tile_of_stretches(call: Call) -> TileShape:
 
 
 def split_kv_pays(call: Call, tile: TileShape) -> bool:
-    """Returns whether split-KV pays off: one tile holds all query rows of a sequence, sequences may have more than ``CONFIG.whole``
-    visible keys, and there are at most as many (sequence, KV head) pairs as CUs.
+    """Returns whether split-KV pays off. Three conditions must hold: one tile holds all query rows of a sequence, sequences may
+    have more than ``CONFIG.whole`` visible keys, and there are at most as many (sequence, KV head) pairs as CUs.
     """
     one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
     many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole

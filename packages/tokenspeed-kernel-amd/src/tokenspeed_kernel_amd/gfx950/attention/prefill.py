@@ -78,8 +78,8 @@ class Operands(NamedTuple):
 class Strides(NamedTuple):
     """Strides of tokens and heads. Strides of q, k and v are in vectors of 16 bytes, strides of the output in elements.
 
-    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16, and would
-    then not prove the 16-byte alignment of rows that copies to LDS need.
+    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16. Triton
+    could then not infer that rows are aligned to 16 bytes, as copies to LDS require.
     """
 
     q_token: int
