@@ -156,6 +156,6 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
 def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """No register is spilled, and four waves fit on a SIMD. There is no bank conflict and no loop around a buffer instruction, and
     the hot loop is short."""
-    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # the batch is now large for the device: one block in flight
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
     check_compiled(emulator.launches[0], 4, 319)

@@ -291,7 +291,7 @@ def _check_widening(launch: Any, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_decode_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int, waves: int) -> None:
-    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # the batch is now large for the device: one block in flight
     shape = {"heads": 64, "kv_heads": 8, "sinks": True, "page_size": 64, **options}
     tokenspeed_kernel_amd.mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **shape, **SCALE_A_HEAD))
     check_compiled(emulator.launches[0], waves, most)

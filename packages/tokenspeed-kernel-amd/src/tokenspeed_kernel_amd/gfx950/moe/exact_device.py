@@ -179,7 +179,7 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
     )
     for number in range(FIRST, wave_uniform(gl.max(passes, axis=0))):
         for quad in range(quads):
-            gl.barrier()  # the planes of the previous quad have been read
+            gl.barrier()  # waits until all warps have read the planes of the previous quad
             for step in range(4):
                 values = load_step(source, length, 4 * quad + step)
                 for _ in range(number):

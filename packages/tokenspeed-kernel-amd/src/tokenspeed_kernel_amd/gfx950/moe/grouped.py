@@ -67,7 +67,7 @@ _TILES = (
 )
 # With 256 pairs per expert, 32 columns take 1.33 times as long as this tile, 1.7 times with two planes, 2.4 times with mxfp4.
 _WIDE = Tile(128, 8, wide=True, blocks=3)
-_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # because three planes of 128 columns do not fit into LDS
+_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # 64 columns, because three planes of 128 columns do not fit into LDS
 
 
 class Operands(NamedTuple):
