@@ -136,8 +136,7 @@ def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int
 
 
 def one_rounding(bits: np.ndarray, wanted: np.ndarray) -> None:
-    """Asserts that results are equal, except that a few may differ by 1 ulp of float32, because rounding the sum to float64 first
-    can change a tie."""
+    """Asserts equality. A few results may differ by 1 ulp of float32: rounding the sum to float64 first can change a tie."""
     off = bits.view(np.int32).astype(np.int64) - wanted.view(np.int32)
     assert np.abs(off).max() <= 1, f"{np.count_nonzero(np.abs(off) > 1)} elements differ"
     assert np.count_nonzero(off) <= max(1, off.size // 1000)
