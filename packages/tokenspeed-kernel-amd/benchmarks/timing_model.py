@@ -15,8 +15,9 @@ emulator's README lists what the model omits. The time of a call is the sum of t
 Prefill of 64 heads is too much work for the emulator. So the emulator executes one KV head, with at most four sequences of at most
 SAMPLED tokens. Every workgroup then computes at most one tile of 128 queries, and some workgroups compute none. The executed
 workgroups give the cycles of a tile at every index in its sequence, for one workgroup alone and for several on one CU. They also
-give the cycles of a workgroup without a tile. Tiles at larger indices have more iterations; the cycles of an additional iteration
-come from the second half of the indices. The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
+give the cycles of a workgroup without a tile. In a longer sequence, tiles with indices beyond the executed ones have more
+iterations. Their cycles are extrapolated linearly from the second half of the executed indices. The tiles of the whole call are
+then scheduled on 256 CUs (`prefill_seconds`).
 
 ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
@@ -110,7 +111,7 @@ class Case:
 
     @property
     def sample(self) -> Case:
-        """The part of a prefill that is executed: one KV head and its query heads, for at most four sequences."""
+        """Returns the smaller prefill that is executed: one KV head and its query heads, for at most four sequences."""
         few = {"sequences": min(self.sequences, 4), "heads": self.heads // self.kv_heads, "kv_heads": 1}
         return dataclasses.replace(self, length=min(self.length, SAMPLED), **few)
 
@@ -294,7 +295,7 @@ def predicted(launch: Any) -> dict[str, Any]:
 
 
 def total(launches: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the times of a call, the sums of its launches'."""
+    """Returns the times of a call: the sums of the times of its launches."""
     return {name: sum(launch[name] for launch in launches) for name in ("us", "achievable_us")}
 
 
@@ -350,7 +351,7 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
     """Returns the cost of a launch's tiles, and the simulation of the longest tiles together on one CU.
 
     Args:
-        case: the call. It has so few tiles that no workgroup has two, and some workgroups have none.
+        case: the call, which has so few tiles that no workgroup computes two, and some workgroups compute none.
         launch: the launch.
         fits: the occupancy: how many workgroups of the launch fit on a CU.
     """

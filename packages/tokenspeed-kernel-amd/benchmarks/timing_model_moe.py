@@ -10,8 +10,8 @@ static activation scales. The portable kernel uses per-token scales, so our kern
 baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
 core's portable `moe_topk` is added to its time.
 
-A second table has further configurations: our kernels with bf16 or mxfp4 activations, and other weight formats with the portable
-kernel and, if our kernels support the format, with our kernels.
+A second table has further configurations: our kernels with bf16 or mxfp4 activations, and layers with other weight formats. These
+layers are measured with the portable kernel and, if our kernels support the format, with our kernels.
 
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
@@ -60,7 +60,8 @@ ACTIVATIONS = {
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
 }
-# Largest relative error of the output. A one-step code error from bf16 rounding matters more in smaller formats.
+# Largest relative error of the output. If bf16 rounding changes a quantised value to the adjacent one, the error is larger in
+# smaller formats.
 ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
 LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from which the static scales are computed
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
@@ -131,8 +132,8 @@ class Layer:
         )  # fmt: skip
 
     def floor_us(self, activation_dtype: str) -> float:
-        """Returns the roofline time: of reading the routed experts' weights at 8 TB/s, or of the MFMAs at the rate of the
-        activations' format, whichever is longer. 16-bit activations are split into two e4m3 values, which doubles the number of
+        """Returns the roofline time: the larger of the time to read the routed experts' weights at 8 TB/s, and the time of the
+        MFMAs at the rate of the activations' format. 16-bit activations are split into two e4m3 values, which doubles the number of
         MFMAs."""
         experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
         element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]
@@ -176,7 +177,7 @@ def ours(layer: Layer) -> Callable[[], Tensor]:
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with per-token scales."""
+    """Returns a call of our kernels, with per-token scales."""
     return _ours(layer, ACTIVATIONS["by_token"])
 
 
@@ -185,12 +186,12 @@ def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
 
 
 def unrounded(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with bf16 activations."""
+    """Returns a call of our kernels, with bf16 activations."""
     return _ours(layer, ACTIVATIONS["unrounded"])
 
 
 def mxfp4(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with mxfp4 activations."""
+    """Returns a call of our kernels, with mxfp4 activations."""
     return _ours(layer, ACTIVATIONS["mxfp4"])
 
 
@@ -199,23 +200,23 @@ def portable(layer: Layer) -> Callable[[], Tensor]:
 
 
 def dense(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with bf16 weights."""
+    """Returns a call of the portable kernel, with bf16 weights."""
     return _operator(layer, ACTIVATIONS["dense"], "triton_moe_apply", "canonical")
 
 
 def fp8_block(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with fp8 block-scaled weights."""
+    """Returns a call of the portable kernel, with fp8 block-scaled weights."""
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
 
 
 def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
-    """Our kernels, with fp8 block-scaled weights."""
+    """Returns a call of our kernels, with fp8 block-scaled weights."""
     kernels = ("gluon_moe_apply_fp8_block", "gfx950_fp8_block", "gluon_moe_topk_apply_fp8_block")
     return _operator(layer, ACTIVATIONS["fp8_block_ours"], *kernels)
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
-    """The baseline's public functions."""
+    """Prepares the weights with the baseline's public function, and returns a call of its fused MoE function."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
     prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
     function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe

@@ -23,7 +23,7 @@ ON_GFX950 = _has_gfx950()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a machine with a gfx950, tests that use it get the vendor's marker."""
+    """Adds the vendor's marker to tests that use a gfx950, if this machine has one."""
     for item in items:
         if ON_GFX950 and {"gfx950", "emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.amd)

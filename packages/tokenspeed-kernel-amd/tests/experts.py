@@ -82,6 +82,6 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def mxfp4_cases(mode: str = "moe_apply") -> list[Case]:
-    """Returns the operator's cases with mxfp4 weights that are not sized for a GPU."""
+    """Returns the operator's cases with mxfp4 weights, without the cases that are sized for a GPU."""
     cases = get_operator(f"moe.{mode}").all_cases()
     return [case for case in cases if not case.large and "mxfp4" in case.name and not case.name.startswith("dense")]

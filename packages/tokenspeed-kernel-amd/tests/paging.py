@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
-ERROR = 5e-3  # the relative error of the whole output
+ERROR = 5e-3  # limit of the relative error of the whole output
 LSE_ERROR = 1e-3
 
 
@@ -95,8 +95,8 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
 
 
 def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Rows of one KV head are padded by 8 elements. The slot stride is then a multiple of 8 elements, but not of 16. The cache
-    needs no copy."""
+    """Asserts that a cache is not copied if its slot stride is a multiple of 8 elements, but not of 16. To get this stride, rows of
+    one KV head are padded by 8 elements."""
     for name in CACHES:
         arguments[name] = torch.nn.functional.pad(arguments[name][:, :, :1], (0, 8))[..., :-8]
         assert arguments[name].stride(1) % 16 == 8

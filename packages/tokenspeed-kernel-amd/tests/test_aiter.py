@@ -1,4 +1,4 @@
-"""The adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
+"""Tests the adapters to AITER. The adapters have not been run on hardware, because AITER needs an AMD GPU.
 
 The tests use a stand-in that runs on any machine: a module aiter whose functions have AITER's signatures, and compute AITER's
 documented results in PyTorch on a CPU. If AITER's source violates the operator's contract, the stand-in does so too, or raises an
@@ -58,7 +58,8 @@ _CALLS: list[str] = []
 
 
 def _with_signature(name: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
-    """Gives a function AITER's signature; its body receives the arguments by name."""
+    """Returns a decorator that gives a function the signature of the AITER function ``name``. The decorated function receives all
+    arguments in one dict."""
     namespace: dict[str, Any] = {}
     exec(f"def function{SIGNATURES[name]}: ...", namespace)
     signature = inspect.signature(namespace["function"])
@@ -234,7 +235,8 @@ def _names() -> tuple[str, ...]:
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """Yields the kernels' declarations. Which kernels are loaded or excluded is reset before and after the test."""
+    """Yields the kernels' declarations. Registers the kernels anew before and after the test, so that no kernel is loaded or
+    excluded from an earlier test."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     register_package("tokenspeed_kernel_amd")
@@ -313,7 +315,8 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("name", _names())
 def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
-    """The adapter has the operator's parameters. AITER's source is parsed, because importing the module would import AITER."""
+    """The adapter has the operator's parameters. The test parses the adapter's source, because importing the adapter would import
+    AITER."""
     module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
@@ -419,7 +422,7 @@ def _paged_cases(mode: str) -> list[Case]:
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("mode", ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"])
 def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
-    """Cache slots without a token hold NaN."""
+    """Compares the kernels with the reference. Cache slots without a token hold NaN."""
     for case in _paged_cases(mode):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
         assert_none_wrong(results)
@@ -447,7 +450,8 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
-    """q is a slice. The caches are views of one tensor. The page table is column-major. out is a slice of a wider tensor."""
+    """Results are correct if q and out are slices of wider tensors, the caches are views of one tensor, and the page table is
+    column-major."""
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
@@ -481,8 +485,8 @@ def test_a_prefill_into_columns() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is max_seqlen if given, otherwise the longest of the host's lengths if given, otherwise the number of all tokens.
-    The device's offsets are never read."""
+    """The bound is max_seqlen if given, otherwise the longest of the host's lengths if given, otherwise the number of all tokens,
+    which no bound exceeds. The device's offsets are never read."""
     from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []
@@ -510,7 +514,7 @@ def need_the_real_one(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name: str) -> None:
-    """This test has not been run yet."""
+    """Runs the cases with AITER itself on a gfx950. This test has not been run yet."""
     need_the_real_one(gfx950)
     spec = specs[name]
     own = [Case("ragged", ragged([1, 90, 0, 7], 8, 2, 128))] if spec.mode == "mha_prefill" else _paged_cases(spec.mode)

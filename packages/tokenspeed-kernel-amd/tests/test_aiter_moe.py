@@ -1,4 +1,4 @@
-"""The adapter to AITER's MoE kernel. The adapter has not been run on hardware; ``test_aiter`` explains the stand-in."""
+"""Tests the adapter to AITER's MoE kernel. The adapter has not been run on hardware; ``test_aiter`` explains the stand-in."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_cases(specs: dict[str, KernelSpec], case: Case) -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
-    """Also checks that a call with ``out`` selects AITER's kernel."""
+    """Plans with unsupported options raise an error. A call with ``out`` selects AITER's kernel too."""
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "device": "cpu"}
     assert tokenspeed_kernel.moe_apply.plan(**sizes, override=NAME).weight_layout == "aiter_dense"
     refused: list[dict[str, Any]] = [
@@ -125,6 +125,6 @@ def test_it_comes_before_the_portable_kernel(specs: dict[str, KernelSpec]) -> No
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
-    """This test has not been run yet."""
+    """Runs the cases with AITER itself on a gfx950. This test has not been run yet."""
     test_aiter.need_the_real_one(gfx950)
     assert verify_case(specs[NAME], case, gfx950).status is Status.PASSED

@@ -1,8 +1,8 @@
-"""The adapter to AITER's MoE kernels with mxfp4 weights. The adapter has not been run on hardware; ``test_aiter`` explains the
-stand-in.
+"""Tests the adapter to AITER's MoE kernels with mxfp4 weights. The adapter has not been run on hardware; ``test_aiter`` explains
+the stand-in.
 
-The stand-in rounds as AITER does, but does not reproduce AITER's weight layout. It shuffles weights in another reversible way,
-which depends on whether gate and up are interleaved.
+The stand-in rounds as AITER does, but does not reproduce AITER's weight layout. The stand-in shuffles weights in another reversible
+way, which depends on whether gate and up are interleaved.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def shuffle_scale_a16w4(given: dict[str, Any]) -> Tensor:
 
 
 def rounded_to_mxfp4(x: Tensor) -> Tensor:
-    """Quantises with a scale from the block's amax. The scale is rounded to a power of two: up if the amax is at least 1.75 times
-    the power."""
+    """Rounds to mxfp4 values, returned as floats. The scale is computed from the block's amax, rounded to a power of two: up if the
+    amax is at least 1.75 times a power of two, otherwise down."""
     blocks = x.float().unflatten(-1, (-1, 32))
     bits = (blocks.abs().amax(-1).view(torch.int32) + 0x200000) & 0x7F800000
     scale = e8m0_to_float(((bits >> 23) - 2).clamp(min=0).to(torch.uint8))[..., None]
@@ -210,7 +210,7 @@ def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None
     ],
 )
 def test_rounding_is_its_own(specs: dict[str, KernelSpec], name: str, inputs: Any, error: float) -> None:
-    """The result is near the result of the plan, but not equal, because AITER quantises differently."""
+    """The result is near the result that the plan defines, but not equal, because AITER quantises differently."""
     operator = get_operator("moe.moe_apply")
     arguments = operator.complete(inputs(Draw(torch.device("cpu"), 0)))
     wanted = moe_apply.operator.body(**{**arguments, "x": arguments["x"].float()})
@@ -244,7 +244,8 @@ def test_weights_are_whole_tiles() -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
-    """Only a call that names the kernel, with GPT-OSS's alpha, limit and beta, selects it."""
+    """Only a plan that names the kernel selects the kernel. `prepare` rejects a plan whose limit or bias the kernel does not
+    support."""
     plan_of: dict[str, Any] = {
         "num_experts": 4,
         "top_k": 2,
@@ -270,6 +271,6 @@ def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
-    """This test has not been run yet."""
+    """Runs the cases with AITER itself on a gfx950. This test has not been run yet."""
     test_aiter.need_the_real_one(gfx950)
     assert verify_case(replace(specs[NAMES[0]], only_by_name=""), case, gfx950).status is Status.PASSED

@@ -1,4 +1,5 @@
-"""The code that architectures share depends on no architecture, and only one module has the instructions of CDNA4."""
+"""Tests that the code which architectures share imports no architecture's code, and that only one module imports CDNA4
+instructions."""
 
 from __future__ import annotations
 

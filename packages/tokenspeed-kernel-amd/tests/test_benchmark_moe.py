@@ -1,5 +1,5 @@
-"""The script that predicts MoE times, with whole layers of GPT-OSS-120B at one and four tokens, and with slices of layers for more
-tokens."""
+"""Tests the script that predicts MoE times, with whole layers of GPT-OSS-120B at one and four tokens, and with slices of layers for
+more tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def program(timing_programs: Callable[[str], ModuleType]) -> ModuleType:
 def test_whole_layers(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full-size layer of 128 experts takes two launches, routing included, and at most 1.35 times its floor."""
+    """Full-size layers of 128 experts take two launches for 1 and 4 tokens, routing included. With 4 tokens, the predicted time is
+    at most 1.35 times the floor."""
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)
@@ -46,7 +47,8 @@ def test_whole_layers(
 
 @pytest.mark.slow
 def test_256_tokens_in_full_size(program: ModuleType) -> None:
-    """Two processes measure a layer in which all 128 experts have tokens."""
+    """Executes a full-size layer, in which all 128 experts have tokens, on two processes, and checks the launches and the
+    result."""
     from gfx950_emulator import emulated_gfx950
 
     layer = program.Layer(256, program.SIZE, program.SIZE, program.EXPERTS)
@@ -72,7 +74,7 @@ def test_slices_predict_whole_layers(program: ModuleType, monkeypatch: pytest.Mo
 
 
 def test_the_committed_report(program: ModuleType) -> None:
-    """The README shows the committed report."""
+    """The README shows the committed report, which meets the pass criteria."""
     report = json.loads((FOLDER / "timing_model_moe.json").read_text())
     assert program.table(report) in (FOLDER.parent / "README.md").read_text()
     assert [row["tokens"] for row in report["rows"]] == list(program.TOKENS)

@@ -74,7 +74,8 @@ def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) 
     ],
 )
 def test_windows_beyond_every_sequence(gfx950: torch.device, mode: str, window_left: int) -> None:
-    """Two windows must not overflow: the largest one that kernels receive, and the largest 32-bit value of a caller."""
+    """Positions do not overflow with the largest window that kernels receive, nor with the largest 32-bit window that a caller may
+    pass."""
     check_case(gfx950, mode, Case("small", SMALL[mode].vary(window_left=window_left)))
 
 
@@ -89,12 +90,12 @@ def test_small_calls_launch_every_kernel(emulator: Any, mode: str) -> None:
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Reads the tensor's memory as if the tensor were contiguous, whatever its strides are."""
+    """Returns a view of the tensor's memory that has the same shape and contiguous strides, whatever the tensor's strides are."""
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 def _with_stride_fault(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a faulty launcher, which passes its kernel the strides of contiguous values."""
+    """Returns a faulty launcher, which passes values to its kernel as if they were contiguous."""
     signature = inspect.signature(launch)
     values = "v" if "v" in signature.parameters else "v_cache"
 

@@ -1,4 +1,4 @@
-"""mha_decode_with_kvcache, compared with the core's reference in float32."""
+"""Tests mha_decode_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, page_size: int) -> None:
-    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
+    """Results are correct for a batch of sequences of length 0, of length 1, and with lengths at the edges of pages and blocks."""
     _run(gfx950, [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """The batch has sequences with many splits, with one split, and without keys."""
+    """Results are correct for a batch of sequences with many splits, with one split, and without keys."""
     _run(gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True)
 
 
 def test_one_divided_sequence(gfx950: torch.device) -> None:
-    """The batch has one sequence, whose splits the kernel finds without a search."""
+    """Results are correct for a batch of one sequence, whose splits the kernel finds without a search."""
     _run(gfx950, [2300], page_size=64)
 
 
 def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is large for the device, so splits are long and waves have one block in flight."""
+    """Results are correct if the batch is large for the device, so that splits are long and waves have one block in flight."""
     pretend_compute_units(monkeypatch, 2)
     _run(gfx950, [700, 0, 330, 1, 90], page_size=16)
 
@@ -73,7 +73,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, and these pages were freed."""
+    """Results are correct if the window hides whole pages and these pages were freed."""
     _run(gfx950, [5, 128, 805, 0, 400], window_left=100, max_seqlen_q=2, page_size=page_size, freed=True)
 
 
@@ -91,7 +91,7 @@ def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None
 
 @pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
 def test_several_new_tokens(gfx950: torch.device, new: int) -> None:
-    """Some sequences have more new tokens than tokens in the cache."""
+    """Results are correct if some sequences have more new tokens than tokens in the cache."""
     _run(gfx950, [1, 20, 400, 0, 64], max_seqlen_q=new, page_size=64, sinks=True)
 
 
@@ -135,7 +135,7 @@ def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype:
 
 @pytest.mark.parametrize("case", cases("mha_decode_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Calls the operator with and without out=."""
+    """Results of the operator's cases are correct, with and without out=."""
     check_case(gfx950, "mha_decode_with_kvcache", case)
 
 
@@ -156,6 +156,6 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
 def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """No register is spilled, and four waves fit on a SIMD. There is no bank conflict and no loop around a buffer instruction, and
     the hot loop is short."""
-    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # the batch is now large for the device: one block in flight
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
     check_compiled(emulator.launches[0], 4, 319)

@@ -1,4 +1,4 @@
-"""mha_extend_with_kvcache, compared with the core's reference in float32."""
+"""Tests mha_extend_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Tests tiles of 16 to 128 rows, and caches that end at edges of pages and blocks. Some sequences have no new token, some have
-    one, and some have only new tokens."""
+    """Results are correct for tiles of 16 to 128 rows, and for caches that end at edges of pages and blocks. Some sequences have no
+    new token, some have one, and some have only new tokens."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, and these pages were freed."""
+    """Results are correct if the window hides whole pages and these pages were freed."""
     _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, window_left=30, freed=True)
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:
-    """Lengths differ so much that sequences share slots of the grid. The sequences end at tile edges. Some sequences have no row in
-    their last slot."""
+    """Results are correct if lengths differ so much that sequences share slots of the grid. The sequences end at tile edges. Some
+    sequences have no row in their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])
 
 
@@ -49,7 +49,7 @@ def test_more_uneven_stretches_than_lanes(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("longest", [8, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (1, 3, 16))])
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, longest: int, is_causal: bool) -> None:
-    """Long sequences have several splits; others have one split, or no new tokens."""
+    """Results are correct if long sequences have several splits, and others have one split or no new tokens."""
     _run(gfx950, [900, 64, 0, 65, 700], [longest, 1, 0, 0, min(longest, 2)], page_size=64, is_causal=is_causal, sinks=True)
 
 
@@ -60,7 +60,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, pytest.param(13, marks=pytest.mark.slow)])
 def test_not_causal(gfx950: torch.device, window_left: int) -> None:
-    """Some sequences have more queries than keys, or no keys."""
+    """Without causal masking, results are correct if some sequences have more queries than keys, or no keys."""
     _run(gfx950, [100, 5, 0], [9, 8, 2], window_left=window_left, is_causal=False)
 
 
@@ -106,7 +106,7 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("case", cases("mha_extend_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Calls the operator with and without out=."""
+    """Results of the operator's cases are correct, with and without out=."""
     check_case(gfx950, "mha_extend_with_kvcache", case)
 
 

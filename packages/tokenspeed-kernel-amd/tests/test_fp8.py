@@ -1,4 +1,4 @@
-"""Attention to fp8 (e4m3) paged caches, compared with the core's fp32 reference on the same values."""
+"""Tests attention to fp8 (e4m3) paged caches against the core's fp32 reference on the same values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ DECODE, EXTEND, MIXED = "mha_decode_with_kvcache", "mha_extend_with_kvcache", "m
 
 
 def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[int] | None, **options: Any) -> dict[str, Any]:
-    """Returns the arguments of a function."""
+    """Returns the arguments of the operator ``function``."""
     needed = {EXTEND: {"is_causal": True}, MIXED: {"running_sums": False}, DECODE: {}}[function]
     return inputs(device, kv_lens, q_lens, **{**needed, **options})
 
 
 def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the reference's results for caches dequantised to fp32; without scales, because fp32 caches have none."""
+    """Returns the reference's results for caches dequantised to fp32. The reference gets no scales, because fp32 caches have
+    none."""
     wide = dict(arguments)
     for name in ("k", "v"):
         scale = wide.pop(f"{name}_scale", None)
@@ -82,20 +83,20 @@ def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
 @pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
 def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
-    """One launch has lengths of 0, of 1, and at the edges of pages and blocks."""
+    """Results are correct for a batch of sequences of length 0, of length 1, and with lengths at the edges of pages and blocks."""
     lengths = [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
     _run(DECODE, gfx950, lengths, page_size=page_size, **SCALES[scales])
 
 
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 def test_decode_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """The batch has sequences with many splits, with one split, and without keys."""
+    """Results are correct for a batch of sequences with many splits, with one split, and without keys."""
     _run(DECODE, gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **ONE_SCALE)
 
 
 @pytest.mark.parametrize("page_size", [16, _slow(32)])
 def test_decode_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
-    """Waves have one block in flight, and pages are smaller than a block."""
+    """Results are correct if waves have one block in flight and pages are smaller than a block."""
     pretend_compute_units(monkeypatch, 2)
     _run(DECODE, gfx950, [700, 0, 330, 1, 90], page_size=page_size, **SCALE_A_HEAD)
 
@@ -125,8 +126,8 @@ def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, k
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 @pytest.mark.parametrize("longest", [40, *map(_slow, (1, 3, 8, 16))])
 def test_extend_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Tests every tile, and caches that end at edges of pages and blocks. Some sequences have no new token, some have one, and some
-    have only new tokens."""
+    """Results are correct for every tile, and for caches that end at edges of pages and blocks. Some sequences have no new token,
+    some have one, and some have only new tokens."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(EXTEND, gfx950, kv_lens, q_lens, page_size=page_size, **SCALE_A_HEAD)
 
@@ -163,7 +164,7 @@ def test_extend_head_dims(gfx950: torch.device, dtype: torch.dtype, head_dim: in
     ("head_dim", "page_size"), [(64, 64), *(_slow(head_dim, size) for head_dim, size in ((64, 16), (64, 128), (128, 64)))]
 )
 def test_mixed(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, head_dim: int, page_size: int) -> None:
-    """Short and long sequences get separate launches."""
+    """Results are correct if short and long sequences get separate launches."""
     pretend_compute_units(monkeypatch, 1)
     kv_lens, q_lens = [500, 40, 0, 64, 130, 65], [1, 40, 0, 4, 33, 65]
     _run(MIXED, gfx950, kv_lens, q_lens, head_dim=head_dim, page_size=page_size, sinks=True, **SCALE_A_HEAD)
@@ -202,7 +203,7 @@ def _scales(device: torch.device, which: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("function", "q_lens"), [(DECODE, None), _slow(EXTEND, [1, 9]), _slow(MIXED, [1, 9])])
 @pytest.mark.parametrize("which", ["one and a head", *map(_slow, ("keys", "values", "expanded"))])
 def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function: str, q_lens: list[int] | None, which: str) -> None:
-    """Calls have scales of keys, of values or of both, with any stride. The host does not read the scales."""
+    """Results are correct with scales of keys, of values or of both, with any stride. The host does not read the scales."""
     arguments = {**_make(function, gfx950, [70, 9], q_lens, **NO_SCALES), **_scales(gfx950, which)}
     wanted = _wanted(function, arguments)
     module = {DECODE: "decode", EXTEND: "extend", MIXED: "mixed"}[function]
@@ -213,7 +214,8 @@ def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function:
 
 
 def test_other_strides(gfx950: torch.device) -> None:
-    """Keys and values are slices of one cache. Rows not aligned to 16 bytes are copied."""
+    """Results are correct if keys and values are slices of one cache, and if rows are not aligned to 16 bytes. Such a cache is
+    copied."""
     arguments = inputs(gfx950, [140, 9], **SCALE_A_HEAD)
     wanted = _wanted(DECODE, arguments)
     keys, values = (arguments[name].view(torch.uint8) for name in ("k_cache", "v_cache"))
@@ -266,7 +268,7 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
 
 
 def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """The kernel converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
+    """Asserts that the hot loop converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
     assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]
@@ -289,7 +291,7 @@ def _check_widening(launch: Any, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_decode_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int, waves: int) -> None:
-    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # the batch is now large for the device: one block in flight
     shape = {"heads": 64, "kv_heads": 8, "sinks": True, "page_size": 64, **options}
     tokenspeed_kernel_amd.mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **shape, **SCALE_A_HEAD))
     check_compiled(emulator.launches[0], waves, most)

@@ -1,4 +1,4 @@
-"""The grids of the largest calls are within the driver's limits."""
+"""Tests that the grids of the largest calls are within the driver's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mha_with_kvcache, compared with the core's reference in float32."""
+"""Tests mha_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -49,36 +49,38 @@ EDGES = {1: 1, 63: 0, 64: 4, 65: 5, 0: 0, 31: 31, 33: 32, 34: 33, 128: 1, 130: 2
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """Tests lengths of 0, of 1, and at edges of tiles and pages. Sequences prefill, extend and decode, in any order."""
+    """Results are correct for lengths of 0, of 1, and at edges of tiles and pages. Sequences prefill, extend and decode, in any
+    order."""
     _run(gfx950, list(EDGES), list(EDGES.values()), page_size=page_size)
 
 
 @pytest.mark.parametrize("longest", [5, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (8, 16, 40))])
 def test_every_tile(gfx950: torch.device, small_device: None, longest: int) -> None:
-    """Tests the tiles of extend, which have 32 to 128 rows."""
+    """Results are correct for extend's tiles of 32 to 128 rows."""
     _run(gfx950, [70, 40, 90, 0, 33], [1, longest, 4, 0, 2], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """The batch has decode sequences with many splits, with one split and without keys. The batch also has extend sequences, which
-    are not split."""
+    """Results are correct for a batch of decode sequences with many splits, with one split and without keys. The batch also has
+    extend sequences, which are not split."""
     _run(gfx950, [900, 40, 0, 1300, 64, 700, 65, 500], [1, 40, 0, 33, 4, 2, 65, 0], page_size=page_size, sinks=True)
 
 
 def test_room_for_all_at_once(gfx950: torch.device) -> None:
-    """There are so few keys that one launch computes everything."""
+    """Results are correct if there are so few keys that one launch computes everything."""
     _run(gfx950, [70, 200, 9, 0, 33], [1, 64, 9, 0, 2])
 
 
 def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
-    """With few tokens of few sequences, the decode kernel computes all sequences."""
+    """Results are correct for few new tokens of few sequences, all of which the decode kernel computes."""
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """One decode launch computes sequences with many, few and no new tokens. Each sequence's window hides freed pages."""
+    """Results are correct if one decode launch computes sequences with many, few and no new tokens, and each sequence's window
+    hides freed pages."""
     _run(gfx950, [805, 300, 0, 500, 461], [1, 9, 0, 5, 4], page_size=page_size, window_left=100, freed=True)
 
 
@@ -93,14 +95,14 @@ def test_one_sequence(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("batch", [100, pytest.param(1100, marks=pytest.mark.slow)])
 def test_more_sequences_than_lanes(gfx950: torch.device, small_device: None, batch: int) -> None:
-    """The batch has more sequences than a workgroup loads at once."""
+    """Results are correct if the batch has more sequences than the number of lengths that a workgroup loads at once."""
     kv_lens = [300, *[1, 0, 25, 3, 40] * (batch // 5)]
     q_lens = [1, *[1, 0, 25, 2, 1] * (batch // 5)]
     _run(gfx950, kv_lens, q_lens, heads=4, kv_heads=1)
 
 
 def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
-    """The upper bounds of lengths are the page table's capacity."""
+    """Results are correct if max_seqlen_q and max_seqlen_k are the page table's capacity, which exceeds all lengths."""
     arguments = _inputs(gfx950, [70, 1, 40, 300], [1, 1, 33, 2])
     wanted = reference(operator, arguments)
     room = arguments["page_table"].shape[1] * 16
@@ -135,7 +137,7 @@ def test_windows(gfx950: torch.device, small_device: None, window_left: int) -> 
     ("heads", "kv_heads"), [(4, 4), (20, 1), *(pytest.param(*heads, marks=pytest.mark.slow) for heads in ((8, 1), (40, 1)))]
 )
 def test_head_ratios(gfx950: torch.device, small_device: None, heads: int, kv_heads: int) -> None:
-    """With ratios of 20 and 40, one new token has more rows than the smallest tile."""
+    """Results are correct for several GQA ratios. With 20 and 40, one new token has more rows than the smallest tile."""
     _run(gfx950, [70, 340, 30, 18], [1, 33, 2, 17], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
 
 
@@ -182,7 +184,7 @@ def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype:
 
 @pytest.mark.parametrize("case", cases("mha_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Calls the operator with and without out=."""
+    """Results of the operator's cases are correct, with and without out=."""
     check_case(gfx950, "mha_with_kvcache", case)
 
 
@@ -221,7 +223,8 @@ def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"window_left": 127}, {"head_dim": 128}))], ids=str
 )
 def test_resources(emulator: Any, small_device: None, options: dict[str, Any]) -> None:
-    """Checks both kernels. With a window, a tile of 128 rows needs more SGPRs than there are, so some are spilled."""
+    """Checks the compiled code of extend and of decode. With a window, a tile of 128 rows needs more SGPRs than there are, so some
+    are spilled."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, **options}
     mha_with_kvcache(**_inputs(torch.device("cpu"), [400, 300, 60], [1, 100, 2], **shape))
     extend, decode = emulator.launches[:2]

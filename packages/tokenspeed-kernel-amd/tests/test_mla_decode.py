@@ -1,4 +1,4 @@
-"""mla_decode_with_kvcache, compared with the core's reference in float32."""
+"""Tests mla_decode_with_kvcache against the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, page_size: int) -> None:
-    """One launch has sequences with many splits, with one split, and without keys, and lengths at the edges of pages and blocks."""
+    """Results are correct for a batch of sequences with many splits, with one split and without keys, with lengths at the edges of
+    pages and blocks."""
     _run(gfx950, [1500, 1, 0, 15, 16, 17, 63, 64, 65, 127, 128, 129, 700], page_size=page_size)
 
 
 @pytest.mark.slow
 def test_one_sequence(gfx950: torch.device) -> None:
-    """The batch has one sequence, whose splits the kernel finds without a search."""
+    """Results are correct for a batch of one sequence, whose splits the kernel finds without a search."""
     _run(gfx950, [2300])
 
 
 @pytest.mark.slow
 def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is large for the device, so a workgroup computes all columns, and splits are long."""
+    """Results are correct if the batch is large for the device, so that a workgroup computes all columns and splits are long."""
     pretend_compute_units(monkeypatch, 2)
     _run(gfx950, [1700, 0, 330, 1, 90])
 
@@ -87,7 +88,8 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.slow
 def test_everything_together(gfx950: torch.device) -> None:
-    """Some sequences have more new tokens than tokens in the cache, and the window hides whole pages, which were freed."""
+    """Results are correct if some sequences have more new tokens than tokens in the cache, and the window hides whole pages, which
+    were freed."""
     options = {"max_seqlen_q": 3, "window_left": 310, "logit_cap": 5.0, "freed": True, "dtype": torch.float16}
     _run(gfx950, [190, 1, 900, 0], heads=12, page_size=16, **options)
 
@@ -119,7 +121,7 @@ def test_magnitudes_of_queries_with_an_fp8_cache(gfx950: torch.device) -> None:
 
 @pytest.mark.slow
 def test_other_strides(gfx950: torch.device) -> None:
-    """q, the cache and out are slices of wider tensors, and the page table is not contiguous."""
+    """Results are correct if q, the cache and out are slices of wider tensors and the page table is not contiguous."""
     arguments = inputs(gfx950, [340, 9])
     wanted = reference(arguments)
     heads = arguments["q"].shape[1]

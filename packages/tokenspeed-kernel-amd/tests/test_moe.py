@@ -1,4 +1,4 @@
-"""moe_apply with mxfp4 weights: cases, errors compared with the portable kernel's, routing, and compiled code."""
+"""Tests moe_apply with mxfp4 weights: cases, errors compared with the portable kernel's, routing, and compiled code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ TILES_OF = [
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """The sizes end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
+    """The error is at most `allowed_error`. Sizes are not multiples of k steps, blocks of strips and tiles. One expert has most
+    tokens, and another expert has none."""
     layer = RandomLayer(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
@@ -71,8 +72,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped. One token names the same expert twice, and other tokens name this expert, too. An expert has more pairs
-    than one workgroup computes."""
+    """The error is at most `allowed_error`, and a second call gives the same bits. A top-k slot has no expert. One token has the
+    same expert in two slots, and other tokens have this expert, too. An expert has more pairs than one workgroup computes."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[4:13, 0] = 5
@@ -88,8 +89,8 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Returns 1.2 times the portable kernel's error. The portable kernel rounds activations to the tokens' dtype before it
-    quantises them."""
+    """Returns 1.2 times the portable kernel's error; with static scales, which the portable kernel does not have, 4e-3. The
+    portable kernel rounds activations to the tokens' dtype before it quantises them."""
     if layer.plan.activation_dtype == "fp8_static":
         return 4e-3
     return 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
@@ -106,7 +107,7 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
 )
 def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
-    """If the order of tokens changes, tokens are in other columns and other tiles. The results stay bitwise the same."""
+    """If the order of tokens changes, so that tokens are in other columns and other tiles, the results stay bitwise the same."""
     layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids[1 : tokens // 2, 0] = experts - 1
@@ -118,7 +119,8 @@ def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, 
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_numbers_far_from_one(gfx950: torch.device, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights are multiplied by powers of 2. Projections and gate times up stay in fp32's range."""
+    """Results are correct if tokens and weights are multiplied by large or small powers of 2. Projections and gate times up stay in
+    fp32's range."""
     layer = RandomLayer(gfx950, 4, 2, 96, 64)
     assert layer.given.w13_weight_scale is not None
     assert layer.given.w2_weight_scale is not None
@@ -193,7 +195,7 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 
 def test_the_tile_for_many_tokens() -> None:
-    """Many tokens use the wide tile, whatever the activation format."""
+    """Calls with many tokens use the wide tile, whatever the activation format."""
     for options in ({"activation_dtype": "fp8"}, {}, {"activation_dtype": "mxfp4"}, {"dtype": torch.float16}):
         plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32, **options).plan
         tile = grouped.tile_for(1000, plan)
@@ -214,8 +216,8 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
-    """The layer has GPT-OSS-120B's sizes, but only eight experts, so that four tokens share experts. With 128 experts, tokens
-    rarely share one."""
+    """The error is small at GPT-OSS-120B's sizes. The layer has only eight experts, so that four tokens share experts. With 128
+    experts, tokens rarely share one."""
     layer = RandomLayer(gfx950, 8, 4, 2880, 2880, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
@@ -239,8 +241,8 @@ def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("k", [320, 2880, 9312])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
-    """Tests rows that fit into registers, and rows that are too long for registers. Values beyond k are zeros; rows beyond the
-    count are not written."""
+    """Rows are quantised like the core's reference, both rows that fit into registers and longer rows. Values beyond k are zeros;
+    rows beyond the count are not written."""
     x = torch.randn(7, k, device=gfx950).to(dtype)
     x[2] = 0
     x[3] *= 1e-6
@@ -283,7 +285,8 @@ def test_activations_beyond_float16(
 
 @pytest.mark.parametrize(("dtype", "planes", "least"), [(torch.bfloat16, 2, 22), (torch.float16, 3, 27), (torch.float32, 3, 19)])
 def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes: int, least: int) -> None:
-    """The error is bounded by the amax of 32 values, and is 0 for values that are not much smaller than the amax.
+    """The sum of the planes differs from a 16-bit value by at most 2^-22 (bf16) or 2^-27 (fp16) of the block's amax. The sum is
+    exact if the value is at least 2^-14 of the amax.
 
     fp16 activations that exceed fp16's range are fp32; three planes round these to 12 bits.
     """
@@ -308,7 +311,8 @@ def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes
 
 
 def test_static_scales_saturate(gfx950: torch.device) -> None:
-    """Values beyond the scales' range saturate, in tokens and between the GEMMs, in all three kernels."""
+    """Values beyond the scales' range saturate, in tokens and between the GEMMs, in the kernels for narrow tiles, wide tiles and
+    few tokens."""
     layer = RandomLayer(gfx950, 2, 1, 96, 64, activation_dtype="fp8_static")
     for name in ("w13_input_scale", "w2_input_scale"):
         for each in (layer.given, layer.prepared):

@@ -1,5 +1,5 @@
-"""moe_apply of rows with outliers: if planes of fp8 values lose bits of a row, every kernel computes the row exactly, in every
-format."""
+"""Tests moe_apply on rows with outliers: if planes of fp8 values lose bits of a row, every kernel computes the row exactly, in
+every format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def allowed(layer: RandomLayer) -> float:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
 def test_tokens_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
-    """Some tokens have outliers in two channels whose weights are zero. The results of the other tokens are bitwise unchanged."""
+    """Results are accurate if some tokens have outliers in two channels whose weights are zero. The results of the other tokens are
+    bitwise unchanged."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 3, 2, 608, 96, weight_format, dtype=dtype)
     if dtype == torch.float16:  # if tokens are about 2^-8, an outlier of 2^15 is far enough from the other elements
@@ -77,7 +78,7 @@ def test_tokens_with_outliers(gfx950: torch.device, launch: str, weight_format: 
 
 @pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
 def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
-    """The bias makes two features of one expert at least 2^20 times as large as the other features."""
+    """Results are accurate if the bias makes two features of one expert at least 2^20 times as large as the other features."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 3, 2, 96, 608, weight_format, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
@@ -94,7 +95,7 @@ def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_for
 @pytest.mark.parametrize("weight_format", ["mxfp4", "fp8_block"])
 @pytest.mark.parametrize("launch", ["one token", "16 columns"])
 def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight_format: str) -> None:
-    """x is [2^20, 1.25, 1.25, ...], and the weights of the first channel are 0."""
+    """Results are accurate if x is [2^20, 1.25, 1.25, ...] and the weights of the first two channels are 0."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 2, 1, 64, 64, weight_format)
     ignored(layer, "w13", slice(0, 2))
@@ -106,7 +107,7 @@ def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight
 
 @pytest.mark.parametrize("launch", ["one token", "16 columns"])
 def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
-    """Each block has values from 2^-60 to 2^60. Only the weights of the smallest values are not zero."""
+    """Results are accurate if each block has values from 2^-60 to 2^60. Only the weights of the smallest values are not zero."""
     apply, tokens = LAUNCHES[launch]
     layer = RandomLayer(gfx950, 2, 1, 96, 64)
     for block in range(3):
@@ -121,7 +122,8 @@ def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
 
 @pytest.mark.parametrize("launch", ["few tokens", "16 columns"])
 def test_exact_plans_lose_no_number(gfx950: torch.device, launch: str) -> None:
-    """Each row has two small values beside large ones. Only the small values have nonzero weights."""
+    """With ``exact_activations``, results are accurate even if only two small values of each row, beside large ones, have nonzero
+    weights."""
     apply, tokens = LAUNCHES[launch]
     arguments: dict[str, Any] = {"exact_activations": True}
     layer = RandomLayer(gfx950, 2, 1, 64, 64, **arguments)

@@ -1,5 +1,5 @@
-"""moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, and errors compared with the portable
-kernel's."""
+"""Tests moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, and errors compared with the
+portable kernel's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
     ("hidden", "intermediate", "interleaved"), [(96, 64, True), (160, 224, False), (736, 32, True), (512, 544, False)]
 )
 def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, interleaved: bool) -> None:
-    """One size has up rows that begin within a scale block, in which the gate rows of a strip end."""
+    """Every weight, scale and bias is where the layout says. In one size, the gate rows end and the up rows begin within the same
+    scale block."""
     layer = layer_of(torch.device("cpu"), 3, 2, hidden, intermediate, w13_interleaved=interleaved, bias=True)
     given, arranged = layer.given, layer.prepared
     assert arranged.layout == layout.LAYOUT
@@ -97,7 +98,8 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """The sizes end within k steps, blocks of strips and tiles. One expert has most tokens, and another expert has none."""
+    """The error is within the limit of `check`. Sizes are not multiples of k steps, blocks of strips and tiles. One expert has most
+    tokens, and another expert has none."""
     if tile == BROAD and options.get("dtype") == torch.float16:
         tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
         assert tile == NARROW
@@ -128,7 +130,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped, a token names an expert twice, and an expert has more pairs than one workgroup computes."""
+    """The error is within the limit of `check`. A top-k slot has no expert, a token has the same expert in two slots, and an expert
+    has more pairs than one workgroup computes."""
     layer = layer_of(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[:5, 0] = 5
@@ -143,8 +146,8 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """The error is at most 1.2 times the portable kernel's. The portable kernel has no static scales; with static scales,
-    activations are rounded once."""
+    """Asserts that the error is at most 1.2 times the portable kernel's error. With static scales, which the portable kernel does
+    not have, activations are rounded once, and the limit is 4e-3."""
     wanted = layer.wanted(x, weights, ids)
     allowed = 4e-3
     if layer.plan.activation_dtype != "fp8_static":

@@ -1,4 +1,4 @@
-"""The layout of mxfp4 expert weights for CDNA4, compared with the canonical layout, element by element."""
+"""Tests the layout of mxfp4 expert weights for CDNA4 against the canonical layout, element by element."""
 
 from __future__ import annotations
 

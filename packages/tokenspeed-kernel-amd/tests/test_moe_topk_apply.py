@@ -1,4 +1,4 @@
-"""moe_topk_apply with mxfp4 weights. Routing is part of the first GEMM, or is a separate launch."""
+"""Tests moe_topk_apply with mxfp4 weights. Routing is part of the first GEMM, or is a separate launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .paging import check_case, kernel_of, spills
 moe_topk_apply = unchecked(operator, launcher_of_moe_topk_apply)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# With logits of another dtype, only the loads of logits differ.
+# Kernels for logits of another dtype differ only in the loads of logits. So tests that run outside the slow sessions use bf16
+# logits.
 FEW_DTYPES = [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
 # Tokens, experts and top-k of layers. In the first eight layers, the first GEMM routes. In the next three, the launch that sorts
 # pairs routes.
@@ -50,7 +51,8 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
-    """The logits include ties, zeros of both signs, infinities and NaN. There are more tokens than one workgroup routes."""
+    """The chosen ids equal those of the operator's body. The logits include ties, zeros of both signs, infinities and NaN, and one
+    case has more tokens than one workgroup routes."""
     for tokens, experts, top_k in ((1, 128, 4), (5, 8, 3), (37, 300, 6), (3, 1024, 8), (70, 4, 1), (9, 5, 5), (0, 8, 2)):
         logits = random_logits(max(tokens, 5), experts, dtype)[:tokens].to(gfx950)
         logits[1:2, 1::2], logits[1:2, ::2] = -0.0, 0.0

@@ -1,4 +1,4 @@
-"""The package: the modules that its import imports, errors for invalid calls and on other machines, and declarations."""
+"""Tests the package: which modules its import loads, errors for invalid calls and on other machines, and declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mha_prefill, compared with the core's reference in float32."""
+"""Tests mha_prefill against the core's reference in float32."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | N
     "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
 )
 def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
-    """Tests one sequence and several, with lengths of 0 and 1, and of one more and one less than a tile or a block of keys."""
+    """Results are correct for one sequence and for several, with lengths of 0 and 1, and of one more and one less than a tile or a
+    block of keys."""
     _run(gfx950, lengths)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
 def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
-    """Tests GQA ratios of 1, 4, 5 and 8, and numbers of heads that are and are not a multiple of the 8 XCDs."""
+    """Results are correct for GQA ratios of 1, 4, 5 and 8, and for numbers of heads that are and are not a multiple of the 8
+    XCDs."""
     _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
 
 
@@ -87,7 +89,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
 def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
-    """A tile has blocks at the window's edge, unmasked blocks, and blocks on the diagonal."""
+    """Results are correct if a tile has blocks at the window's edge, unmasked blocks, and blocks on the diagonal."""
     _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
 
 
@@ -125,8 +127,8 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Scores far from the diagonal exceed scores on the diagonal by 60, so tiles are computed again. One head has no such
-    scores."""
+    """Results are correct if scores far from the diagonal exceed scores on the diagonal by 60, so that tiles are computed again.
+    One head has no such scores."""
     inputs = _inputs([400, 70], gfx950, heads=2, kv_heads=2, dtype=dtype)
     inputs["q"][:, 0] = 1.0
     inputs["k"][:, 0] *= 0.1
@@ -138,7 +140,7 @@ def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, opti
 
 
 def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
-    """q, k, v and out are slices of wider tensors. Nothing is copied first."""
+    """Results are correct if q, k, v and out are slices of wider tensors. Only the slice of out is written."""
     inputs = _inputs([140, 9], gfx950, heads=4, kv_heads=2)
     fused = torch.cat([inputs["q"], inputs["k"], inputs["v"]], 1)
     q, k, v = fused.split([4, 2, 2], 1)
@@ -151,7 +153,7 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
 
 
 def test_rows_that_are_padded(gfx950: torch.device) -> None:
-    """The strides of tokens and heads are multiples of 8 elements, but not of 16."""
+    """Results are correct if the strides of tokens and heads are multiples of 8 elements, but not of 16."""
     inputs = _inputs([140], gfx950, heads=3, kv_heads=1)
     padded = {name: torch.nn.functional.pad(inputs[name], (0, 8))[..., :-8] for name in ("q", "k", "v")}
     assert all(each.stride(0) % 16 == each.stride(1) % 16 == 8 for each in padded.values())
@@ -159,7 +161,8 @@ def test_rows_that_are_padded(gfx950: torch.device) -> None:
 
 
 def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
-    """Rows of k are not aligned to 16 bytes; the last axis of v, sinks, offsets and out is not contiguous."""
+    """Results are correct if rows of k are not aligned to 16 bytes, and the last axis of v, sinks, offsets and out is not
+    contiguous."""
     inputs = _inputs([140], gfx950, heads=2, kv_heads=2)
     shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gfx950)
     shifted[..., 1:] = inputs["k"]
@@ -175,7 +178,8 @@ def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
 
 
 def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
-    """NaN and infinity in the next sequence change no result, although its keys are copied with a sequence's last keys."""
+    """NaN and infinity in a sequence change no result of the sequence before, although a block of keys may contain keys of both
+    sequences."""
     inputs = _inputs([70, 90, 50], gfx950, heads=2, kv_heads=1)
     clean = mha_prefill(**inputs)
     for name, value in (("k", float("nan")), ("v", float("inf"))):
@@ -192,8 +196,7 @@ def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
 def test_more_tiles_than_workgroups(
     gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
-    """Workgroups compute several tiles. The assignment of tiles depends on the number of workgroups, but the results are bitwise
-    equal."""
+    """Results do not depend on the number of workgroups, to which tiles are assigned. Some workgroups compute several tiles."""
     from tokenspeed_kernel_amd.gfx950.attention import prefill
 
     inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)

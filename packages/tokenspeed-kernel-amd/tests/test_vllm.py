@@ -55,7 +55,8 @@ class Batch:
 
 @dataclass
 class Layout:
-    """The layout of a cache tensor: its shape, the order of its axes in memory, and how keys and values are views of it."""
+    """The layout of a cache tensor: its shape, the order of its axes in memory, and a function that returns its keys and values as
+    views."""
 
     shape: Callable[[int, int], tuple[int, ...]]
     order: tuple[int, ...]
@@ -204,7 +205,7 @@ MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
     ],
 )
 def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
-    """The batch has requests that decode, extend by a chunk, and prefill, and one padding request."""
+    """One call computes a batch of requests that decode, extend by a chunk, and prefill, and of one padding request."""
     batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
     layer, metadata = _layer(gfx950, sliding_window), batch.metadata
     k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
@@ -217,7 +218,8 @@ def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | No
 
 
 def test_a_cache_of_fp8(gfx950: torch.device) -> None:
-    """An fp8 cache is a uint8 tensor. Keys and values were divided by the layer's key scale and value scale."""
+    """Results are correct for an fp8 cache, which vLLM holds as a uint8 tensor. Keys and values were divided by the layer's key
+    scale and value scale."""
     batch, layer = _batch(gfx950, *MIXED, rows=60), _layer(gfx950, 128)
     layer._k_scale, layer._v_scale = (torch.tensor(scale, device=gfx950) for scale in (0.02, 0.05))
     k_cache, v_cache = _unpacked(batch.kv_cache)
@@ -256,7 +258,7 @@ def test_what_the_readme_shows(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decode_batch(gfx950: torch.device, layout: str) -> None:
-    """The caches are views of one tensor, and no cache is copied."""
+    """If the caches are views of one tensor, results are correct and no cache is copied."""
     batch = _batch(gfx950, [1, 64, 300, 17], [1, 1, 1, 1], rows=8, layout=layout, block_size=64)
     layer, metadata = _layer(gfx950, None), batch.metadata
     assert metadata.max_query_len == 1
@@ -272,8 +274,8 @@ def test_decode_batch(gfx950: torch.device, layout: str) -> None:
 
 
 def test_prefill_batch(gfx950: torch.device) -> None:
-    """Whole prompts read the new keys and values, not the cache. Here, new keys and values are slices of one projection's
-    output."""
+    """For whole prompts, the call takes the new keys and values instead of the cache. In this test, the keys and values are slices
+    of one projection's output."""
     lens = [33, 1, 50]
     batch = _batch(gfx950, lens, lens, rows=96)
     layer, metadata = _layer(gfx950, 16), batch.metadata
@@ -290,7 +292,7 @@ def test_prefill_batch(gfx950: torch.device) -> None:
 
 
 def test_chunked_prefill_batch(gfx950: torch.device) -> None:
-    """The first chunks of the prompts are in the cache."""
+    """The cache already holds the first chunks of the prompts. The call computes the next chunks."""
     batch = _batch(gfx950, [70, 40], [30, 9], rows=48, layout="flash NHD")
     layer, metadata = _layer(gfx950, None, sinks=False), batch.metadata
     k_cache, v_cache = LAYOUTS["flash NHD"].views(batch.kv_cache)

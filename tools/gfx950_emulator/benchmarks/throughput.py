@@ -4,7 +4,8 @@
 
 Times are wall times of the public call, medians of several calls after a first call that compiles and decodes. A *lockstep
 instruction* is an instruction of a workgroup, counted once for all its waves. The emulator executes several workgroups together, so
-it dispatches fewer instructions than that. Before timing, results are checked against the float32 reference.
+it dispatches fewer instructions than there are lockstep instructions. Before timing, results are checked against the float32
+reference.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
 
 
 def prefill(tokens: int, heads: int, kv_heads: int) -> Callable[[], Work]:
-    """Causal attention of one sequence, bfloat16, head_dim 64."""
+    """Returns a function that prepares causal attention of one sequence: bfloat16, head_dim 64."""
 
     def make() -> Work:
         q, k, v = (torch.randn(tokens, n, 64, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
@@ -43,7 +44,7 @@ def prefill(tokens: int, heads: int, kv_heads: int) -> Callable[[], Work]:
 
 
 def experts(tokens: int, count: int, hidden: int) -> Callable[[], Work]:
-    """Router and MXFP4 experts, top 2, bfloat16 activations."""
+    """Returns a function that prepares a router and MXFP4 experts: top 2, bfloat16 activations."""
 
     def make() -> Work:
         x, logits = torch.randn(tokens, hidden, dtype=torch.bfloat16), torch.randn(tokens, count)

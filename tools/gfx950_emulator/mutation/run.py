@@ -1,4 +1,5 @@
-"""Mutation tests of the emulator. Each mutant violates one modelled hardware fact, and the tests must fail.
+"""Mutation tests of the emulator. A mutant is a change of the sources that violates one modelled hardware fact. The tests must then
+fail.
 
 For every mutant of ``mutants/*.toml``, the package is copied to a temporary folder, and one passage of the copy is replaced. The
 tests that the mutant names are then run against the copy. Verdicts:
@@ -107,7 +108,7 @@ class Result:
 
 
 def load(folder: Path = TABLE) -> list[Mutant]:
-    """The mutants of all files of a folder.
+    """Returns the mutants of all files of a folder.
 
     Raises:
         MutationError: a mutant lacks a field or has an unknown one, or two mutants have the same name.
@@ -136,7 +137,7 @@ class Outcome:
 
 
 def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
-    """Runs tests against a copy of the package, with a mutant or (None) without."""
+    """Runs tests against a copy of the package: with the mutant, or unchanged if ``mutant`` is None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         package = folder / SOURCE.name
@@ -183,7 +184,7 @@ def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Ou
 
 
 def _short(nodeid: str) -> str:
-    """A test's name relative to the folder of the tests."""
+    """Returns a test's name relative to the folder of the tests."""
     return nodeid.rpartition(f"{TESTS.name}/")[2]
 
 

@@ -56,8 +56,7 @@ def _bf16(bits: int) -> float:
 
 
 def _add_bf16(a: int, b: int) -> int:
-    """Returns the sum in single precision, rounded to nearest even. Double precision is exact enough for the sum of two bf16
-    values."""
+    """Returns the sum of two bf16 values: added in float32, and rounded to bf16, to nearest even."""
     total = np.float32(_bf16(a)) + np.float32(_bf16(b))
     bits = struct.unpack("<I", struct.pack("<f", total))[0]
     if np.isnan(total):

@@ -1,8 +1,8 @@
 """Helpers for the tests of vector instructions: number formats in exact arithmetic, and the comparison of instructions with an
 oracle.
 
-An oracle is a function of Python numbers that returns one lane's result: integers for integer operands, bit patterns for
-floating-point ones. It is written from the ISA document's definition of the instruction and does not use the emulator.
+An oracle is a function that computes one lane's result from Python numbers: integers for integer operands, bit patterns for
+floating-point operands. The oracle is written from the ISA document's definition of the instruction and does not use the emulator.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Binary:
         return -scaled if self.negative(bits) else scaled
 
     def round(self, value: Fraction, negative: bool = False, toward_zero: bool = False) -> int:
-        """Rounds to nearest, ties to even; `negative` is the sign of an exact zero."""
+        """Rounds to nearest, ties to even, or towards zero if `toward_zero`. `negative` is the sign of an exact zero."""
         if value == 0:
             return self.sign_bit if negative else 0
         sign, magnitude = (self.sign_bit, -value) if value < 0 else (0, value)
@@ -217,7 +217,7 @@ for _name, _form in FORMATS.items():
 
 
 def random_bits(type_: str, rng: random.Random) -> int:
-    """Returns random bits. For floats, half of them are values near 1, whose sums and products need rounding."""
+    """Returns random bits. For floats, most results are values near 1, whose sums and products need rounding."""
     width = width_of(type_)
     bits = rng.getrandbits(width)
     if type_ in FORMATS and rng.random() < 0.6:

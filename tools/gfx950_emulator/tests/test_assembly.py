@@ -1,4 +1,5 @@
-"""The parser of assembly text: instructions with operands and modifiers, labels, source lines, kernel descriptor and metadata.
+"""Tests the parser of assembly text: instructions with operands and modifiers, labels, source lines, kernel descriptor and
+metadata.
 
 The texts are written as LLVM's AMDGPU backend prints them (AMDGPUUsage.html, AMDGPUOperandSyntax.html, AMDGPUModifierSyntax.html).
 """

@@ -1,4 +1,4 @@
-"""Control flow: branches, divergence and reconvergence of waves, barriers, wait counters, the MODE register.
+"""Tests control flow: branches, divergence and reconvergence of waves, barriers, wait counters, the MODE register.
 
 Waves with the same control flow run in lockstep. Results must not depend on this, so random programs are compared with a
 wave-by-wave interpreter.
@@ -113,7 +113,7 @@ def test_loops_with_different_trip_counts(trips: list[int]) -> None:
 
 
 def test_waves_meet_behind_an_if_without_else() -> None:
-    """The group that runs the body reaches the label where the other group waits."""
+    """The group that runs the body is joined with the other group at the label where that group waits."""
     body = "s_add_u32 s10, s10, 1\n" * 10
     result, s = _run(f"s_mov_b32 s10, 0\ns_cmp_eq_u32 s4, 0\ns_cbranch_scc1 .Lend\n{body}.Lend:", 4, s={4: np.array([0, 1, 0, 1])})
     assert result == [0, 10, 0, 10]
@@ -217,7 +217,8 @@ def test_branch_to_no_label() -> None:
 
 
 def _address_of(label: str, pair: int) -> str:
-    """Returns the code that computes a function's address like compilers: the distance from the instruction after s_getpc_b64."""
+    """Returns the code that computes a function's address as compilers do: from the distance to the instruction after
+    s_getpc_b64."""
     return f"""
         s_getpc_b64 s[{pair}:{pair + 1}]
         s_add_u32 s{pair}, s{pair}, {label}@rel32@lo+4
@@ -227,8 +228,8 @@ def _address_of(label: str, pair: int) -> str:
 
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_calls(sanitize: bool) -> None:
-    """A function that is called in a loop calls another function. One function is placed before its caller, the other after its
-    caller."""
+    """Results are correct if a function that is called in a loop calls another function. One function is placed before its caller,
+    the other after its caller."""
     text = f"""
         s_branch .Lmain
         twice:

@@ -1,4 +1,4 @@
-"""Counters: bank conflicts, cache lines, instructions and occupancy, for patterns whose counts are known."""
+"""Tests the counters of bank conflicts, cache lines, instructions and occupancy, with patterns whose counts are known."""
 
 from __future__ import annotations
 

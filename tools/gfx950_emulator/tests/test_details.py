@@ -1,4 +1,4 @@
-"""Corner cases that random operands rarely hit. Each has a separate test.
+"""Tests corner cases that random operands rarely hit. Each case has a separate test.
 
 Definitions are from the chapters of the instructions in the CDNA4 ISA document. The order of k is from `gfx950_emulator.mfma` and
 its sources.
@@ -56,8 +56,8 @@ def test_swizzle_with_masks_that_overlap() -> None:
 
 
 def test_fma_rounds_denormal_results_once() -> None:
-    """The addend is at least 2**-127, and the product is next to half of the smallest denormal. So the first and last bit of the
-    sum are more than 53 bits apart."""
+    """FMA rounds a denormal result only once. The addend is at least 2**-127, and the product is next to half of the smallest
+    denormal. So the first and last bit of the sum are more than 53 bits apart."""
     # 2**46 + 1 and 2**46 - 1 are products of numbers of at most 24 bits.
     above, below = (277 * 30269, 5 * 1013 * 1657), (2**23 - 1, 2**23 + 1)
     assert above[0] * above[1] == 2**46 + 1
@@ -128,7 +128,7 @@ def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) ->
 @pytest.mark.parametrize("mask", [2**64 - 1, 0x00FF00FF0F0F3333])
 @pytest.mark.parametrize("place", [0, 1])
 def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, place: int) -> None:
-    """Both halves of the result use the old value of v[0:1], which is also source number `place`."""
+    """v[0:1] is the destination, and also source number `place`. Both halves of the result use the old value of v[0:1]."""
     before, other = (np.arange(2, 66, dtype=np.float32), np.arange(100, 164, dtype=np.float32)), (3.0, 5.0)
     on = np.array([mask >> lane & 1 for lane in range(64)], bool)
     sources = ["v[0:1]", "v[2:3]"] if place == 0 else ["v[2:3]", "v[0:1]"]

@@ -1,4 +1,5 @@
-"""Direct loads from memory to LDS: memory and LDS addresses, inactive lanes and waves, and the time at which the data arrives.
+"""Tests direct loads from memory to LDS: memory and LDS addresses, inactive lanes and waves, and the time at which the data
+arrives.
 
 Addresses: "memory buffer load to LDS" in the CDNA3 and CDNA4 ISA documents.
 """

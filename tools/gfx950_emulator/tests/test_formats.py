@@ -1,4 +1,4 @@
-"""Number formats, compared with their definitions in exact rational arithmetic, and with torch if torch has the format."""
+"""Tests number formats against their definitions in exact rational arithmetic, and against torch if torch has the format."""
 
 import math
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""Whole Gluon kernels for gfx950 on the emulator, compared with references in PyTorch."""
+"""Tests whole Gluon kernels for gfx950, on the emulator, against references in PyTorch."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_scaled_matmul_of_several_waves(rng: torch.Generator) -> None:
 
 
 def _shared_layout(name: str, itemsize: int) -> gl.SwizzledSharedLayout | gl.PaddedSharedLayout:
-    """Returns a layout of 64 x 64 elements. Triton does not check that paddings keep 16-byte accesses aligned; these paddings
-    do."""
+    """Returns a layout of 64 x 64 elements. Triton does not check that paddings keep 16-byte accesses aligned. These paddings keep
+    them aligned."""
     unit = 16 // itemsize
     return {
         "plain": gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
@@ -234,7 +234,7 @@ def test_conversion_with_scales_to_fewer_bits(form: str, source: torch.dtype, rn
         gluon_memory.scaled_down[(1,)](x, scale, out.view(target), rows, k, form, num_warps=1)
     exact = x.double() / factor
     if form == "e2m1":
-        # Rounds to nearest, ties to the even mantissa. Here, an even mantissa means an even number.
+        # Rounds to nearest, ties to the even mantissa. An encoding with an even mantissa has an even index in FP4_VALUES.
         distance = (exact.abs()[..., None] - FP4_VALUES[:8]).abs()
         tie_to_even = torch.arange(8) % 2 * 1e-9
         nearest = (distance + tie_to_even).argmin(-1)

@@ -1,4 +1,4 @@
-"""Groups of waves in lockstep: every representation of scalar registers, divergence and reconvergence, and outstanding
+"""Tests groups of waves in lockstep: every representation of scalar registers, divergence and reconvergence, and outstanding
 operations."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _queue(*vector: object, local: tuple = ()) -> Outstanding:
 
 
 class _Waiting:
-    """A stand-in for the part of a group that wait counters use. It records their calls."""
+    """A stand-in for the part of a group that wait counters use. The stand-in records the calls that it receives."""
 
     def __init__(self) -> None:
         self.landed: list[Deferred] = []

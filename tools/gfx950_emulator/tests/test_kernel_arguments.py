@@ -1,4 +1,5 @@
-"""A kernel receives every argument correctly, whatever the argument's type and its neighbours in the argument segment."""
+"""Tests that a kernel receives every argument correctly, whatever the argument's type and its neighbours in the argument
+segment."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def store_each(out_ptr, a, b, c, d, e, f, g, h, also_ptr):
 
 
 def test_each_argument_arrives() -> None:
-    """The arguments have one, four and eight bytes, so some are at odd multiples of four."""
+    """The kernel reads the value of every argument. The arguments have one, four and eight bytes, so some are at odd multiples of
+    four."""
     values = [7, 2**40 + 3, -9, 0.375, True, -(2**35) - 5, 11, -2.5]
     out, also = torch.zeros(8, dtype=torch.float64), torch.zeros(1)
     with emulated_gfx950():

@@ -1,7 +1,8 @@
-"""Instructions that move data between lanes, and between lanes and scalar registers. Each lane is compared with the ISA documents'
-definitions.
+"""Tests instructions that move data between lanes, and between lanes and scalar registers, against the ISA documents' definitions,
+lane by lane.
 
-Lane maps of DPP: section "DPP_CTRL" of the CDNA3 ISA document. Swaps: V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32 of CDNA4's.
+Lane maps of DPP: section "DPP_CTRL" of the CDNA3 ISA document. Swaps: V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32 of the CDNA4
+ISA document.
 """
 
 from __future__ import annotations
@@ -272,8 +273,8 @@ def test_dpp_moves(control: str, rows: int, banks: int, zero: bool) -> None:
 @pytest.mark.parametrize("control", ["row_shr:1", "row_bcast:31", "quad_perm:[1,0,3,2]", "row_ror:8", "row_half_mirror"])
 @pytest.mark.parametrize(("rows", "zero"), [(15, True), (15, False), (0xC, False)])
 def test_dpp_of_arithmetic(control: str, rows: int, zero: bool) -> None:
-    """DPP applies to the first source only. The tests have integer, floating-point and 16-bit operations, and one that reads its
-    destination."""
+    """DPP applies to the first source only. The test runs integer, floating-point and 16-bit operations, and one operation whose
+    destination is also its source."""
     rng = np.random.default_rng(22)
     a, b, old = _values(23), _values(24), _values(25)
     f, g = (rng.normal(size=WAVE).astype(np.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""LDS instructions: reads, writes, transposing reads, atomics, permutations. Definitions are from the CDNA3 and CDNA4 ISA
+"""Tests LDS instructions: reads, writes, transposing reads, atomics, permutations. Definitions are from the CDNA3 and CDNA4 ISA
 documents.
 
 The oracle walks over bytes and lanes. For the transposing reads it also transposes a whole matrix.
@@ -318,7 +318,7 @@ def test_a_matrix_transposed(mnemonic: str) -> None:
 
 @pytest.mark.parametrize("mnemonic", TRANSPOSING)
 def test_transposing_reads_with_lanes_off(mnemonic: str) -> None:
-    """In each wave, either all lanes are active or none."""
+    """A wave with no active lane keeps its registers. A wave with some active lanes is an error."""
     case = Case(22, 3)
     registers = range(8, 8 + _words(mnemonic))
     instruction = f"{mnemonic} v[8:{registers[-1]}], v1"
@@ -366,8 +366,8 @@ def _operand_bits(name: str, bits: int, rng: np.random.Generator) -> list[int]:
     ("name", "returns"), [(name, True) for name in ATOMICS] + [(name, False) for name in ATOMICS if not name.startswith("wrxchg")]
 )
 def test_atomics(name: str, returns: bool) -> None:
-    """Lanes are applied in order, with several lanes per address. Beyond the allocation, nothing is written and zero is
-    returned."""
+    """An atomic is applied lane by lane, in lane order. Several lanes have the same address. Beyond the allocation, nothing is
+    written and zero is returned."""
     for mask in (MASK64, 0xFFFFFFFFFFFFFF7E):
         kind, bits = ATOMICS[name]
         function = atomics(bits).get(kind)

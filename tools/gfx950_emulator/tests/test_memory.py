@@ -1,4 +1,4 @@
-"""Vector memory: buffer, global and scratch accesses, and atomics, compared with a byte-wise walk over the lanes.
+"""Tests vector memory instructions: buffer, global and scratch accesses, and atomics, against a byte-wise walk over the lanes.
 
 Addresses and range checks: chapter on vector memory of the CDNA3 ISA document; names of modifiers: LLVM's AMDGPU documentation.
 """
@@ -351,7 +351,8 @@ def _operands(name: str, rng: np.random.Generator) -> list[int]:
 @pytest.mark.parametrize("space", ["buffer", "global"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str, space: str, returns: bool) -> None:
-    """Lanes are applied in order, with several lanes per address. Lanes that are inactive or out of a buffer's range do nothing."""
+    """An atomic is applied lane by lane, in lane order. Several lanes have the same address. Lanes that are inactive or out of a
+    buffer's range do nothing."""
     function, bits = ATOMICS[name]
     rng = np.random.default_rng(20)
     size, words, mask = bits // 8, bits // 32, 0xFFFFFFFFFFFFFF7E

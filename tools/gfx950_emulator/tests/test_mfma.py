@@ -1,4 +1,4 @@
-"""MFMA instructions, compared with their definition, element by element.
+"""Tests MFMA instructions against their definition, element by element.
 
 The oracle finds every element by a map from (row, k) to (lane, bit), reads it from Python integers, and adds in exact arithmetic.
 The map follows the tables of AMD's Matrix Instruction Calculator, of AMD's article on CDNA4's matrix cores, and of Composable
@@ -136,7 +136,7 @@ def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int
 
 
 def one_rounding(bits: np.ndarray, wanted: np.ndarray) -> None:
-    """Checks equality. A few results may differ by 1 ulp of float32, because rounding the sum to float64 first can change a tie."""
+    """Asserts equality. A few results may differ by 1 ulp of float32: rounding the sum to float64 first can change a tie."""
     off = bits.view(np.int32).astype(np.int64) - wanted.view(np.int32)
     assert np.abs(off).max() <= 1, f"{np.count_nonzero(np.abs(off) > 1)} elements differ"
     assert np.count_nonzero(off) <= max(1, off.size // 1000)
@@ -230,7 +230,7 @@ def test_every_scale_byte_can_be_selected(byte_a, byte_b):
 
 
 def test_scales_belong_to_blocks_of_32_and_to_their_row():
-    """Only one element of A and one of B are not zero. Only the scales of this element's block affect the result."""
+    """Only one element of A and one of B are not zero. Only the scales of these elements' blocks affect the result."""
     for (size, k), kind in product([(16, 128), (32, 64)], FORMATS):
         op = bind_mfma(f"v_mfma_scale_f32_{size}x{size}x{k}_f8f6f4", {"cbsz": FORMATS.index(kind), "blgp": FORMATS.index(kind)})
         _, mantissa_bits, bias = FIELDS[kind]
@@ -588,7 +588,7 @@ def test_remembered_operands_are_compared_whole():
         scale[word[1] // 16 * 16 + row] = 130
         np.testing.assert_array_equal(op.compute(a, ones, 0, scale, unit).view(np.float32), 8 * d)
         a[word], scale[:] = 0, 127
-    # Then more operands than the emulator keeps, and the first ones again.
+    # Then execute with more operands than the emulator memoises, and with the first operands again.
     rng = np.random.default_rng(0)
     many = [random_registers(rng, "fp4", 4, 64) for _ in range(mfma._Recent.KEPT + 3)]
     first = [op.compute(x, ones, 0, unit, unit) for x in many]

@@ -1,4 +1,4 @@
-"""Each mutant matches the sources. In a slow test, the tests detect all mutants."""
+"""Tests that each mutant matches the sources and, in a slow test, that the tests detect all mutants."""
 
 from __future__ import annotations
 

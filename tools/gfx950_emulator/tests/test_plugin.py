@@ -1,4 +1,4 @@
-"""The pytest plugin, in a separate pytest process."""
+"""Tests the pytest plugin in a separate pytest process."""
 
 from __future__ import annotations
 

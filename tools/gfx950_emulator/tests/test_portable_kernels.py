@@ -1,4 +1,4 @@
-"""The core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
+"""Tests the core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
 references, by the operators' tolerances."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_division_among_processes_changes_nothing() -> None:
 
 
 def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
-    """One sequence has no keys, so its lanes are inactive while MFMAs run. MFMAs ignore EXEC."""
+    """Results are correct if one sequence has no keys, so that its lanes are inactive while MFMAs run. MFMAs ignore EXEC."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(tokens, 2, width).half() for tokens, width in ((8, 24), (7, 24), (7, 16)))
     cu, cu_kv = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 3, 8], [0, 0, 7]))
@@ -101,7 +101,8 @@ def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
 
 
 def test_states_that_lie_transposed_in_a_tile_smaller_than_a_workgroup() -> None:
-    """Several waves hold copies of the state, and the lanes of a row add the elements in different orders."""
+    """Results are correct if several waves hold copies of the state, and the lanes of a row add the elements in different
+    orders."""
     torch.manual_seed(0)
     x, b, c = torch.randn(1, 1, 2, 8).half(), torch.randn(1, 1, 1, 16).half(), torch.randn(1, 1, 1, 16).half()
     states = torch.randn(1, 2, 16, 8).transpose(2, 3)

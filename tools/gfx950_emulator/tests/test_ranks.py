@@ -1,4 +1,4 @@
-"""Multi-GPU kernels on two processes, each of which emulates a GPU. The memory that the kernels write to is a file that both
+"""Tests multi-GPU kernels on two processes, each of which emulates a GPU. The memory that the kernels write to is a file that both
 processes map."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
 
 
 def two_shots() -> list[bool]:
-    """Returns whether consecutive two-shot all-reduces in reused memory return correct sums. With two ranks, selection never uses
-    the two-shot variant."""
+    """Returns, for consecutive two-shot all-reduces in reused memory, whether each result is correct. With two ranks, selection
+    never uses the two-shot variant."""
     group, right = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16), []
     generator = torch.Generator().manual_seed(0)
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:

@@ -1,4 +1,4 @@
-"""The sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
+"""Tests the sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
 
 Kernels with seeded faults are in `test_sanitizer_kernels`. This file tests each rule, and correct code that comes close to
 violating the rule.
@@ -179,7 +179,7 @@ def test_lanes_read_to_scalars() -> None:
 
 
 def test_lanes_of_several_waves() -> None:
-    """Source lanes differ between waves, and so do the uninitialised lanes."""
+    """The report names the right wave if v_readlane's source lanes differ between waves, and so do the uninitialised lanes."""
     text = """
         s_cmp_eq_u32 s13, 0
         s_cbranch_scc1 .Lmeet
@@ -199,7 +199,7 @@ def test_lanes_of_several_waves() -> None:
 
 
 def test_spilled_scalars() -> None:
-    """Some lanes of a register are written, and only these lanes are read."""
+    """A register of which only some lanes are written may be read in these lanes. Reads of other lanes are reported."""
     text = "v_writelane_b32 v3, s4, 0\nv_writelane_b32 v3, s5, 1\n"
     store = "s_mov_b32 exec_lo, -1\nv_mov_b32_e32 v4, s12\nglobal_store_dword v1, v4, s[8:9]"
     run(f"{text}v_readlane_b32 s12, v3, 0\nv_readlane_b32 s13, v3, 1\n{store}")
@@ -283,7 +283,7 @@ def test_matrix_products_mix_all_lanes() -> None:
 
 
 def test_matrix_products_write_lanes_that_are_off() -> None:
-    """v8 was never written. The MFMA writes v8 even in inactive lanes."""
+    """An MFMA initialises all lanes of v8, which was never written before, even in inactive lanes."""
     text = "v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[6:7], 0"
     some, store = "s_mov_b64 exec, 0xff", "s_mov_b64 exec, -1\ns_nop 7\nglobal_store_dword v1, v8, s[8:9]"
     run(f"{some}\n{text}\n{store}", v={4: 0, 5: 0, 6: 0, 7: 0})
@@ -351,7 +351,8 @@ def test_atomics_on_uninitialised_lds(mnemonic: str) -> None:
 
 @pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8), ("ds_read_b64_tr_b4", 4)])
 def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> None:
-    """The 8 bytes of one lane are uninitialised. So the lanes that receive these bytes are uninitialised, each in one half only."""
+    """The 8 bytes of one lane are uninitialised. So the lanes that receive these bytes are uninitialised, each in only one of its
+    two registers."""
     missing = 16 + 5
     on = MASK64 - (1 << missing)
     text = f"""

@@ -1,7 +1,7 @@
-"""Seeded faults in kernels: each is reported with its kind, the instruction and the line of the kernel's source.
+"""Tests kernels with seeded faults: each fault is reported with its kind, the instruction and the line of the kernel's source.
 
-Every kernel also runs without its fault. It then causes no report and gives the correct result. So only the fault can cause the
-report.
+Every kernel also runs without its fault. Without its fault, the kernel causes no report and gives the correct result. So only the
+fault can cause the report.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_one_element_past_a_tensor(kernel: str, dtype: torch.dtype, n: int) -> N
 
 @pytest.mark.parametrize("sanitize", [True, False])
 def test_bounds_of_the_storage(sanitize: bool) -> None:
-    """The kernel reads padding that its caller sliced off."""
+    """The kernel reads padding that its caller sliced off. This is an error, unless ``bounds="storage"`` permits it."""
     memory, out = torch.randn(256), torch.zeros(30)
     x = memory[100:130]
     with emulated_gfx950(sanitize=sanitize), pytest.raises(SanitizerError, match="is 0 bytes past the end"):

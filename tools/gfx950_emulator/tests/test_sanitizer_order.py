@@ -1,4 +1,4 @@
-"""The sanitizer, instruction by instruction: missing waits, races in LDS, alignment, barriers, deadlocks."""
+"""Tests the sanitizer, instruction by instruction: missing waits, races in LDS, alignment, barriers, deadlocks."""
 
 from __future__ import annotations
 
@@ -393,7 +393,8 @@ def test_waiting_for_nobody() -> None:
 
 
 def test_waiting_for_somebody() -> None:
-    """Wave 1 sets the flag that wave 0 polls. It sets the flag late, from a longer loop, or from code after wave 0's loop."""
+    """Wave 1 sets the flag that wave 0 polls. Wave 1 sets it late, after a long loop, in code that follows wave 0's loop. The
+    emulator must not report a deadlock."""
     setter = (
         "s_movk_i32 s17, 0x7fff\n.Ldelay:\ns_sub_u32 s17, s17, 1\ns_cmp_lg_u32 s17, 0\ns_cbranch_scc1 .Ldelay\n"
         "global_store_dword v8, v2, s[8:9]"
@@ -403,7 +404,7 @@ def test_waiting_for_somebody() -> None:
 
 
 def test_waiting_for_a_wave_at_a_barrier() -> None:
-    """Wave 0 polls for a value that wave 1 would store after a barrier that wave 0 never reaches."""
+    """A deadlock is reported if wave 0 polls for a value that wave 1 would store after a barrier that wave 0 never reaches."""
     text = f"s_cmp_eq_u32 s13, 0\ns_cbranch_scc0 .Lset\n.Lspin:\n{_SPIN}\n.Lset:\ns_barrier\nglobal_store_dword v8, v2, s[8:9]"
     reported(text, "deadlock", "global_load_dword", **_TWO)
 

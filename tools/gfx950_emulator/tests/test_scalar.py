@@ -1,4 +1,4 @@
-"""Scalar arithmetic and scalar loads, compared with the CDNA3 and CDNA4 ISA documents' definitions in plain Python on integers.
+"""Tests scalar arithmetic and scalar loads against the CDNA3 and CDNA4 ISA documents' definitions, in plain Python on integers.
 
 A scalar register of the emulator holds an int that all waves share, a value per wave, or lanes as booleans. Every instruction is
 tested on all three representations, and on mixtures of them.
@@ -188,7 +188,7 @@ def test_every_scalar_instruction_has_a_definition() -> None:
 
 def _text(mnemonic: str, operands: str, kinds: str) -> str:
     """Returns the instruction's text with registers of `_REGISTERS`. ``operands`` are among "dab". ``kinds`` has "s" (one register)
-    or "d" (a pair) for each."""
+    or "d" (a pair) for each operand."""
     written = [_REGISTERS[o][1] if kind == "d" else f"s{_REGISTERS[o][0]}" for o, kind in zip(operands, kinds, strict=True)]
     return f"{mnemonic} {', '.join(written)}"
 
@@ -436,7 +436,7 @@ def test_halves_of_exec_and_vcc(waves: int) -> None:
 
 
 def test_register_pairs_that_do_not_belong_together() -> None:
-    """A pair of registers holds halves of two different masks. Another mask is read as two single registers."""
+    """Values are correct if the pair s[8:9] holds halves of two different masks, and the pair s[12:13] their lower halves."""
     s = Snippet(
         "v_cmp_ne_u32_e64 s[8:9], 0, v1\nv_cmp_eq_u32_e64 s[10:11], 0, v1\ns_mov_b32 s9, s11\ns_mov_b32 s12, s8\n"
         "s_mov_b32 s13, s10",

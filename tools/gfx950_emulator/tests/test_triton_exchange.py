@@ -1,5 +1,5 @@
-"""Whole kernels, compiled by unmodified Triton, that exchange data between lanes, waves and workgroups: atomics, reductions, scans,
-sorting, gathers."""
+"""Tests whole kernels, compiled by unmodified Triton, that exchange data between lanes, waves and workgroups: atomics, reductions,
+scans, sorting, gathers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("bins", [1, 7, 33])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, first: int, rng: torch.Generator) -> None:
-    """16-bit atomics work on whole dwords. Possibly only one half of a dword belongs to the tensor."""
+    """16-bit atomics work on whole dwords. The tensor may contain only one half of a dword."""
     values, chosen = integers(rng, -3, 4, 60).to(dtype), integers(rng, 0, bins, 60)
     memory = integers(rng, -3, 4, bins + 3).to(dtype)
     expected = memory.double()
@@ -49,8 +49,8 @@ def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, fi
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.uint32], ids=str)
 def test_atomic_bounds_at_one_address(dtype: torch.dtype, rng: torch.Generator) -> None:
-    # Triton 3.6 and 3.9 first combine the lanes of a wave that access the same address. They use unsigned comparisons even if the
-    # operation is signed, so these integers are not negative.
+    # Triton 3.6 and 3.9 first combine the lanes of a wave that access the same address. Triton then uses unsigned comparisons even
+    # if the operation is signed, so the integers of this test are not negative.
     n = 600
     low_end = -(2**31) if dtype.is_floating_point else 0
     x = integers(rng, low_end, 2**31 - 512, n, dtype=torch.int64).to(torch.float32).to(dtype)

@@ -1,4 +1,4 @@
-"""Whole kernels that unmodified Triton compiles for gfx950, run on the emulator and compared with references in PyTorch."""
+"""Tests whole kernels that unmodified Triton compiles for gfx950, on the emulator, against references in PyTorch."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_floats_seen_asintegers(rng: torch.Generator) -> None:
 
 
 def _philox(seed: int, counter: int) -> float:
-    """Returns Philox4x32-10's first word for the counter (counter, 0, 0, 0), mapped to a float32 in [0, 1) like Triton."""
+    """Returns Philox4x32-10's first word for the counter (counter, 0, 0, 0), mapped to a float32 in [0, 1) as Triton does."""
     c, k = [counter, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         low0, low2 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -489,7 +489,7 @@ def test_scaled_matmul(a_format: str, b_format: str, m: int, n: int, k: int, sta
 def test_scaled_matmul_of_fp4_packed_across_k(
     a_format: str, a_along_k: bool, b_along_k: bool, m: int, n: int, stages: int, rng: torch.Generator
 ) -> None:
-    """Transposing reads of 4-bit elements unpack operands whose bytes hold two rows."""
+    """Results are correct if a byte holds elements of two rows. Transposing reads of 4-bit elements unpack such operands."""
     k = 256
     a, a_scale, a_values = random_operand(a_format, m, k, rng)
     b, b_scale, b_values = random_operand("e2m1", n, k, rng)

@@ -1,4 +1,4 @@
-"""Vector compares, compared with their definition, lane by lane (CDNA4 ISA document, chapter VOPC)."""
+"""Tests vector compares against their definition, lane by lane (CDNA4 ISA document, chapter VOPC)."""
 
 from __future__ import annotations
 

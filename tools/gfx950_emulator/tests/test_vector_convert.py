@@ -1,4 +1,4 @@
-"""Conversions between number formats, compared with their definition, lane by lane, in exact arithmetic.
+"""Tests conversions between number formats against their definition, lane by lane, in exact arithmetic.
 
 The definitions are V_CVT_* in chapters VOP1 and VOP3 of the CDNA4 ISA document. The formats are those of the OCP 8-bit Floating
 Point and Microscaling (MX) specifications. If the document leaves a result open, the tests follow `gfx950_emulator.formats`: NaNs
@@ -37,7 +37,8 @@ def to_integer(form: Binary, low: int, high: int, how: Callable[[Fraction], int]
 
 
 def converted(source: Binary, target: Binary, toward_zero: bool = False, saturate: bool = False) -> Callable[[int], int | str]:
-    """Converts a value. NaNs become quiet and keep the upper bits of their payload, or all bits."""
+    """Returns an oracle that converts a value. NaNs become quiet. They keep the upper bits of their payload, or all bits if the
+    target is wider."""
 
     def oracle(a: int) -> int:
         sign = target.sign_bit if source.negative(a) else 0
@@ -202,7 +203,7 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
     elif value == 0:
         code = 0
     else:
-        # The value in ulps of a float32 with this exponent (23 bits). Lower bits are truncated.
+        # The value in units of 2**(exponent - 23), the ulp of a float32 with this exponent. Lower bits are truncated.
         exponent = max(_floor_log2(value), 1 - form.bias)
         units = math.floor(value / Fraction(2) ** (exponent - 23)) + (random_word >> (9 + form.mantissa_bits))
         code = ((exponent + form.bias - 1) << form.mantissa_bits) + (units >> (23 - form.mantissa_bits))
@@ -291,8 +292,8 @@ def _widening() -> Iterator[tuple[str, str, str, str]]:
 
 
 NARROWING, WIDENING = list(_narrowing()), list(_widening())
-# Short conversions are tested with and without MODE.FP16_OVFL. The formats of long conversions always saturate, so every other one
-# has the mode set.
+# Short conversions are tested with and without MODE.FP16_OVFL. The formats of long conversions always saturate, so each of them is
+# tested once, and the mode is set for about half of them.
 LIMITED = [
     (*row, bool(limit)) for i, row in enumerate(NARROWING) for limit in ((0, 1) if row[3] in ("single", "pair") else (i % 2,))
 ]
@@ -377,7 +378,7 @@ def _packed(columns: list[list[int]], wide: str, rng: random.Random) -> list[lis
 
 
 def places(name: str, narrow: str, shape: str) -> list[tuple[str, str, int]]:
-    """Yields the suffix of the mnemonic, the modifiers, and the first bit of the encoded values that they select."""
+    """Returns the suffix of the mnemonic, the modifiers, and the first bit of the encoded values that they select."""
     if shape == "32":
         return [("", "", 0)]
     if "scalef32" not in name:

@@ -1,4 +1,4 @@
-"""Division and square root: single instructions, and the sequences that LLVM emits, compared with exact arithmetic.
+"""Tests division and square root, single instructions and the sequences that LLVM emits, against exact arithmetic.
 
 The definitions are V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of the CDNA4 ISA document. Docstrings mention deviations from this
 document.
@@ -191,8 +191,8 @@ def test_square_root_is_rounded_correctly(type_: str, text: str) -> None:
 
 
 def div_scale(form: Binary, value: int, denominator: int, numerator: int) -> tuple[int | str, bool]:
-    """Follows the ISA's pseudocode, with one exception: a denominator whose reciprocal and quotient are denormal is scaled down,
-    not up."""
+    """Returns V_DIV_SCALE's result and flag by the ISA's pseudocode, with one exception: a denominator whose reciprocal and
+    quotient are denormal is scaled down, not up."""
     power, far, tiny = (64, 96, 23) if form is F32 else (128, 768, 53)
     smallest = Fraction(2) ** (1 - form.bias)
 

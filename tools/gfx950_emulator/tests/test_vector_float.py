@@ -1,4 +1,4 @@
-"""Vector floating-point instructions, compared with their definition, lane by lane, in exact arithmetic (CDNA4 ISA document,
+"""Tests vector floating-point instructions against their definition, lane by lane, in exact arithmetic (CDNA4 ISA document,
 chapters VOP1 to VOP3P)."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def rounded_to_integer(form: Binary, how: Callable[[Fraction], int]) -> Oracle:
 
 
 def choice(form: Binary, largest: bool) -> Oracle:
-    """Computes v_min and v_max with MODE.IEEE. A signalling NaN has precedence over all other operands, and a number over a quiet
-    NaN. -0 is below +0."""
+    """Returns the oracle of v_min or v_max with MODE.IEEE set. A signalling NaN has precedence over all other operands, and a
+    number over a quiet NaN. -0 is below +0."""
 
     def oracle(a: int, b: int) -> int | str:
         if form.is_signalling(a) or form.is_signalling(b) or (form.is_nan(a) and form.is_nan(b)):
@@ -87,8 +87,8 @@ def choice_or_nan(form: Binary, largest: bool) -> Oracle:
 
 
 def median(form: Binary) -> Oracle:
-    """Follows the ISA's pseudocode: returns v_max of the operands that remain after the first largest operand is removed. Zeros of
-    both signs compare equal."""
+    """Returns an oracle that follows the ISA's pseudocode: it returns v_max of the operands that remain after the first largest
+    operand is removed. Zeros of both signs compare equal."""
     low, high, two = choice_of_three(form, False), choice_of_three(form, True), choice(form, True)
 
     def equal(a: int, b: int) -> bool:
@@ -200,7 +200,7 @@ def _cases() -> list[Case]:
 
 
 def exact_function(function: Callable[[float], float], form: Binary, flush: bool = False) -> Oracle:
-    """Returns a function that is computed by the host's libm in float64 and rounded to a format."""
+    """Returns an oracle that computes ``function`` with the host's libm in float64 and rounds the result to ``form``."""
 
     def oracle(a: int) -> int | str:
         a = form.flush(a) if flush else a

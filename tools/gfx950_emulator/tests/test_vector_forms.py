@@ -1,8 +1,8 @@
-"""Forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
+"""Tests forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
 
-The other ``test_vector_*`` files test what each instruction computes. This file tests their common encodings (CDNA4 ISA document,
-chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers), a text line of every form
-that compilers emit, and that every instruction has a test.
+The other ``test_vector_*`` files test what each instruction computes. This file tests the encodings that vector instructions share
+(CDNA4 ISA document, chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers). It also
+runs a text line of every form that compilers emit, and checks that every instruction has a test.
 """
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ SPECIAL_REGISTERS = ["vcc_lo", "vcc_hi", "exec_lo", "exec_hi", "m0", "s7"]
 
 @pytest.mark.parametrize("name", SPECIAL_REGISTERS)
 def test_special_scalar_registers_as_sources(name: str) -> None:
-    """The registers are uniform, or differ between waves."""
+    """Vector instructions read VCC, EXEC and M0 as sources. The registers are uniform, or differ between waves."""
     vcc, exec_ = [0x0123456789ABCDEF, 0xFEDCBA9876543210], [M64, M64 - 2]
     values = {
         "vcc_lo": [x & M32 for x in vcc], "vcc_hi": [x >> 32 for x in vcc], "exec_lo": [x & M32 for x in exec_],

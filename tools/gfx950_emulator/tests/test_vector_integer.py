@@ -1,4 +1,4 @@
-"""Vector integer instructions, compared with their definition, lane by lane (CDNA4 ISA document, chapters VOP1, VOP2, VOP3 and
+"""Tests vector integer instructions against their definition, lane by lane (CDNA4 ISA document, chapters VOP1, VOP2, VOP3 and
 VOP3P)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packed instructions, compared with their definition, lane by lane (CDNA4 ISA document, section "Packed Math" and chapter
+"""Tests packed instructions against their definition, lane by lane (CDNA4 ISA document, section "Packed Math" and chapter
 VOP3P)."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-trito
 
 @functools.cache
 def triton_version() -> str | None:
-    """The installed Triton's version, from package metadata; None if Triton is not installed."""
+    """Returns the installed Triton's version, from package metadata; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     for name in _DISTRIBUTIONS:
@@ -31,7 +31,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def triton_gap() -> str | None:
-    """The reason why the installed Triton cannot compile this package's Gluon kernels; None if it can."""
+    """Returns the reason why the installed Triton cannot compile this package's Gluon kernels; None if it can."""
     needed = ".".join(map(str, NEEDED_TRITON))
     version = triton_version()
     if version is None:
@@ -44,14 +44,14 @@ def triton_gap() -> str | None:
 
 @functools.cache
 def compute_units(device: int) -> int:
-    """Number of CUs (compute units) of a device, given Triton's device index."""
+    """Returns the number of CUs (compute units) of a device. ``device`` is Triton's device index."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])
 
 
 def current_compute_units() -> int:
-    """Number of CUs of the current device, on which a kernel launched now would run."""
+    """Returns the number of CUs of the current device, on which a kernel launched now would run."""
     from triton.runtime import driver
 
     return compute_units(driver.active.get_current_device())

@@ -12,7 +12,7 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def rows_to_write(out: Tensor | None, q: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``out`` if its rows are contiguous, otherwise new memory of this shape and dtype, by default q's."""
+    """Returns ``out`` if its rows are contiguous, otherwise an uninitialised tensor of this shape and dtype (None: q's dtype)."""
     return out if out is not None and out.stride(-1) == 1 else q.new_empty(shape, dtype=dtype)
 
 

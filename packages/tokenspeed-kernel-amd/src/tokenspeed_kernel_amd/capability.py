@@ -16,7 +16,7 @@ Probe = Callable[[], str | None]
 
 
 def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
-    """gfx942 and gfx950: AMD Instinct MI300 and MI350 series.
+    """Returns a requirement that gfx942 and gfx950 meet (AMD Instinct MI300 and MI350 series).
 
     Args:
         features: names that the platform's features must include, for example ``"triton"``.
@@ -26,7 +26,8 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
 
 
 def cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
-    """gfx950: AMD Instinct MI350X and MI355X. The arguments are those of `cdna3_to_cdna4`."""
+    """Returns a requirement that only gfx950 meets (AMD Instinct MI350X and MI355X). The arguments are those of
+    `cdna3_to_cdna4`."""
     return CapabilityRequirement(ArchVersion(9, 5), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 

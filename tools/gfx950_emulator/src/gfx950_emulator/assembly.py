@@ -45,7 +45,7 @@ class Instruction:
 
     @property
     def where(self) -> str:
-        """A suffix for errors: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
+        """A suffix for error messages: ``, at attend.py:12 (assembly line 345): v_add_u32_e32 v0, v1, v2``."""
         return (f", at {self.location}" if self.location else "") + f" (assembly line {self.line}): {self.text}"
 
 
@@ -228,7 +228,7 @@ def _modifier(value: str) -> object:
 
 
 def _parse_metadata(lines: list[str]) -> tuple[tuple[Argument, ...], dict[str, int]]:
-    """The kernel's arguments and its integer properties, from the YAML that LLVM writes (one key per line)."""
+    """Returns the kernel's arguments and its integer properties, from the YAML that LLVM writes (one key per line)."""
     arguments: list[Argument] = []
     properties: dict[str, int] = {}
     current: dict[str, str] = {}

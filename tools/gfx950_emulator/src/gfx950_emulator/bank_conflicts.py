@@ -36,8 +36,8 @@ _PERIOD = 4 * LDS_READ_BANKS  # bytes after which banks repeat
 
 
 def _both_halves(*groups: tuple[int, ...]) -> list[list[int]]:
-    """Phases that consist of groups of four lanes. ``groups`` has the first lane of each, among lanes 0 to 31; lanes 32 to 63
-    repeat them.
+    """Returns phases that consist of runs of four adjacent lanes. Each entry of ``groups`` lists the first lanes of one phase's
+    runs, among lanes 0 to 31. Lanes 32 to 63 have the same phases.
     """
     return [[half + first + i for first in group for i in range(4)] for half in (0, 32) for group in groups]
 
@@ -48,7 +48,7 @@ def _consecutive(lanes: int) -> list[list[int]]:
 
 @lru_cache(maxsize=32)
 def phases(size: int, store: bool) -> tuple[int, np.ndarray]:
-    """Number of banks, and the lanes of each phase, int64 [phases, lanes], for an access of ``size`` bytes per lane."""
+    """Returns the number of banks, and the lanes of each phase, int64 [phases, lanes], for an access of ``size`` bytes per lane."""
     if store:
         banks, groups = LDS_WRITE_BANKS, _consecutive(32 if size <= 4 else 16 if size == 8 else 8)
     elif size == 12:
@@ -61,12 +61,12 @@ def phases(size: int, store: bool) -> tuple[int, np.ndarray]:
 
 
 def phase_count(size: int, store: bool) -> int:
-    """Number of cycles that the LDS banks need for an access without conflicts."""
+    """Returns the number of cycles that the LDS banks need for an access without conflicts."""
     return len(phases(size, store)[1])
 
 
 def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = False) -> np.ndarray:
-    """Extra cycles that waves need because of LDS bank conflicts.
+    """Returns the extra cycles that each wave needs because of LDS bank conflicts.
 
     Args:
         offsets: int64 [waves, 64], byte offsets in LDS; negative for inactive lanes.

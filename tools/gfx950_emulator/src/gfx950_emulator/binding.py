@@ -31,8 +31,9 @@ class Bound:
         unit: the execution unit: ``valu``, ``trans``, ``mfma``, ``salu``, ``smem``, ``vmem``, ``lds``, ``wait``, ``barrier``,
             ``branch``, ``end``, ``nop``.
         target: index of the instruction to which a branch jumps.
-        jump: for a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
-        condition: for a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
+        jump: for a jump through a register: ``jump(group)`` is the index of the next instruction, or an array with an index per
+            wave.
+        condition: for a conditional branch: ``condition(group)`` is a bool, or an array with a bool per wave.
         demands: registers that must be initialised, because their values leave the wave or determine its control flow (addresses,
             stored data). None means no registers.
         moves: whether the instruction only moves bits, within or across lanes. Running it on a mask of uninitialised bits then

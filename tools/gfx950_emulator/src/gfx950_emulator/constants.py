@@ -10,7 +10,7 @@ CODE_BASE, CODE_STEP = 0x100000000, 4
 
 
 def code_address(index: int) -> int:
-    """The address of the instruction with this index."""
+    """Returns the made-up address of the instruction with this index."""
     return CODE_BASE + CODE_STEP * index
 
 

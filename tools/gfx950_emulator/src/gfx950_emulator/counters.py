@@ -35,7 +35,7 @@ class Line:
         flops: floating-point or integer operations of MFMA instructions.
         accesses: number of wave-instructions that accessed global memory in at least one lane.
         bytes, lines, ideal_lines, fresh_lines: global memory traffic, see `Counters`.
-        lds_accesses: number of waves that accessed LDS; both halves of ds_read2 count.
+        lds_accesses: number of wave-instructions that accessed LDS; ds_read2 and ds_write2 count twice.
         lds_bytes, lds_cycles, lds_conflicts: LDS traffic, see `Counters`.
     """
 
@@ -70,8 +70,8 @@ class Counters:
             bytes: number of bytes that active lanes loaded or stored in range.
             lines: number of 128-byte cache lines that these bytes touch, counted per wave-instruction.
             ideal_lines: number of cache lines that these bytes would touch if the lanes' data were contiguous and aligned.
-            fresh_lines: number of cache lines that no earlier instruction of the launch touched in the same way. There are two
-                ways: stores, and loads or atomics.
+            fresh_lines: number of cache lines that no earlier instruction of the launch touched. Stores are recorded separately
+                from loads and atomics.
             lds_accesses, lds_bytes: like accesses and bytes, for LDS.
             lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that is due to bank
                 conflicts.
@@ -155,14 +155,14 @@ class Counters:
     # Results
 
     def executions(self) -> np.ndarray:
-        """Number of wave-instructions of each instruction, int64."""
+        """Returns the number of wave-instructions of each instruction, int64."""
         counts = np.zeros(len(self.program.bound), np.int64)
         for start, runs in self.block_runs.items():
             counts[start : self.program.blocks[start].end] += runs
         return counts
 
     def lines(self) -> list[Line]:
-        """One `Line` for each instruction that ran, in program order."""
+        """Returns one `Line` for each instruction that ran, in program order."""
         counts, result = self.executions(), []
         for index in np.flatnonzero(counts).tolist():
             bound, executed = self.program.bound[index], int(counts[index])
@@ -178,14 +178,14 @@ class Counters:
         return int(self.executions().sum())
 
     def by_mnemonic(self) -> Counter[str]:
-        """Number of wave-instructions by mnemonic, without encoding suffix."""
+        """Returns the number of wave-instructions by mnemonic, without encoding suffix."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[split_encoding(line.instruction.mnemonic)[0]] += line.executions
         return counts
 
     def by_unit(self) -> Counter[str]:
-        """Number of wave-instructions by execution unit, as in `Bound.unit`."""
+        """Returns the number of wave-instructions by execution unit, as in `Bound.unit`."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[line.unit] += line.executions
@@ -243,8 +243,8 @@ class _CacheLines:
         self._seen = np.zeros((2, count), bool)
 
     def of(self, addresses: np.ndarray) -> np.ndarray:
-        """Numbers of the cache lines of byte addresses, int64. Invalid addresses get an arbitrary number, because their access will
-        be rejected.
+        """Returns the numbers of the cache lines that contain these byte addresses, int64. Invalid addresses get an arbitrary
+        number, because their access will be rejected.
         """
         place = np.maximum(np.searchsorted(self._starts, addresses, "right") - 1, 0)
         lines = self._first[place] + ((addresses - self._blocks[place]) >> _LINE_BITS)

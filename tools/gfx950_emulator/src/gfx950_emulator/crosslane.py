@@ -47,7 +47,8 @@ class DppPlan:
 
 
 def dpp_lanes(control: str, argument: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The source lane of every lane, and whether it exists, for ``quad_perm``, ``row_shl``, ``row_bcast`` and so on."""
+    """Returns the source lane of every lane, and whether the source lane exists, for ``quad_perm``, ``row_shl``, ``row_bcast`` and
+    so on."""
     everywhere = np.ones(WAVE, bool)
     if control == "quad_perm":
         return _LANES // 4 * 4 + np.array(argument)[_LANES % 4], everywhere
@@ -96,7 +97,7 @@ def dpp_plan(site: Site) -> DppPlan:
 
 
 def dpp_read(group: Group, row: np.ndarray, plan: DppPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Moves a register's values across lanes: the moved values, uint32 [L], and the lanes to write, bool [L]."""
+    """Moves a register's values across lanes. Returns the moved values, uint32 [L], and the lanes to write, bool [L]."""
     waves = group.waves
     moved = row.reshape(waves, WAVE).take(plan.index, axis=1).reshape(-1)
     if group.full and plan.total:
@@ -147,7 +148,7 @@ def _swizzle_code(text: str) -> int:
 
 
 def swizzle_lanes(offset: object) -> np.ndarray:
-    """The source lane of each lane of a wave for ds_swizzle_b32. ``offset`` is a number, or text as LLVM writes it.
+    """Returns the source lane of each lane of a wave for ds_swizzle_b32. ``offset`` is a number, or text as LLVM writes it.
 
     Raises:
         ValueError: the text is unknown.

@@ -1,4 +1,4 @@
-"""The emulator as a Triton device, and the block in which kernels for gfx950 run on this device."""
+"""The emulator as a Triton device, and the ``with`` block in which kernels for gfx950 run on this device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _block = Block[Emulator]("emulated_gfx950")
 
 
 class _Launcher(triton_driver.Launcher):
-    """Runs a kernel's launches on the block's emulator."""
+    """Runs a kernel's launches on the emulator of the active ``with`` block."""
 
     kind = "amdgcn"
 
@@ -111,8 +111,8 @@ class _Launcher(triton_driver.Launcher):
         )  # fmt: skip
 
     def described(self, type_: str, descriptor: Any, index: int) -> Iterable[tuple[str, Any]]:
-        """The scalar arguments that the compiled kernel takes for a tensor descriptor: base, shape and strides in 64 bits, padding
-        and rounding flags, then shape (in 32 bits) and strides once more.
+        """Returns the scalar arguments that the compiled kernel takes for a tensor descriptor: base, shape and strides in 64 bits,
+        padding and rounding flags, then shape (in 32 bits) and strides once more.
         """
         from triton.backends import driver as interface
 
@@ -128,7 +128,7 @@ class _Launcher(triton_driver.Launcher):
         return zip(types, values, strict=True)
 
     def _scratch(self, grid: tuple[int, int, int]) -> list[tuple[str, torch.Tensor]]:
-        """Allocates the global and profile scratch memory that the kernel needs; an empty list if it needs none."""
+        """Allocates the kernel's global and profile scratch memory. A tensor is empty if the kernel needs no memory of its kind."""
         result = []
         for kind in ("global", "profile"):
             size = getattr(self.metadata, f"{kind}_scratch_size", 0) or 0
@@ -200,10 +200,10 @@ def emulated_gfx950(
     tracer: InstructionTrace | None = None,
     bounds: Bounds = "view",
 ) -> Iterator[Emulator]:
-    """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
+    """Compiles Triton and Gluon kernels for gfx950 and executes them on CPU tensors, inside the ``with`` block.
 
-    If tokenspeed-kernel-base is installed, its platform is an emulated MI355X. Operators then select and run the same kernels as on
-    an MI355X.
+    If tokenspeed-kernel-base is installed, its platform inside the block is an emulated MI355X. Operators then select and run the
+    same kernels as on an MI355X.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the

@@ -97,7 +97,7 @@ class Format:
         return self.sign - 1
 
     def overflow_code(self, saturate: bool) -> int:
-        """The encoding of a value that overflows, without its sign."""
+        """Returns the encoding of a value that overflows, without its sign."""
         if saturate or not (self.infinity or self.nan):
             return self.largest
         return self.infinity_code if self.infinity else self.nan_code
@@ -144,7 +144,7 @@ _E8M0_INVERSE = _powers_of_two(127 - np.arange(256))
 
 
 def scale_exponent(scale: np.ndarray) -> np.ndarray:
-    """The scale byte that a float32 scale operand holds: its biased exponent.
+    """Returns the scale byte that a float32 scale operand holds: its biased exponent.
 
     Args:
         scale: uint32, the operand's bits.
@@ -161,7 +161,7 @@ def decode(form: Format, codes: np.ndarray) -> np.ndarray:
 
 
 def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -> np.ndarray:
-    """``decode(form, codes) * 2**(exponent - 127)`` as float32: exact, unless it overflows to infinity.
+    """Returns ``decode(form, codes) * 2**(exponent - 127)`` as float32: exact, unless it overflows to infinity.
 
     Args:
         codes: integers below ``2**form.bits``.
@@ -175,10 +175,11 @@ def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -
 
 @lru_cache(maxsize=32)
 def _narrowing(form: Format, saturate: bool) -> np.ndarray:
-    """A lookup table of ``form.dtype`` [65536]: the encoding in `form` for the upper half of a float32 that was rounded to odd.
+    """Returns a lookup table of ``form.dtype`` [65536]. The index is the upper half of a float32 that was rounded to odd; the entry
+    is its encoding in `form`.
 
     Rounding to odd sets the last kept bit if any dropped bit was set. Rounding to odd and then to nearest equals rounding once, if
-    at least two more bits are kept than the target has. 8 significant bits suffice for formats with 4.
+    at least two more bits are kept than the target has. The index has 8 significant bits, which suffice for formats with at most 4.
     """
     upper = np.arange(1 << 16, dtype=np.uint32)
     with np.errstate(invalid="ignore"):
@@ -271,7 +272,7 @@ def encode_stochastic(
 
 
 def next_random(random: np.ndarray) -> np.ndarray:
-    """V_PRNG_B32: one step of the shift register that stochastic rounding uses from one element to the next; uint32."""
+    """Returns the random words for the next element of a stochastic rounding, uint32: one step of V_PRNG_B32's shift register."""
     return random << np.uint32(1) ^ (random >> np.uint32(31)) * np.uint32(197)
 
 
@@ -306,7 +307,8 @@ def f32_to_bf16(values: np.ndarray, saturate: bool = False) -> np.ndarray:
 
 
 def pack_bf16(low: np.ndarray, high: np.ndarray, saturate: bool = False) -> np.ndarray:
-    """V_CVT_PK_BF16_F32: converts two float32 to one uint32 with `low` in bits 15:0; otherwise as `f32_to_bf16`."""
+    """Converts two float32 to bfloat16 as `f32_to_bf16` does, and packs them into one uint32, `low` in bits 15:0
+    (V_CVT_PK_BF16_F32)."""
     packed = _bf16_in_upper_half(high, saturate)
     packed &= _UPPER
     below = _bf16_in_upper_half(low, saturate)
@@ -370,7 +372,7 @@ def unpack6(words: np.ndarray) -> np.ndarray:
 
 
 def pack6(codes: np.ndarray) -> np.ndarray:
-    """The inverse of `unpack6`: packs uint8 [32, lanes], each below 64, into uint32 [6, lanes]."""
+    """Packs uint8 [32, lanes], each below 64, into uint32 [6, lanes]. This is the inverse of `unpack6`."""
     if codes.ndim != 2 or len(codes) != 32:
         raise ValueError(f"codes: expected shape [32, lanes], got {list(codes.shape)}")
     shifted = codes.astype(np.uint64) << _SIX_SHIFT
@@ -388,7 +390,7 @@ def unpack4(words: np.ndarray) -> np.ndarray:
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:
-    """The inverse of `unpack4`: packs uint8 [8 * registers, lanes], each below 16, into uint32 [registers, lanes]."""
+    """Packs uint8 [8 * registers, lanes], each below 16, into uint32 [registers, lanes]. This is the inverse of `unpack4`."""
     if len(codes) % 8:
         raise ValueError(f"codes: expected a multiple of 8 rows, got {len(codes)}")
     shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]

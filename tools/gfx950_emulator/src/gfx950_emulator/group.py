@@ -35,7 +35,7 @@ class LaneMask:
         self.high = HighHalf(self)
 
     def bits(self) -> np.ndarray:
-        """The mask as bits: one uint64 per wave."""
+        """Returns the mask as bits: one uint64 per wave."""
         if self._bits is None:
             self._bits = np.packbits(self.lanes, bitorder="little").view(np.uint64)
         return self._bits
@@ -243,7 +243,7 @@ class Group:
             np.copyto(self.U[row + 1], halves[:, 1], where=self.mask)
 
     def columns(self) -> np.ndarray:
-        """int64 [L], each lane's index among the lanes of all waves of the batch."""
+        """Returns each lane's index among the lanes of all waves of the batch, int64 [L]."""
         if self._columns is None:
             first = (self.slot * self.machine.waves_per_group + self.wave) * WAVE
             self._columns = (first[:, None] + np.arange(WAVE)).reshape(-1)
@@ -254,7 +254,7 @@ class Group:
         return self.U[row].reshape(self.waves, WAVE)
 
     def _is_mask(self, index: int) -> bool:
-        """Whether a pair of scalar registers holds the two halves of one lane mask."""
+        """Returns whether a pair of scalar registers holds the two halves of one lane mask."""
         low = self.s[index]
         return type(low) is LaneMask and self.s[index + 1] is low.high
 

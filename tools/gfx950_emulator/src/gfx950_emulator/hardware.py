@@ -46,8 +46,8 @@ LDS_BYTES = 160 * 1024  # CDNA4
 LDS_GRANULE = 1280  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
 BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only workgroups of several waves need one
 
-# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle. A SIMD issues at most one instruction per category, each from
-# another wave.
+# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle. In its cycle, a SIMD issues at most one instruction per
+# category, each from a different wave.
 
 SLOT = 4  # cycles between two issue slots of a SIMD
 

@@ -1,8 +1,8 @@
 """Local data share (LDS): one block per workgroup slot, addressed in bytes.
 
 Access sizes, alignment and out-of-range behaviour follow the chapter on the data share of AMD's CDNA3 ISA document: reads beyond
-the allocation return zero, writes beyond it are dropped. The sanitizer reports both accesses, except for direct loads that a wave
-disables by an address beyond the allocation.
+the allocation return zero, writes beyond it are dropped. The sanitizer reports both kinds of accesses, except for direct loads that
+a wave disables by an address beyond the allocation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LocalMemory:
         self.shadow: Any = None
 
     def bases(self, group: Group) -> np.ndarray:
-        """The start of each lane's LDS block, int64 [L]."""
+        """Returns the start of each lane's LDS block, int64 [L]."""
         if group.lds is None:
             group.lds = np.repeat(group.slot * self.stride, 64)
         return group.lds

@@ -4,11 +4,11 @@
 instruction are joined again. The group that is furthest behind (smallest program counter) runs first. So other groups wait where
 control flow joins.
 
-**Barriers.** A wave that reaches ``s_barrier`` waits until every other wave of its workgroup has reached it or ended.
+**Barriers.** A wave that reaches ``s_barrier`` waits until every other wave of its workgroup has reached a barrier or ended.
 
-**Spinning.** A group waits for another wave if it branches back with exactly the state that it had at the previous branch back,
-while nothing was stored in between. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch
-ends with an error.
+**Spinning.** A group that executes many backward branches is checked at regular intervals. If its state equals that of the previous
+check, and nothing was stored in between, the group waits for a store of another wave, and other groups run first. If all remaining
+groups spin, nothing can wake them, and the launch ends with an error.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Machine:
         return self.executed
 
     def xcc_of(self, slots: np.ndarray) -> np.ndarray:
-        """The XCC ids of workgroups, which are dispatched to the XCDs round-robin."""
+        """Returns the XCC ids of workgroups, which are dispatched to the XCDs round-robin."""
         return self.workgroups[slots] % XCCS
 
     def scratch_rows(self, offset: int, dwords: int) -> np.ndarray:
-        """A view of the scratch memory of all lanes of the batch: uint32 [dwords, lanes]."""
+        """Returns a view of the scratch memory of all lanes of the batch: uint32 [dwords, lanes]."""
         first = offset // 4
         if first + dwords > len(self._scratch):
             lanes = len(self.workgroups) * self.waves_per_group * WAVE
@@ -240,7 +240,7 @@ class Batch:
         return True
 
     def _wake(self) -> None:
-        """Resumes the spinning groups before which something was stored."""
+        """Resumes the spinning groups if something was stored since they were found to spin."""
         progress = self.machine.progress
         self.ready += [g for g, seen, _ in self.spinning if seen != progress]
         self.spinning = [entry for entry in self.spinning if entry[1] == progress]
@@ -256,7 +256,8 @@ class Batch:
         return self._sanitizer_error("deadlock", message, polls[0])
 
     def _poll(self, start: int, end: int) -> int:
-        """The instruction of a spin loop that polls memory: the loop's first memory read; without reads, its first instruction."""
+        """Returns the index of the instruction with which a spin loop polls memory: the loop's first memory read; without reads,
+        its first instruction."""
         for index in range(start, end):
             memory = self.program.bound[index].memory
             if memory is not None and memory.direction in ("load", "atomic") and memory.space != "scratch":

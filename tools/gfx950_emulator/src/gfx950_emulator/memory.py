@@ -74,7 +74,7 @@ class GlobalMemory:
         raise Fault("out-of-bounds", f"{what} of {size} bytes at {address:#x} {self._nearest(address, size)}")
 
     def contains(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Which accesses of ``size`` bytes lie inside one allocation, bool [N]."""
+        """Returns, for each access of ``size`` bytes, whether it lies inside one allocation, bool [N]."""
         if not self.allocations:
             return np.zeros(len(addresses), bool)
         at = np.searchsorted(self._start_array, addresses, "right") - 1

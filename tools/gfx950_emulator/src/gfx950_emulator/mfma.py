@@ -8,10 +8,10 @@ Element layout
 Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belongs to group g = l // S.
 
 - A[i][k]: lane l holds row i = l % S. B[k][j]: lane l holds column j = l % S, its k exactly as for A.
-- k: a lane holds K / G elements, packed from bit 0 of its first register upwards. They are k = g K/G + 0, 1, 2, ...: consecutive.
-  The exception is fp8 and bf8 in the f8f6f4 instructions, where a lane holds 32 bytes in two chunks of 16 from the two halves of
-  K: registers 0 to 3 hold k = 16 g + 0..15, registers 4 to 7 hold k = K/2 + 16 g + 0..15. fp6, bf6 and fp4 are consecutive
-  there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
+- k: a lane holds K / G elements, packed from bit 0 of its first register upwards. The k of these elements are consecutive: k = g
+  K/G + 0, 1, 2, ... The exception is fp8 and bf8 in the f8f6f4 instructions, where a lane holds 32 bytes in two chunks of 16 from
+  the two halves of K: registers 0 to 3 hold k = 16 g + 0..15, registers 4 to 7 hold k = K/2 + 16 g + 0..15. fp6, bf6 and fp4 are
+  consecutive there too, 32 elements in 6 or 4 registers; 6-bit elements straddle registers.
 - C and D (32 bits): register r, lane l is row 8 (r // 4) + 4 g + r % 4 for S = 32 and 4 g + r for S = 16, column l % S.
 - C and D of f64: registers 2v and 2v + 1 are row 4 v + g, column l % 16.
 - Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte ``op_sel[0] + 2 *
@@ -23,15 +23,16 @@ Sources of the layouts, and how they were checked:
   Calculator (github.com/ROCm/amd_matrix_instruction_calculator). The maps in the tests were compared with its output for CDNA3,
   every element of A, B and D. AMD's article "Matrix Core Programming on AMD CDNA3 and CDNA4" (rocm.blogs.amd.com) has HIP code for
   f32 32x32x2, f16 16x16x16 and fp8 32x32x16 that agrees.
-- f16 and bf16 32x32x16 and 16x16x32, i8 32x32x32 and 16x16x64, which are new: the same rule, and Triton 3.9's layouts
-  (`DotOperandLayout` with k_width 8 and 16). A and B have the same order of k, so the result D does not depend on that order.
+- f16 and bf16 32x32x16 and 16x16x32, i8 32x32x32 and 16x16x64, which are new: the layouts follow the same rule, and Triton 3.9's
+  layouts (`DotOperandLayout` with k_width 8 and 16). A and B have the same order of k, so the result D does not depend on that
+  order.
 - f8f6f4: the same article for fp8 and fp4 with 32x32x64, the tables in Composable Kernel's hardware test ``mx_mfma_op.hpp`` for
   fp8 and fp4 with both shapes, and Triton's layouts (`DotOperandLayout`, `get_mfma_scale_layout`) for both, scales included.
   The tests build registers from Triton's layouts, and compare with a plain matmul of fp8 and fp4. This determines the order of k of
   one format relative to the other, and to the scales. fp6 and bf6 follow the vendor's emulator (rocjitsu in
   github.com/ROCm/rocm-systems, ``mma/layout.h``) only.
 - op_sel: LLVM (Triton 3.9's) prints ``op_sel:[i & 1, ...] op_sel_hi:[i >> 1, ...]`` for byte i of its intrinsic, and its assembler
-  encodes what is omitted as 0.
+  encodes an omitted op_sel or op_sel_hi as 0.
 
 Arithmetic
 ----------
@@ -47,7 +48,7 @@ Arithmetic
 - Scales are applied before C is added; scale 0 is 2**-127, and scale 255 makes the whole row or column NaN.
 - Denormals are kept, of inputs and outputs, whatever MODE says (MMA-Sim for CDNA3; CDNA2 flushed them).
 - NaN and infinity follow IEEE 754. Every NaN of a float32 result is 0x7FC00000. A sum that is zero is +0. In the f32 and f64
-  chains, it has the sign of IEEE 754.
+  chains, a zero sum has the sign of IEEE 754.
 
 Passes
 ------
@@ -105,7 +106,7 @@ class MatrixOp:
 
             a, b: uint32 [a_registers or b_registers, 64 * waves].
             c: uint32 [c_registers, 64 * waves], or an inline constant: a Python float is a value, a Python int is bits.
-            scale_a, scale_b: uint32 [64 * waves], for v_mfma_scale_* and only there. The byte is selected here.
+            scale_a, scale_b: uint32 [64 * waves], only for v_mfma_scale_*. `compute` selects the scale's byte in these registers.
             Returns uint32 [c_registers, 64 * waves]. Operands are not changed. Raises ValueError for wrong shapes.
     """
 
@@ -237,14 +238,15 @@ def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], s
 #
 # Both operands become float64 [waves, size, K], rows of A and columns of B, in the same order of k. Formats of up to 8 bits are
 # gathered word by word into that order and converted by table lookup. 16-bit formats (and i8) are converted in place, with the row
-# or column innermost, which is cheaper for them; their k runs over position in the word, register, lane group.
+# or column innermost, which is cheaper for them. Their k axis consists of, from outermost to innermost, the position in the word,
+# the register, and the lane group.
 
 Unpack = Callable[[np.ndarray], np.ndarray]
 
 
 @lru_cache(maxsize=128)
 def _gather(registers: int, waves: int, size: int, chunks: int) -> np.ndarray:
-    """Indices of an operand's words, int64 [waves, size, words of a row or column] in the order of k.
+    """Returns the indices of an operand's words, int64 [waves, size, words of a row or column] in the order of k.
 
     With ``chunks`` > 1 a lane's registers are divided into that many chunks; chunk c of every lane group precedes chunk c + 1.
     """
@@ -350,7 +352,8 @@ def _unpacker(form: Format | str, size: int, registers: int, byte: int | None = 
 
 
 def _in_registers(matrix: np.ndarray, size: int) -> np.ndarray:
-    """A view of [waves, size, size] with the axes of 32-bit C and D registers: the first axes form r, the last ones the lane."""
+    """Returns a view of [waves, size, size] with the axes of 32-bit C and D registers: the first axes form the register's index r,
+    the last axes the lane."""
     if size == 16:
         return matrix.reshape(-1, 4, 4, 16).transpose(2, 0, 1, 3)
     return matrix.reshape(-1, 4, 2, 4, 32).transpose(1, 3, 0, 2, 4)

@@ -29,7 +29,7 @@ class Issued(Protocol):
 
 
 class Waiting(Protocol):
-    """The part of a `Group` that waiting needs.
+    """The attributes of a `Group` that the wait functions use.
 
     Attributes:
         machine: has the LDS, to which deferred data is written.
@@ -78,7 +78,8 @@ class Stored:
         return Stored(columns, self.addresses[kept], self.size)
 
 
-# An operation is a `Bound`, which is only counted, or a tuple: different instructions of several waves, or one with its data.
+# An operation is one entry, or a tuple of entries. A tuple holds the different instructions of several waves that reconverged, or
+# an instruction together with its data.
 Entry: TypeAlias = "Issued | Deferred | Stored"
 Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 
@@ -172,7 +173,7 @@ class Outstanding:
 
 
 def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
-    """Yields the instructions and data that some operations consist of, in order."""
+    """Yields the entries that the operations consist of, in order."""
     for operation in operations:
         if isinstance(operation, tuple):
             yield from operation

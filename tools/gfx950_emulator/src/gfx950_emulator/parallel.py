@@ -45,7 +45,8 @@ class RecordedMemory(GlobalMemory):
 
 
 def can_divide(launch: machine.Launch) -> bool:
-    """Whether the launch may be divided among processes: it has several batches, and no global atomics, tracer or counters."""
+    """Returns whether the launch may be divided among processes: it has several batches, and no global atomics, tracer or
+    counters."""
     batches = -(-int(np.prod(launch.grid)) // launch.batch_size)
     atomics = any(
         bound.memory is not None and bound.memory.space == "global" and bound.memory.direction == "atomic"
@@ -56,7 +57,7 @@ def can_divide(launch: machine.Launch) -> bool:
 
 
 def execute(launch: machine.Launch, jobs: int) -> machine.Tally:
-    """Like `machine.execute`, but in up to ``jobs`` processes. Raises the first error of a child process."""
+    """Executes a launch as `machine.execute` does, but in up to ``jobs`` processes. Raises the first error of a child process."""
     if jobs <= 1 or not can_divide(launch):
         return machine.execute(launch)
     total, size = int(np.prod(launch.grid)), launch.batch_size

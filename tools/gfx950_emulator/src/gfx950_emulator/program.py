@@ -10,7 +10,7 @@ from gfx950_emulator.assembly import Assembly, Instruction, parse
 from gfx950_emulator.binding import Bound
 from gfx950_emulator.decode import decode
 
-ALWAYS = -1  # a number that is always watched: the sanitizer sees all instructions that have it (memory, waits, branches)
+ALWAYS = -1  # a register number that is always watched: the sanitizer handles all instructions with it (memory, waits)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Program:
             self.blocks[start] = self._block(start)
 
     def instruction_of(self, bound: Bound) -> Instruction:
-        """The instruction that a `Bound` was made from."""
+        """Returns the instruction that a `Bound` was made from."""
         return self.assembly.instructions[self._index[id(bound)]]
 
     def mnemonic_of(self, bound: Bound) -> str:

@@ -1,6 +1,6 @@
 """pytest plugin: runs the kernels of a test on the emulator.
 
-The fixture ``emulated`` yields the `Emulator`; the marker ``emulated`` runs a whole test inside one::
+The fixture ``emulated`` yields the `Emulator`; the marker ``emulated`` runs a whole test on an emulator::
 
     def test_softmax(emulated):
         softmax[(4,)](x, y, 128)
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> Iterator[Emulator]:
-    """The emulator on which the test's kernels run."""
+    """Yields the emulator on which the test's kernels run."""
     from gfx950_emulator.driver import emulated_gfx950
 
     yield from testing.emulated(request, _NAME, emulated_gfx950)

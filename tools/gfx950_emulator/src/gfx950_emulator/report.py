@@ -16,7 +16,7 @@ from kernel_emulation.report import headline, new_table, number
 
 
 def stats(report: LaunchReport, top: int) -> RenderableType:
-    """All statistics of a launch that was executed with counters."""
+    """Returns the tables with all statistics of a launch that was executed with counters."""
     counters: Counters = report.counters
     prediction = timing.predict(report)
     parts: list[RenderableType] = [
@@ -106,7 +106,7 @@ def _where(line: Line) -> str:
 
 
 def _hot_lines(counters: Counters, top: int) -> Table:
-    """A table of source lines by the number of wave-instructions that were executed for them."""
+    """Returns a table of the source lines, ordered by descending number of wave-instructions that were executed for them."""
     totals: dict[str, list[float]] = {}
     for line in counters.lines():
         where = _where(line) if line.instruction.location else "(no source line)"
@@ -121,7 +121,7 @@ def _hot_lines(counters: Counters, top: int) -> Table:
 
 
 def _global(lines: list[Line], top: int) -> Table:
-    """A table of the instructions that access global memory, ordered by descending number of cache lines."""
+    """Returns a table of the instructions that access global memory, ordered by descending number of cache lines."""
     columns = ("instruction", "source", "executed", "bytes each", "cache lines each", "at best")
     table = new_table("Global memory", *columns, left=(0, 1))
     for line in sorted((line for line in lines if line.accesses), key=lambda line: -line.lines)[:top]:
@@ -139,7 +139,7 @@ def _global(lines: list[Line], top: int) -> Table:
 
 
 def _local(lines: list[Line], top: int) -> Table:
-    """A table of the instructions that access LDS, ordered by descending number of conflict cycles."""
+    """Returns a table of the instructions that access LDS, ordered by descending number of conflict cycles."""
     columns = ("instruction", "source", "executed", "bytes each", "bank cycles each", "of them conflicts")
     table = new_table("LDS", *columns, left=(0, 1))
     chosen = sorted((line for line in lines if line.lds_accesses), key=lambda line: (-line.lds_conflicts, -line.lds_cycles))

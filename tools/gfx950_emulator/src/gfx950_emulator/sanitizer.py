@@ -3,8 +3,8 @@
 **Registers** (`RegisterShadow`). A register is *watched* while a load into it is outstanding, or while some of its lanes are
 uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. All other instructions run in
 `RegisterShadow.around`. It is an error to touch a register whose load was not waited for. Uninitialised lanes propagate to results
-that depend on them. They are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
-per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
+that depend on them. An uninitialised lane is an error once it becomes an address, stored data, or the condition of a branch.
+Propagation is exact per lane, also through moves across lanes. Any other operation that combines lanes marks the whole wave.
 
 **LDS** (`LocalShadow`). For every byte, the shadow records whether it was ever written, and which waves wrote and read it since the
 workgroup's last barrier. If there is no barrier in between, it is a race to read a byte that another wave wrote, or to overwrite a
@@ -39,12 +39,13 @@ _EXEC_IDS = frozenset((SCALAR_BASE + EXEC, SCALAR_BASE + EXEC + 1))
 _LANE_WISE = ("s_mov_b64", "s_not_b64")
 
 
-# The lower half of a 64-bit result does not depend on the upper halves of sources, which compilers may leave undefined.
+# The lower half of the 64-bit result of these instructions does not depend on the upper halves of the sources. Compilers may leave
+# these upper halves undefined.
 _LOW_FROM_LOW = ("v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64")
 
 
 def name_of(register: int, vgprs: int) -> str:
-    """The name of a register, as the assembler writes it."""
+    """Returns the name of a register, as the assembler writes it."""
     if register == SCC_ID:
         return "scc"
     if register >= SCALAR_BASE:
@@ -73,7 +74,7 @@ class RegisterShadow:
 
     @classmethod
     def at_entry(cls, group: Group, scalars: list[int]) -> RegisterShadow:
-        """The state at kernel entry: every register except v0, EXEC and the given scalar registers is uninitialised."""
+        """Returns the state at kernel entry: every register except v0, EXEC and the given scalar registers is uninitialised."""
         shadow = cls()
         everywhere = np.ones(group.lanes, bool)
         registers = [*range(1, len(group.U)), *(SCALAR_BASE + i for i in range(SCALARS - 2) if i not in scalars), SCC_ID]
@@ -178,7 +179,8 @@ class RegisterShadow:
             raise Fault("uninitialised", f"{name} was never written in {where}, and {what}")
 
     def _spread(self, group: Group, bound: Bound) -> np.ndarray | dict[int, np.ndarray] | None:
-        """The uninitialised lanes of an instruction's results: one array for all destinations, or one per register."""
+        """Returns the uninitialised lanes of an instruction's results: one array for all destinations, or one array per
+        register."""
         unset = self.unset
         sources = [r for r in bound.reads if r in unset]
         if not sources:
@@ -214,7 +216,7 @@ class RegisterShadow:
         return total
 
     def _low_sources(self, group: Group, bound: Bound) -> list[int]:
-        """The source registers on which the lower half of a 64-bit result depends."""
+        """Returns the source registers on which the lower half of a 64-bit result depends."""
         program = group.machine.launch.program
         operands = [parse_operand(text, program.assembly.vgprs) for text in program.instruction_of(bound).operands]
         upper = {operand.ids[1] for operand in operands if operand.count == 2}
@@ -225,7 +227,8 @@ class RegisterShadow:
         return np.repeat(chosen, WAVE)
 
     def _after_write_lane(self, group: Group, bound: Bound, register: int) -> np.ndarray:
-        """v_writelane: the written lane gets the state of the scalar, and all other lanes keep their state."""
+        """Returns the state of a register after v_writelane: the written lane gets the state of the scalar, and all other lanes
+        keep their state."""
         new = self._unset_in(group, [register]).copy()
         scalar = self._unset_in(group, [r for r in bound.reads if r >= SCALAR_BASE])
         at = np.broadcast_to(bound.extra["lane"](group), group.waves) & 63
@@ -233,7 +236,7 @@ class RegisterShadow:
         return new
 
     def _unset_in(self, group: Group, registers: Iterable[int]) -> np.ndarray:
-        """The lanes in which any of the registers is uninitialised."""
+        """Returns the lanes in which any of the registers is uninitialised."""
         total = no_lanes(group.lanes)
         for register in registers:
             if register in self.unset:
@@ -249,21 +252,21 @@ class RegisterShadow:
         return np.where(chosen, b, a) | choice
 
     def _of_dpp(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """DPP: the first source comes from another lane. Lanes that the DPP control excludes keep their state."""
+        """Handles DPP: the first source comes from another lane. Lanes that the DPP control excludes keep their state."""
         plan, first, others = bound.extra["dpp"]
         moved, written = dpp_read(group, self._unset_in(group, first).astype(np.uint32), plan)
         unknown = (moved != 0) | self._unset_in(group, others)
         return {register: np.where(written, unknown, self._unset_in(group, [register])) for register in bound.writes}
 
     def _of_choice(self, group: Group, bound: Bound) -> np.ndarray:
-        """A selection by SCC: SCC selects one of two scalars, and the other scalar may be uninitialised."""
+        """Handles a selection by SCC: SCC selects one of two scalars, and the other scalar may be uninitialised."""
         first, second = (self._unset_in(group, ids) for ids in bound.extra["choice"])
         scc = np.repeat(np.broadcast_to(group.scc, group.waves), WAVE)
         return np.where(scc, first, second) | self._unset_in(group, [SCC_ID])
 
     def _of_logic(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """A logical operation: a result bit is initialised if both operands are initialised, or if one operand alone decides the
-        bit: a 0 for and, a 1 for or.
+        """Handles a logical operation: a result bit is initialised if both operands are initialised, or if one operand alone
+        decides the bit: a 0 for and, a 1 for or.
         """
         logic: Logic = bound.extra["logic"]
         unknown_a, unknown_b = (self._unset_in(group, ids) for ids in (logic.first_ids, logic.second_ids))
@@ -278,7 +281,8 @@ class RegisterShadow:
         return result
 
     def _of_move(self, group: Group, bound: Bound, data: Iterable[int]) -> dict[int, np.ndarray]:
-        """A move of bits: runs the move on a copy of the registers that has ones in place of uninitialised bits."""
+        """Handles a move of bits: runs the move on a copy of the registers that has ones in place of uninitialised bits. A
+        destination lane is uninitialised if it then has a one."""
         ghost = Group(group.registers.copy(), group.slot, group.wave, group.machine)
         ghost.s = list(group.s)
         ghost.set_exec(group.mask)
@@ -347,7 +351,9 @@ def _describe(group: Group, bound: Bound) -> str:
     return f"{instruction.text} ({instruction.location or f'assembly line {instruction.line}'})"
 
 
-# Values of `LocalShadow.owner` for a byte, besides 0 (readable by all waves) and wave + 1 (written by the wave since the barrier)
+# Values of `LocalShadow.owner` for a byte, besides 0 (readable by all waves) and wave + 1 (written by the wave since the barrier).
+# _NEVER: never written. _FLYING: a direct load in flight will write the byte. _SEVERAL: several waves wrote it since the barrier.
+# _UNPUBLISHED: see `LocalShadow`.
 _NEVER, _FLYING, _SEVERAL, _UNPUBLISHED = 255, 254, 253, 100
 
 
@@ -507,7 +513,7 @@ class LocalShadow:
         owners[at[several]] = _SEVERAL * repeat
 
     def atomic(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int) -> None:
-        """Records atomics. They do not race with one another, and all waves may read their results."""
+        """Records atomics. Atomics do not race with one another, and all waves may read their results."""
         self._alignment(addresses, size)
         places = self._bytes(addresses, size)
         owners = self.owner[places]

@@ -37,7 +37,7 @@ _NAMES = {"vcc": VCC, "m0": M0, "exec": EXEC}
 
 
 def _number(register: int | str) -> int:
-    """The number of a scalar register, from its name or number."""
+    """Returns the number of a scalar register, from its name or number."""
     return _NAMES[register] if isinstance(register, str) else register
 
 
@@ -121,25 +121,25 @@ class Snippet:
         return self
 
     def v(self, index: int, dtype: Any = np.uint32) -> np.ndarray:
-        """The values of a vector register, one per lane."""
+        """Returns the values of a vector register, one per lane."""
         return self.group.U[index].view(dtype)
 
     def a(self, index: int, dtype: Any = np.uint32) -> np.ndarray:
         return self.group.U[self._accumulation + index].view(dtype)
 
     def v64(self, index: int, dtype: Any = np.uint64) -> np.ndarray:
-        """The 64-bit values of a pair of vector registers, one per lane."""
+        """Returns the 64-bit values of a pair of vector registers, one per lane."""
         return self.group.pair(index).view(dtype)
 
     def s(self, index: int | str) -> int | np.ndarray:
-        """The value of a scalar register: an int, or one value per wave."""
+        """Returns the value of a scalar register: an int, or one value per wave."""
         return self.group.s32(_number(index))
 
     def s64(self, index: int | str) -> int | np.ndarray:
         return self.group.s64(_number(index))
 
     def lanes(self, index: int | str) -> np.ndarray:
-        """The bits of a pair of scalar registers, as one bool per lane."""
+        """Returns the bits of a pair of scalar registers, as one bool per lane."""
         return self.group.lane_mask(_number(index))
 
     @property

@@ -7,12 +7,12 @@ fit, and of the grid. `gfx950_emulator.hardware` has all figures and their sourc
 The CU (compute unit)
 ---------------------
 - Waves are distributed over 4 SIMDs. Every 4 cycles, a SIMD issues at most one instruction of each category (vector ALU with MFMA,
-  vector memory, scalar with scalar memory, LDS, branch). Each is from another wave, the oldest wave first. Waits, barriers, s_nop
-  and the like take an issue slot of their wave, but no execution unit.
+  vector memory, scalar with scalar memory, LDS, branch). These instructions are from different waves, the oldest wave first. Waits,
+  barriers, s_nop and the like take an issue slot of their wave, but no execution unit.
 - A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16. MFMAs hold
   the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer instruction
-  waits for it; after an MFMA, 5 issue slots longer. An MFMA that accumulates onto another MFMA's result waits only for that MFMA's
-  passes.
+  waits for this result. After an MFMA, it waits 5 issue slots longer. An MFMA that accumulates onto another MFMA's result waits
+  only for that MFMA's passes.
 - LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port, with 128 bytes per cycle for
   loads, and 64 for stores and their addresses. Results arrive 48 cycles later.
 - Vector memory: one address pipeline (4 cycles per instruction), 64 bytes per cycle from L2 and 32 to it. Loads fetch whole cache
@@ -24,17 +24,18 @@ The CU (compute unit)
 - Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (there is no back-pressure), TLB,
   contention of atomics, launch overhead, clocks that drop under load.
 
-The grid -------- Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated alone, and together with
-copies of itself. The times of other workgroups are proportional to the number of instructions that they executed. The time of a CU
-is the maximum of two times: of all its workgroups at the rate of full occupancy, and of its heaviest workgroup alone. The time of
-the grid is the maximum
-    of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
+The grid
+--------
+Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated alone, and together with copies of itself.
+The times of other workgroups are proportional to the number of instructions that they executed. The time of a CU is the maximum of
+two times: of all its workgroups at the rate of full occupancy, and of its heaviest workgroup alone. The time of the grid is the
+maximum of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
 
 Ideal and achievable
 --------------------
 `Prediction.seconds` is this ideal time. `Prediction.achievable_seconds` adds unavoidable costs: 2.3 us per launch, and 6.6 TB/s
-instead of 8 TB/s for HBM. Both were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's 64
-heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
+instead of 8 TB/s for HBM. Both times were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's
+64 heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
 
 ==================  ========  ========  ==========
 microseconds        measured  ideal     achievable
@@ -80,7 +81,7 @@ _QUARTER_RATE = re.compile(
 )
 # The causes for which a wave may wait, in the order of the result tables.
 CAUSES = ("MFMA", "VALU", "scalar", "LDS", "global memory", "scalar memory", "barrier", "issue")
-_SATURATED = 0.85  # an execution unit that limits the CU still has some gaps, from barriers and waves of different lengths
+_SATURATED = 0.85  # an execution unit that limits the CU is still idle at times, because of barriers and waves of different lengths
 _PENDING = 512  # if there are more pending registers than this, those that are ready are dropped
 _UNIT_CAUSE = {"valu": "VALU", "trans": "VALU", "mfma": "MFMA", "vmem": "global memory", "lds": "LDS", "smem": "scalar memory"}
 
@@ -108,8 +109,8 @@ class Simulation:
     @property
     def bound_by(self) -> str:
         """The limit of the CU. If an execution unit is busy nearly all the time, the limit is its throughput. Otherwise, the limit
-        is the cause on which waves spend most time. If the busiest execution unit is busy at least half of the time, it follows in
-        the text, because it is the next limit.
+        is the cause on which waves spend most time. If the busiest execution unit is busy at least half of the time, the text also
+        names this execution unit, because it is the next limit.
         """
         unit = max(self.busy, key=lambda name: self.busy[name])
         if self.busy[unit] >= _SATURATED:
@@ -205,8 +206,8 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
 
 
 def _rate(alone: Simulation, full: Simulation, workgroups: int) -> float:
-    """Cycles per workgroup if ``workgroups`` run together on a CU. The total time is interpolated linearly between the simulation
-    of one workgroup alone and that of a full CU."""
+    """Returns the cycles per workgroup if ``workgroups`` workgroups run together on a CU. The total time is interpolated linearly
+    between the simulation of one workgroup alone and that of a full CU."""
     if full.workgroups == 1:
         return alone.cycles
     step = (full.cycles - alone.cycles) / (full.workgroups - 1)
@@ -262,7 +263,7 @@ class Cost:
 
 
 def instruction_costs(counters: Counters) -> list[Cost]:
-    """The cost of each instruction of a program, from the instruction and from the counters of its memory accesses."""
+    """Returns the cost of each instruction of a program, from the instruction and from the counters of its memory accesses."""
     executions = counters.executions()
     return [_cost(counters, index, bound, int(executions[index])) for index, bound in enumerate(counters.program.bound)]
 
@@ -313,8 +314,8 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
 
 
 def _idle_turns(mnemonic: str, operands: tuple[str, ...]) -> int:
-    """Issue slots of an instruction that only delays its wave (CDNA3 ISA document, S_NOP: up to 16 slots; S_SLEEP: 64 cycles
-    each).
+    """Returns the number of issue slots of an instruction that only delays its wave (CDNA3 ISA document, S_NOP: up to 16 slots;
+    S_SLEEP: 64 cycles each).
     """
     if mnemonic in ("s_nop", "s_sleep") and operands:
         amount = int(operands[0], 0)
@@ -330,7 +331,7 @@ def _vector_cycles(mnemonic: str, unit: str) -> int:
 
 
 def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
-    """Average cycles of the LDS banks and of the port, per execution of an instruction."""
+    """Returns the average cycles of the LDS banks and of the port, per execution of an instruction."""
     memory = bound.memory
     if memory is not None and memory.direction == "permute":
         # Data passes the port once in each direction, and passes the crossbar like 4-byte reads.
@@ -342,7 +343,7 @@ def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
 
 
 def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:
-    """For each wave of a workgroup, the indices of the instructions that it executed, in order."""
+    """Returns, for each wave of a workgroup, the indices of the instructions that the wave executed, in order."""
     spans = {start: range(start, block.end) for start, block in counters.program.blocks.items()}
     waves = counters.trace.waves_of(workgroup)
     return [[index for start in waves[wave] for index in spans[start]] for wave in sorted(waves)]
@@ -389,7 +390,7 @@ class _Unit:
         self.end = 0.0
 
     def earliest(self, wave: _Wave, cost: Cost) -> tuple[float, str]:
-        """The earliest time at which a wave can issue its next instruction, and the cause of the wait."""
+        """Returns the earliest time at which a wave can issue its next instruction, and the cause of the wait."""
         time, cause = wave.free, "issue"
         if wave.pending:
             # MFMA results are written in order, so a result register may be overwritten at once.

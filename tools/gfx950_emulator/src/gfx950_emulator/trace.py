@@ -27,7 +27,7 @@ class BlockTrace:
         self.records.append((start, group.machine.workgroups[group.slot], group.wave))
 
     def work(self, weights: dict[int, float]) -> dict[int, float]:
-        """The sum of the weights of the blocks that each workgroup's waves ran, by workgroup."""
+        """Returns, by workgroup, the sum of the weights of the blocks that the workgroup's waves ran."""
         if not self.records:
             return {}
         counts = [len(workgroups) for _, workgroups, _ in self.records]
@@ -37,7 +37,8 @@ class BlockTrace:
         return dict(zip(workgroups.tolist(), np.bincount(place, values).tolist(), strict=True))
 
     def waves_of(self, workgroup: int) -> dict[int, list[int]]:
-        """The blocks that each wave of a workgroup ran, in order, given by their first instructions."""
+        """Returns, for each wave of a workgroup, the blocks that the wave ran, in order. A block is given by its first
+        instruction."""
         waves: dict[int, list[int]] = {}
         for start, workgroups, numbers in self.records:
             for wave in numbers[workgroups == workgroup].tolist():
@@ -80,7 +81,7 @@ class InstructionTrace:
     more: bool = field(default=False, init=False)
 
     def wants(self, program: Program) -> bool:
-        """Whether a launch of this program is traced; called once per launch."""
+        """Returns whether a launch of this program is traced. The emulator calls this once per launch."""
         return self.kernel in program.assembly.name and not self.more
 
     def instruction(self, program: Program, group: Group, index: int) -> None:

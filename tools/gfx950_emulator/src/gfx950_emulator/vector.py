@@ -74,7 +74,7 @@ _HELPERS: dict[str, Any] = {"np": np, "u16": np.uint16, "u32": np.uint32, "dpp_r
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: makes a function callable from generated code."""
+    """Makes a function callable from generated code (a decorator)."""
     _HELPERS[function.__name__] = function
     return function
 
@@ -211,7 +211,8 @@ def limited(group: Group, function: Callable[..., Any], *sources: np.ndarray) ->
 
 
 def saturating(function: Callable[..., Any], type_: Type) -> Callable[..., Any]:
-    """Returns the function with clamp: the exact integer result, saturated to the type's range. Results must be below 2**63."""
+    """Returns a function that saturates the exact integer result of ``function`` to the type's range, as clamp does. Results must
+    be below 2**63."""
     limits = np.iinfo(type_.dtype)
 
     def run(*sources: Any) -> Any:
@@ -222,8 +223,8 @@ def saturating(function: Callable[..., Any], type_: Type) -> Callable[..., Any]:
 
 
 def _output_modifier(site: Site, type_: Type) -> float | None:
-    """The factor of the modifier mul:2, mul:4 or div:2. Hardware ignores it if MODE.IEEE is set, or if denormal results are
-    kept.
+    """Returns the factor of the modifier mul:2, mul:4 or div:2. Returns None without such a modifier, and if hardware ignores it
+    because MODE.IEEE is set or denormal results are kept.
     """
     multiply, divide = site.take("mul"), site.take("div")
     if multiply is None and divide is None:
@@ -349,8 +350,8 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     Args:
         op: the operation.
         site: the instruction. `Site.operands` must hold the destination and the sources that `op` declares, and nothing else.
-        lanes: a pair of scalar registers, as an operand or as the number of the first register. It is passed to `op.function` as
-            the last argument, one bool per lane.
+        lanes: a pair of scalar registers, as an operand or as the number of the first register. The pair's bits are passed to
+            `op.function` as the last argument, one bool per lane.
     """
     destination, *sources = site.operands
     if op.accumulates and len(sources) == len(op.sources) - 1:

@@ -49,7 +49,8 @@ def combine_bits(values_ptr, out_ptr, n, block: tl.constexpr):
 
 @triton.jit
 def tickets(counter_ptr, seen_ptr, order_ptr, block: tl.constexpr):
-    """Every element draws a number from counter[0] and marks this number in seen. Every program draws a number from counter[1]."""
+    """Every element takes a number from counter[0] and marks this number in seen. Every program takes a number from counter[1], and
+    stores this number in order."""
     zero = tl.zeros((block,), tl.int32)
     ticket = tl.atomic_add(counter_ptr + zero, 1)
     tl.atomic_add(seen_ptr + ticket, 1)

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def collatz(x_ptr, steps_ptr, block: tl.constexpr):
-    """steps = for each block, the number of Collatz steps until its largest element has reached 1. Elements that are 1 stay 1."""
+    """steps[i] = the number of Collatz steps of x[i]. Each program loops until all elements of its block are 1. Elements that are 1
+    stay 1."""
     pid = tl.program_id(0)
     at = pid * block + tl.arange(0, block)
     x = tl.load(x_ptr + at)
@@ -94,8 +95,8 @@ def _weighted_count(n, weight):
 
 @triton.jit
 def calls(x_ptr, out_ptr, weight):
-    """out[program] = weight times the sum of 1..x[program] with odd terms squared. The kernel calls functions that are not
-    inlined."""
+    """out[program] = f(x[program]) + f(program), where f(n) is weight times the sum of 1..n with odd terms squared. The kernel
+    calls functions that are not inlined."""
     pid = tl.program_id(0)
     tl.store(out_ptr + pid, _weighted_count(tl.load(x_ptr + pid), weight) + _weighted_count(pid, weight))
 
@@ -113,8 +114,8 @@ def shift_within_block(x_ptr, scratch_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def spilled(x_ptr, out_ptr, rounds, block: tl.constexpr):
-    """out = block rows of x after `rounds` rotations of 16 full tiles. All tiles stay live, so there are more values than
-    registers."""
+    """out [6, block] = x after `rounds` rounds of sums and differences of its six rows. All rows stay live, so there are more
+    values than registers."""
     at = tl.arange(0, block)
     a0 = tl.load(x_ptr + at)
     a1 = tl.load(x_ptr + block + at)

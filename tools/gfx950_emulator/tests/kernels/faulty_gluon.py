@@ -44,7 +44,7 @@ def copies_without_waiting(x_ptr, out_ptr, waits: gl.constexpr, block: gl.conste
 @gluon.jit
 def exchanges(x_ptr, out_ptr, block: gl.constexpr):
     """out = x through LDS. Lanes store four adjacent elements at a time, and read single elements that other waves stored. The
-    kernel needs its first barrier."""
+    kernel needs the first barrier that the compiler inserts."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.store(gl.load(x_ptr + gl.arange(0, block, FOUR_EACH)))
     x = memory.load(ONE_EACH)  # BUG

@@ -35,8 +35,7 @@ def transposed_view(
 
 @gluon.jit
 def masked_buffers(x_ptr, out_ptr, n, block: gl.constexpr, width: gl.constexpr):
-    """out = x + 1 for n elements by buffer instructions. Masked elements read as 41, and one extra block of masked elements is
-    stored."""
+    """out = x + 1 for n elements by buffer instructions. Masked elements read as 41, and `width` of them are also stored."""
     layout: gl.constexpr = gl.BlockedLayout([width], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=41)

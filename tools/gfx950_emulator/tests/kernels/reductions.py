@@ -142,7 +142,7 @@ def transpose(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def interleave(x_ptr, y_ptr, out_ptr, low_ptr, n: tl.constexpr):
-    """out = x[0], y[0], x[1], y[1], ..., by tl.join. low = the even elements of out, by tl.split."""
+    """out = x[0], y[0], x[1], y[1], ..., by tl.join. low = the even minus the odd elements of out, by tl.split."""
     at = tl.arange(0, n)
     both = tl.interleave(tl.load(x_ptr + at), tl.load(y_ptr + at))
     tl.store(out_ptr + tl.arange(0, 2 * n), both)

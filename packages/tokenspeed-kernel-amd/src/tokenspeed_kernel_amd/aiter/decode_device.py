@@ -33,5 +33,6 @@ def mha_decode_with_kvcache(
     out = attend(
         q, offsets, k_cache, v_cache, page_table, cache_seqlens, 1, max_seqlen_k, window_left, sinks, softmax_scale, out
     )  # fmt: skip
-    # With split-KV, AITER divides by a sequence's number of pages. That number is 0 for a sequence that only pads the batch.
+    # With split-KV, AITER divides by a sequence's number of pages. This number is 0 for an empty sequence (batch padding), whose
+    # output is set to 0.
     return out.masked_fill_((cache_seqlens <= 0).view(-1, 1, 1), 0)

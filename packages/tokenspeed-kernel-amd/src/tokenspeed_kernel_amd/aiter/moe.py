@@ -1,8 +1,8 @@
 """Declaration of AITER's ``fused_moe`` for moe_apply with dense bf16 weights, without biases and SwiGLU limits.
 
-The adapter, which also shuffles the weights, is in ``moe_device``. mxfp4 weights are in ``moe_mxfp4``. AITER's kernel with fp8
-block scales is not declared. Its activations have one scale per 128 features, while the operator's have one per token. fp16 is not
-declared either, because nothing keeps activations within its range.
+The adapter, which also shuffles the weights, is in ``moe_device``. ``moe_mxfp4`` declares the kernels for mxfp4 weights. AITER's
+kernel with fp8 block scales is not declared. Its activations have one scale per 128 features, while the operator's have one per
+token. fp16 is not declared either, because no step clamps activations to fp16's range.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _shuffle_weight = load("aiter.ops.shuffle").shuffle_weight
 
 
 def prepare_dense(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Weights in the layout of ``fused_moe``: all gate rows before all up rows, shuffled in 16 x 16 tiles."""
+    """Copies the weights to the layout of ``fused_moe``: all gate rows before all up rows, shuffled in 16 x 16 tiles."""
     w13 = weights.w13_weight
     if plan.w13_interleaved:
         w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -42,7 +42,7 @@ def _register(form: str, only_by_name: str, **traits: Any) -> None:
 
 
 _register(
-    "gpt_oss",  # a16w4 and a8w4
+    "gpt_oss",  # AITER's kernels a16w4 and a8w4
     "activations of fewer than 256 tokens are not rounded, those of more are rounded to fp8 with a scale for every 32 features "
     "(AITER_BF16_FP8_MOE_BOUND has another bound); alpha, limit and beta must be those of GPT-OSS",
     bias=any,
@@ -51,7 +51,7 @@ _register(
     swiglu_alpha_beta={True},
 )
 _register(
-    "silu",  # a4w4
+    "silu",  # AITER's kernel a4w4
     "a block's scale is twice the operator's where its largest magnitude is 1.75 times a power of two or more; activations of so "
     "few tokens that k is split among workgroups are not rounded",
     mxfp4_activations={True},

@@ -64,8 +64,8 @@ def _require(plan: MoEPlan, **fixed: Any) -> None:
 
 
 def _padded(weights: MoEWeights, plan: MoEPlan) -> dict[str, Tensor]:
-    """Copies weights, scales and biases, all gate rows before all up rows, and pads them to multiples of 256 in each direction.
-    Weights and biases are padded with 0, scales with 1.0."""
+    """Copies weights, scales and biases, all gate rows before all up rows, and pads rows and columns to multiples of 256. Weights
+    and biases are padded with 0, scales with 1.0."""
     hidden, features = _up(plan.hidden_size), _up(plan.intermediate_size)
     made = {}
     for name, rows, k in (("w13_weight", features, hidden), ("w2_weight", hidden, features)):

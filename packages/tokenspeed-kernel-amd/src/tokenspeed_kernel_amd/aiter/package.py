@@ -12,14 +12,14 @@ from types import ModuleType
 from tokenspeed_kernel_base.spec import Priority
 
 DISTRIBUTION = "amd-aiter"
-# AITER's kernels rank below every kernel that has run: the adapters have not been run on hardware.
+# AITER's kernels rank below portable kernels, because the adapters have not been run on hardware.
 UNTRIED = Priority.PORTABLE - 1
 # The adapters were written from the source of this version. Before 0.1.19, AITER did not pass sinks to the prefill kernel.
 NEEDED = (0, 1, 20)
 
 
 def aiter_gap() -> str | None:
-    """The reason why AITER cannot be used; None if it can. Metadata is read once per process."""
+    """Returns the reason why AITER cannot be used; None if it can. Metadata is read once per process."""
     return find_gap()
 
 

@@ -14,5 +14,6 @@ WIDTHS = (64, 128)
 
 
 def traits(width: int, **others: Any) -> dict[str, Any]:
-    """Traits of a paged-cache kernel whose head_dim is ``width``. ``paged_device`` says why small pages are not supported."""
+    """Returns the traits of a paged-cache kernel whose head_dim is ``width``. ``paged_device`` says why small pages are not
+    supported."""
     return {"head_dim": width, "v_head_dim": width, "page_size": {128, 256}, "sliding_window": any, "sinks": any, **others}

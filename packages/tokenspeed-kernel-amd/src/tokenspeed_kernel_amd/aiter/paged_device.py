@@ -1,8 +1,8 @@
 """AITER's ``unified_attention``, which implements every operator with a paged cache. Not run on hardware.
 
-``unified_attention`` masks slots without a token only if a page has more than the 64 keys of its tile. With smaller pages, it
-multiplies the contents of the unused slots of a sequence's last page by 0. So a NaN in such a slot propagates. Therefore only page
-sizes 128 and 256 are declared.
+``unified_attention`` computes tiles of 64 keys. It masks slots without a token only if a page has more than 64 slots. With smaller
+pages, it multiplies the contents of the unused slots of a sequence's last page by 0. So a NaN in such a slot propagates. Therefore
+only page sizes 128 and 256 are declared.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def attend(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Causal attention of new tokens to a paged cache that already contains them; see
+    """Computes causal attention of new tokens to a paged cache that already contains them; see
     `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
-    Every sequence has at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
+    Every sequence must have at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
     copied if their last axis is not contiguous. If pages left of the window were freed (-1), page 0 must hold finite values.
     """
     written = rows_to_write(out, q, *q.shape)

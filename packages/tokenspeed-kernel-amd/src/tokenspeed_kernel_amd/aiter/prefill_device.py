@@ -54,8 +54,8 @@ def mha_prefill(
             softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=True,
             # The numbers of visible tokens to the left and to the right of the query's own token, and the number of first tokens
-            # that are always visible. Without its compiled kernels, AITER raises an error if the second number is 0. If None
-            # replaced this 0, AITER would ignore a left window of 0.
+            # that are always visible. The second number stays 0, although AITER without its compiled kernels raises an error for
+            # it. With None instead, AITER would ignore a left window of 0.
             window_size=(window_left, 0 if window_left >= 0 else -1, 0),
             return_lse=return_lse,
             out=written,
@@ -66,8 +66,8 @@ def mha_prefill(
 
 
 def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | None) -> int:
-    """An upper bound of the longest sequence's length, at least 1, computed without reading device memory.
-    ``offsets`` is the call's cu_seqlens_cpu and ``bound`` its max_seqlen; either may be None.
+    """Returns an upper bound of the longest sequence's length, at least 1, computed without reading device memory. ``offsets`` is
+    the call's cu_seqlens_cpu and ``bound`` its max_seqlen; either may be None.
     """
     if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
         values = offsets.tolist() if isinstance(offsets, Tensor) else offsets

@@ -6,7 +6,7 @@ A port to another architecture provides a module with the same names. Kernels im
 * ``mfma_layout``, ``mfma_scale_layout``: register layouts of accumulators and of scales. ``padded_shared_layout``: an LDS layout
   that can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
-* ``wait_for_stores``: needed before the barrier in front of a flag in global memory.
+* ``wait_for_stores``: needed before a barrier after which a flag in global memory is set.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
   flight.
 """
@@ -41,7 +41,7 @@ def wait_for_stores():
 
 @gluon.constexpr_function
 def mfma_layout(shape, transposed, warps):
-    """The register layout of the accumulators of MFMAs of ``shape`` (m, n, k).
+    """Returns the register layout of the accumulators of MFMAs of ``shape`` (m, n, k).
 
     Args:
         transposed: whether a lane holds adjacent columns of a row, not adjacent rows of a column.

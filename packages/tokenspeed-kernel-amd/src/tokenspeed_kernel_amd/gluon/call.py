@@ -59,8 +59,8 @@ class Operands(NamedTuple):
         max_seqlen_k: an upper bound of a sequence's tokens in the cache.
         table_stride: elements from one row of the page table to the next.
         k_token_vectors, v_token_vectors: the caches' stride from one slot of a page to the next, in vectors of 16 bytes. Triton
-            infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not
-            prove a row's alignment.
+            infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16. Triton
+            could then not infer that rows are aligned to 16 bytes.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: the outputs; lse may be None.
@@ -130,13 +130,13 @@ class Variant(NamedTuple):
 
 
 def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float]:
-    """The kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `softmax_device.Scaling`."""
+    """Returns the kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `softmax_device.Scaling`."""
     scale = math.log2(math.e) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
 
 
 def lengths_at_once(batch: int) -> int:
-    """How many sequences' lengths a workgroup loads at once."""
+    """Returns how many sequences' lengths a workgroup loads at once."""
     return 1 if batch == 1 else min(1024, max(64, 1 << (batch - 1).bit_length()))
 
 
@@ -206,8 +206,8 @@ class Call:
         return out if self.lse is None else (out, self.lse)
 
     def keys_in_view(self, tile: TileShape, q_len: int) -> int:
-        """An upper bound of the number of keys that the q_len new tokens of a sequence see. With a window, one block is added,
-        because the kernel starts at an aligned position."""
+        """Returns an upper bound of the number of keys that the q_len new tokens of a sequence see. With a window, one block is
+        added, because the kernel starts at an aligned position."""
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
 
     def operands(self) -> Operands:
@@ -234,7 +234,7 @@ class Call:
         )
 
     def constants(self) -> tuple[Shape, Strides, Variant]:
-        """The kernel's compile-time constants."""
+        """Returns the kernel's compile-time constants."""
         k_page, _, k_head, _ = self.k_cache.stride()
         v_page, _, v_head, _ = self.v_cache.stride()
         return (
@@ -307,5 +307,5 @@ def called(
 
 
 def _scale_stride(scale: Tensor | None) -> int:
-    """The stride of the cache scales between KV heads; 0 if all KV heads share one scale."""
+    """Returns the stride of the cache scales between KV heads; 0 if all KV heads share one scale."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -49,17 +49,17 @@ class Router(NamedTuple):
 
 
 def routing_for(tokens: int, slots: int, num_experts: int, top_k: int, renormalize: bool) -> Routing:
-    """The constants for a workgroup that routes this many tokens at once."""
+    """Returns the constants for a workgroup that routes this many tokens at once."""
     return Routing(power_of_two(tokens), padded_experts(num_experts), slots, top_k, renormalize)
 
 
 def padded_experts(num_experts: int) -> int:
-    """The number of experts, padded to a power of two and to at least the 64 lanes of a wave."""
+    """Returns the number of experts, padded to a power of two and to at least the 64 lanes of a wave."""
     return max(64, power_of_two(num_experts))
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least ``count``."""
+    """Returns the smallest power of two that is at least ``count``."""
     return max(1, 1 << (count - 1).bit_length())
 
 

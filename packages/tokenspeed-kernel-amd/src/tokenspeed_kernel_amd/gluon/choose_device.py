@@ -2,8 +2,8 @@
 """MoE routing from the router's logits, as a device function that other kernels call, and as a separate kernel.
 
 Each logit becomes an integer *sort key* with the same order; NaN is the largest, and -0 equals 0. The sort key of a 16-bit float
-has the expert's complement in its lower 16 bits. So the largest key gives the best expert; among equal logits, the lowest expert.
-The chosen experts are exactly those of the operator's definition.
+has the expert's complement in its lower 16 bits. So the largest key gives the expert with the largest logit; among equal logits,
+the expert with the lowest index. The chosen experts are exactly those of the operator's definition.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NAN = gl.constexpr(2**31 - 1)
 
 @gluon.constexpr_function
 def logits_layout(rows, experts, warps):
-    """The register layout of router logits [rows, experts]; both sizes are powers of two. One warp holds all logits of a row. With
-    fewer rows than warps, rows are replicated across warps."""
+    """Returns the register layout of router logits [rows, experts]; both sizes are powers of two. One warp holds all logits of a
+    row. With fewer rows than warps, rows are replicated across warps."""
     lanes = 64 // max(1, rows // warps) if rows // warps < 64 else 1
     return gl.BlockedLayout([1, max(1, min(8, experts // lanes))], [64 // lanes, lanes], [warps, 1], [1, 0])
 

@@ -8,15 +8,15 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def lanes_of_row(mfma):
-    """How many lanes hold the elements of one row: in a wave, 4 with 16-row MFMAs and 2 with 32-row MFMAs; times the waves along
-    a row."""
+    """Returns how many lanes hold the elements of one row. In a wave, this is 4 with 16-row MFMAs and 2 with 32-row MFMAs. The
+    number is multiplied by the number of waves along a row."""
     return 64 // mfma.instr_shape[0] * mfma.warps_per_cta[1]
 
 
 @gluon.constexpr_function
 def everywhere_layout(size, warps):
-    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces such a vector without LDS,
-    into scalar registers."""
+    """Returns the layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces such a vector without
+    LDS, into scalar registers."""
     return gl.BlockedLayout([size // 64], [64], [warps], [0])
 
 
@@ -27,5 +27,5 @@ def log2(power):
 
 @gluon.constexpr_function
 def key_width(dtype):
-    """Number of elements of ``dtype`` in 16 bytes, the width of a lane's LDS read of keys."""
+    """Returns the number of elements of ``dtype`` in 16 bytes, the width of a lane's LDS read of keys."""
     return 128 // dtype.primitive_bitwidth

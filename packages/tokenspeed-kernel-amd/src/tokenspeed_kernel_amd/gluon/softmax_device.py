@@ -58,8 +58,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, or NaN if an operand is NaN. gfx950 has one instruction for the NaN-propagating maximum of three operands. That
-    instruction does not need canonicalised operands."""
+    """Returns the maximum, or NaN if an operand is NaN. gfx950 has one instruction for the NaN-propagating maximum of three
+    operands. That instruction does not need canonicalised operands."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -87,7 +87,7 @@ def lane_sums(weights):
 
 @gluon.jit
 def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.constexpr, layout: gl.constexpr):
-    """The state before the first key, with per-lane row sums."""
+    """Returns the state before the first key, with per-lane row sums."""
     return SoftmaxState(
         gl.zeros([rows, v_head_dim], gl.float32, layout),
         gl.full([rows], LOWEST, gl.float32, gl.SliceLayout(1, layout)),
@@ -97,7 +97,7 @@ def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.cons
 
 @gluon.jit
 def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.constexpr):
-    """The state before the first key, with row sums [rows] as after `summed`."""
+    """Returns the state before the first key, with row sums [rows] as after `summed`."""
     row: gl.constexpr = gl.SliceLayout(1, layout)
     return SoftmaxState(
         gl.zeros([rows, v_head_dim], gl.float32, layout),
@@ -119,11 +119,12 @@ def cap_scores(dot_products, scaling):
 
 @gluon.jit
 def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
-    """The weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these weights; its
-    acc does not include their values yet.
+    """Returns the weights of a block of scores (see `cap_scores`), and the rescaled state. The state's row sum includes these
+    weights; its acc does not include their values yet.
 
     Args:
-        LIFT: the row max is kept smaller by this number. Weights are then at most ``2**LIFT``, so that fewer underflow in fp8.
+        LIFT: the row max is the largest score minus this number. Weights are then at most ``2**LIFT``, so that fewer underflow in
+            fp8.
     """
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
@@ -142,7 +143,7 @@ def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
 
 @gluon.jit
 def weigh(scores, state, scaling):
-    """Like `softmax_step`, but does not update the row max, so weights may exceed 1. See `largest_sum`."""
+    """Does what `softmax_step` does, but does not update the row max, so weights may exceed 1. See `largest_sum`."""
     if scaling.capped:
         weights = gl.exp2(scores - state.row_max[:, None])
     else:
@@ -152,8 +153,8 @@ def weigh(scores, state, scaling):
 
 @gluon.jit
 def first_step(scores, v_head_dim: gl.constexpr, scaling):
-    """`softmax_step` for a row's first block. Returns the block's weights and the state, whose row sum includes these weights and
-    whose acc is 0."""
+    """Does what `softmax_step` does, for a row's first block. Returns the block's weights and the state, whose row sum includes
+    these weights and whose acc is 0."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(highest, LOWEST)
@@ -167,14 +168,14 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """The row sum up to which `weigh` is valid: no weight became infinite when it was rounded to ``dtype``, and the PV accumulators
-    are finite if V is at most 2**87."""
+    """Returns the row sum up to which `weigh` is valid: no weight became infinite when it was rounded to ``dtype``, and the PV
+    accumulators are finite if V is at most 2**87."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 
 @gluon.jit
 def in_some_row(found):
-    """Whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
+    """Returns whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
     # Every lane reads the same maximum from LDS. v_readfirstlane tells LLVM that the value is uniform.
     most = gl.max(found, 0)
     return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [most], dtype=gl.int32, is_pure=True, pack=1) != 0

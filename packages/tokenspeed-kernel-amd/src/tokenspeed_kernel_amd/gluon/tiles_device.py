@@ -49,7 +49,7 @@ def new_tokens(cu_seqlens_q, sequence, q_len):
 
 @gluon.jit
 def rows_of(tile, layout: gl.constexpr):
-    """The indices of the tile's rows among the sequence's rows, int32 [m], along the first axis of ``layout``."""
+    """Returns the indices of the tile's rows among the sequence's rows, int32 [m], along the first axis of ``layout``."""
     return tile.first_row + gl.arange(0, tile.m, gl.SliceLayout(1, layout))
 
 
@@ -63,7 +63,7 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """Loads the tile's rows of q, [m, head_dim]. Padding rows load the last valid row instead, so the load needs no mask. So no
+    """Loads the tile's rows of q, [m, head_dim]. Padding rows load the last valid row instead, so the load needs no mask, and no
     instruction waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))

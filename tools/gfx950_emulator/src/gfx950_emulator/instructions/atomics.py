@@ -69,8 +69,9 @@ def _to_f16(value: np.float16) -> int:
 
 @cache
 def operations(bits: int) -> dict[str, Callable[[int, int], int]]:
-    """Returns functions of an atomic's old value and operand, both as bits, that return the value to store. If either is a NaN,
-    floating-point minimum and maximum keep the old value (the ISA document's ``src < tmp ? src : tmp``).
+    """Returns, by name, the functions that compute an atomic's new value. A function takes the old value and the operand, both as
+    bits, and returns the value to store. If either is a NaN, floating-point minimum and maximum keep the old value (the ISA
+    document's ``src < tmp ? src : tmp``).
     """
     dtype, unsigned = (np.float32, np.uint32) if bits == 32 else (np.float64, np.uint64)
     table: dict[str, Callable[[int, int], int]] = {

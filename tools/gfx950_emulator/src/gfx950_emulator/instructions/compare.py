@@ -1,4 +1,4 @@
-"""Vector compares. They write one bit per lane, to VCC, to a pair of scalar registers, or to EXEC (v_cmpx).
+"""Vector compares. A compare writes one bit per lane, to VCC, to a pair of scalar registers, or to EXEC (v_cmpx).
 
 Definitions: chapter VOPC of AMD's CDNA4 ISA document. The negated floating-point relations (nge, nlt, ...) are true for NaN. The
 relation "o" is true if neither operand is NaN, and "u" if at least one operand is NaN.
@@ -50,8 +50,8 @@ _EXEC_IDS = (SCALAR_BASE + EXEC, SCALAR_BASE + EXEC + 1)
 
 
 def float_class(a: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Whether a value is in one of the classes in the mask ``classes``. From bit 0 up the classes are: signalling NaN, quiet NaN,
-    -inf, -normal, -denormal, -0, +0, +denormal, +normal, +inf.
+    """Returns, for each value, whether it is in one of the classes in the mask ``classes``. From bit 0 up the classes are:
+    signalling NaN, quiet NaN, -inf, -normal, -denormal, -0, +0, +denormal, +normal, +inf.
     """
     size = a.dtype.itemsize
     quiet = a.view(f"u{size}") >> MANTISSA_BITS[size] - 1 & 1

@@ -69,7 +69,7 @@ def _get_pc(site: Site) -> Bound:
 
 @binder("s_setpc_b64", "s_swappc_b64")
 def _jump(site: Site) -> Bound:
-    """PC = S0; swappc also writes the address of the next instruction."""
+    """PC = S0; swappc also writes the address of the next instruction to D."""
     *returns, source = site.operands
     read, after = read64(source), code_address(site.instruction.index + 1)
 
@@ -96,7 +96,7 @@ def _barrier(site: Site) -> Bound:
 
 
 def _wait_limits(site: Site) -> dict[str, int]:
-    """Reads the counters and their limits that an s_waitcnt names, or the fields of its numeric immediate."""
+    """Returns the limit of each counter that an s_waitcnt names, or the limits in the fields of its numeric immediate."""
     limits: dict[str, int] = {}
     for text in (*site.instruction.operands, *site.modifiers):
         if match := re.fullmatch(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", text):
@@ -181,8 +181,8 @@ def _getreg(site: Site) -> Bound:
 
 @binder("s_setreg_imm32_b32", "s_setreg_b32")
 def _setreg(site: Site) -> Bound:
-    """Binds a write to MODE. It may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not
-    change. All other fields control exceptions and clamping.
+    """Binds a write to MODE. The write may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4]
+    must not change. All other fields control exceptions and clamping.
     """
     name, offset, size = _hardware_register(site, site.instruction.operands[0])
     text = site.instruction.operands[1]

@@ -25,7 +25,7 @@ Reader = Callable[[Group], Any]
 
 
 def _to_integer(low: int, high: int, dtype: type) -> Callable[[Array], Array]:
-    """A conversion to an integer type: rounds towards zero; out-of-range values saturate, NaN becomes 0."""
+    """Returns a conversion to an integer type, which rounds towards zero. Out-of-range values saturate; NaN becomes 0."""
 
     def convert(a: Array) -> Array:
         a = a.astype(np.float64)
@@ -93,7 +93,8 @@ def _pack16(site: Site) -> Bound:
         else:
             group_write(g, row, _pack(formats.f32_to_f16(low, saturate), formats.f32_to_f16(high, saturate)))
 
-    # If a kernel uses only the lower half of the result, compilers write a scalar as second source. This scalar may be undefined.
+    # If a kernel uses only the lower half of the result, compilers write a scalar as second source. This scalar may be undefined,
+    # so it does not count as read.
     return Bound(run, site.ids([destination]), site.ids([first] if second.file == "s" else [first, second]))
 
 
@@ -126,8 +127,8 @@ def _write_part(g: Group, row: int, bits: Array, part: tuple[int, int]) -> None:
 
 
 def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[[Group], list[Array]]:
-    """A function that reads an operand's values as float32: one value, two of a packed register, or those of consecutive
-    registers.
+    """Returns a function that reads an operand's values as float32: one value, the two values of a packed register, or the values
+    of consecutive registers.
     """
     if operand.count <= 1 and wide == "f32":
         get = getter(site, operand, F32)
@@ -143,7 +144,7 @@ def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[
 
 
 def _exponent(site: Site, operand: Operand) -> Reader:
-    """A function that reads the scale byte from a float32 operand."""
+    """Returns a function that reads the scale byte from a float32 operand."""
     get = getter(site, operand, F32)
     return lambda g: formats.scale_exponent(get(g).view(np.uint32))
 
@@ -167,7 +168,7 @@ def _stochastic(random: Array, form: Format, numbers: list[Array], exponent: Any
 
 
 def _narrow(site: Site, form: Format, read: Reader, random: Reader | None, exponent: Reader | None) -> Bound:
-    """Converts one, two or 32 values to a narrow format, in a byte or half of a register, or in six registers."""
+    """Converts one, two or 32 values to a narrow format, and writes them to a byte or half of a register, or to six registers."""
     destination = site.operands[0]
     row = destination.index
     op_sel = _op_sel(site)
@@ -241,7 +242,7 @@ _STOCHASTIC += [f"v_cvt_scalef32_sr_pk32_{narrow}_{wide}" for narrow, wide in pr
 
 @binder(*_STOCHASTIC)
 def _narrow_stochastic(site: Site) -> Bound:
-    """Like `_narrow_scaled`, but rounds stochastically, with the random bits of S1."""
+    """Converts as `_narrow_scaled` does, but rounds stochastically, with the random bits of S1."""
     narrow, wide = site.mnemonic.split("_")[-2:]
     _, value, random, scale = site.operands
     read = _numbers(site, value, wide, single="_pk" not in site.mnemonic)

@@ -9,7 +9,7 @@ correctly rounded quotient that IEEE 754, OpenCL and LLVM require:
 
 - If both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down. The document scales the
 denominator up, which would overflow.
-- v_div_fmas scales by 2**64 (2**128 for float64), and rounds once. It scales up if S2, the scaled quotient, is at least 2,
+- v_div_fmas scales by 2**64 (2**128 for float64), and rounds once. v_div_fmas scales up if S2, the scaled quotient, is at least 2,
   otherwise down (as in the document of GCN3).
 - v_div_fixup returns infinity if the exponents show that the quotient overflows, because the earlier steps return NaN then.
 """
@@ -47,13 +47,13 @@ _UNDERFLOW, _OVERFLOW = {4: -150, 8: -1075}, {4: 129, 8: 1025}
 
 
 def _exponent(a: Array) -> Array:
-    """The biased exponent, int32: 0 for zeros and denormals."""
+    """Returns the biased exponent, int32: 0 for zeros and denormals."""
     size = a.dtype.itemsize
     return (a.view(f"u{size}") >> MANTISSA_BITS[size]).astype(np.int32) & _EXPONENT_MASK[size]
 
 
 def _quotient_is_denormal(numerator: Array, denominator: Array) -> Array:
-    """Whether |numerator / denominator| is below the smallest normal number, for finite nonzero operands."""
+    """Returns whether |numerator / denominator| is below the smallest normal number, for finite nonzero operands."""
     (m1, e1), (m2, e2) = np.frexp(np.abs(numerator)), np.frexp(np.abs(denominator))
     return e1 - e2 - (m1 < m2) < _LOWEST_EXPONENT[numerator.dtype.itemsize]
 

@@ -75,8 +75,8 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
 
 
 def _check_switched_off(local: LocalMemory, first: np.ndarray, size: int) -> None:
-    """Reports writes beyond the LDS allocation, which hardware drops. Exception: compilers disable a wave's loads by an M0 beyond
-    any LDS size.
+    """Reports writes beyond the LDS allocation, which hardware drops. An M0 beyond any LDS size is not reported, because compilers
+    use it to disable a wave's loads.
     """
     meant = first >= LIMIT
     if not meant.all():

@@ -3,7 +3,7 @@
 Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact, or rounded
 once as IEEE 754 defines, except that dot products round every partial sum. NaNs are quiet as on hardware, but have the host's
 payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document. `gfx950_emulator.instructions.transcendental` has the
-    transcendental functions, and `gfx950_emulator.instructions.division` has division.
+transcendental functions, and `gfx950_emulator.instructions.division` has division.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NORMAL_32 = 2.0**-126
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float32, rounded once.
+    """Returns a * b + c in float32, rounded once.
 
     The product is exact in float64. The sum is rounded to float64 and then to float32. Double rounding is wrong only if the float64
     result is halfway between two float32 values. Then bits 28 to 0 are 2**28, or the value is a float32 denormal.
@@ -59,10 +59,9 @@ def _safe_to_round(product: Array, c: Array, total: Array) -> Array:
 
 
 def round_to_odd(a: Array, b: Array, total: Array) -> Array:
-    """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest.
-
-    Returns whichever of the two float64 values around an inexact sum has an odd last bit. Rounding this result to fewer bits then
-    equals rounding once. For finite sums."""
+    """Returns a + b in float64, rounded to odd. ``total`` is the sum rounded to nearest. The result is whichever of the two float64
+    values around an inexact sum has an odd last bit. Rounding this result to fewer bits then equals rounding once. A sum that is
+    not finite is returned unchanged."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)
@@ -70,14 +69,14 @@ def round_to_odd(a: Array, b: Array, total: Array) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum and its error (Knuth)."""
+    """Returns the rounded sum a + b and its rounding error (Knuth)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded product and its error (Dekker), if nothing overflows or underflows."""
+    """Returns the rounded product a * b and its rounding error (Dekker). Both are valid only if nothing overflows or underflows."""
 
     def split(x: Array) -> tuple[Array, Array]:
         scaled = x * 134217729.0  # 2**27 + 1
@@ -90,8 +89,9 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part (Boldo and
-    Melquiond, "Emulation of FMA and correctly rounded sums"). If a part would overflow or underflow, Python integers are used.
+    """Returns a * b + c in float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part
+    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums"). If a part would overflow or underflow, Python integers are
+    used.
     """
     product, low = two_product(a, b)
     high, rest = two_sum(c, low)
@@ -120,7 +120,7 @@ def one_by_one(function: Callable[..., float], lanes: Array, result: Array, *sou
 
 
 def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
-    """(a * b + c) * 2**exponent of finite floats, rounded once."""
+    """Returns (a * b + c) * 2**exponent for finite floats, rounded once."""
     exact = (Fraction(a) * Fraction(b) + Fraction(c)) * Fraction(2) ** exponent
     if exact == 0:
         return a * b + c
@@ -131,8 +131,8 @@ def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
 
 
 def fma16(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16 rounding
-    tie.
+    """Returns a * b + c in float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16
+    rounding tie.
     """
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float16)
 
@@ -196,7 +196,7 @@ def maximum3(a: Array, b: Array, c: Array) -> Array:
 
 
 def median(a: Array, b: Array, c: Array) -> Array:
-    """The median of three values. If one of them is a NaN, the result is that of v_min3."""
+    """Returns the median of three values. If one of them is a NaN, the result is that of v_min3."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     if (np.abs(middle) > 0).all():
         return middle
@@ -207,7 +207,7 @@ def median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _or_nan(function: Callable[[Array, Array], Array], plain: np.ufunc) -> Callable[[Array, Array, Array], Array]:
-    """IEEE 754-2019's minimum or maximum of three values: NaN if any operand is NaN."""
+    """Returns IEEE 754-2019's minimum or maximum of three values, which is NaN if any operand is NaN."""
 
     def choose(a: Array, b: Array, c: Array) -> Array:
         chosen = plain(plain(a, b), c)
@@ -235,13 +235,14 @@ vector_op("v_maximum3_f32", maximum3_or_nan, F32, F32, F32, F32)
 
 
 def fraction(a: Array) -> Array:
-    """x - floor(x), below 1."""
+    """Returns x - floor(x), below 1."""
     below_one = np.nextafter(a.dtype.type(1), a.dtype.type(0))
     return np.minimum(a - np.floor(a), below_one)
 
 
 def _exponent_of(dtype: type) -> Callable[[Array], Array]:
-    """A function that returns the exponent for a mantissa in [0.5, 1); 0 for zero, infinity and NaN."""
+    """Returns a function that computes the exponent that belongs to a mantissa in [0.5, 1). The exponent is 0 for zero, infinity
+    and NaN."""
     return lambda a: np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(dtype)
 
 

@@ -163,7 +163,8 @@ _OF_TWO = (
 
 @lru_cache(maxsize=256)
 def bit_table(table: int) -> Callable[[Array, Array, Array], Array]:
-    """The bitwise function of three inputs given by a table: its value for (a, b, c) is bit 4a + 2b + c of the table."""
+    """Returns the bitwise function of three inputs that has this truth table: its value for (a, b, c) is bit 4a + 2b + c of the
+    table."""
     off, on = table & 15, table >> 4  # the tables for a = 0 and for a = 1
     for_off, for_on = _OF_TWO[off], _OF_TWO[on]
     if off == on:
@@ -220,7 +221,7 @@ def extract_unsigned(a: Array, b: Array, c: Array) -> Array:
 
 
 def extract_signed(a: Array, b: Array, c: Array) -> Array:
-    """Bits [offset, offset + width), sign-extended; the sign of a field that reaches past bit 31 is bit 31."""
+    """Returns bits [offset, offset + width), sign-extended. The sign of a field that reaches past bit 31 is bit 31."""
     offset, width = (b & _31).astype(np.int32), (c & _31).astype(np.int32)
     shifted = a >> offset
     up = np.int32(32) - width
@@ -234,7 +235,7 @@ vector_op("v_bfm_b32", lambda a, b: ((_ONE << (a & _31)) - _ONE) << (b & _31), U
 
 
 def _shift_and_pack(low: int, high: int) -> Callable[[Array, Array, Array], Array]:
-    """Packs two int32, shifted right and saturated to a byte each, into 16 bits."""
+    """Returns a function that shifts two int32 right, saturates each to a byte, and packs both bytes into 16 bits."""
 
     def function(a: Array, b: Array, c: Array) -> Array:
         by = (c & _31).astype(np.int32)
@@ -319,20 +320,20 @@ vector_op("v_bcnt_u32_b32", lambda a, b: np.bitwise_count(a).astype(np.uint32) +
 
 
 def first_high(a: Array) -> Array:
-    """Number of leading zeros; -1 for 0."""
+    """Returns the number of leading zeros; -1 for 0."""
     length = np.frexp(a.astype(np.float64))[1]  # exact: float64 holds 32 bits
     return np.where(a == 0, -1, 32 - length).astype(np.int32).view(np.uint32)
 
 
 def first_low(a: Array) -> Array:
-    """Number of trailing zeros; -1 for 0."""
+    """Returns the number of trailing zeros; -1 for 0."""
     lowest = a & (~a + _ONE)
     length = np.frexp(lowest.astype(np.float64))[1]
     return np.where(a == 0, -1, length - 1).astype(np.int32).view(np.uint32)
 
 
 def first_high_signed(a: Array) -> Array:
-    """Number of leading bits after the sign bit that equal the sign; -1 if all do."""
+    """Returns the number of leading bits after the sign bit that equal the sign; -1 if all do."""
     return first_high((a ^ (a >> np.int32(31))).view(np.uint32))
 
 
@@ -361,7 +362,7 @@ def _differences(bits: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def _masked_differences(a: Array, b: Array, c: Array) -> Array:
-    """Sum of absolute differences of bytes, without bytes whose reference (S1) is zero."""
+    """Returns the sum of absolute differences of bytes, plus c, without bytes whose reference (S1) is zero."""
     for at in range(0, 32, 8):
         x, y = _part(a, at, 8), _part(b, at, 8)
         c = c + np.where(y == 0, np.uint32(0), _difference(x, y))
@@ -369,7 +370,7 @@ def _masked_differences(a: Array, b: Array, c: Array) -> Array:
 
 
 def _mean_of_bytes(a: Array, b: Array, c: Array) -> Array:
-    """Mean of bytes: for each byte (S0 + S1 + the lowest bit of S2) / 2."""
+    """Returns the mean of bytes: for each byte (S0 + S1 + the lowest bit of S2) / 2."""
     result = np.uint32(0)
     for at in range(0, 32, 8):
         result = result | (_part(a, at, 8) + _part(b, at, 8) + _part(c, at, 1)) >> _ONE << np.uint32(at)
@@ -412,7 +413,8 @@ for _count, _bits in ((2, 16), (4, 8), (8, 4)):
 
 
 def _two_sources(site: Site, first: Operand, second: Operand) -> Callable[[Group], tuple[Array, Array]]:
-    """A function that reads two sources, in any encoding that writes the whole register in all active lanes."""
+    """Returns a function that reads two sources. Rejects encodings that may leave a part of the register, or active lanes,
+    unwritten."""
     form, moved = Form(), ""
     lines: list[str] = []
     if site.encoding.endswith("dpp"):
@@ -444,7 +446,7 @@ def _carry(site: Site) -> Bound:
         if carry_in is not None:
             carry = carry_in(g).astype(np.uint64)
             total = total + carry if adds else total - carry
-        # negative results wrap to large uint64 values
+        # negative results wrap to large uint64 values, so their upper 32 bits are not zero
         group_write(g, row, total.astype(np.uint32))
         set_compare(g, to, (total >> np.uint64(32)) != 0)
 

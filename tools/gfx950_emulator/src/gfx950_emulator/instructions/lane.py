@@ -60,7 +60,7 @@ def _write_lane(site: Site) -> Bound:
 
 @binder("v_permlane32_swap_b32", "v_permlane16_swap_b32")
 def _swap(site: Site) -> Bound:
-    """Exchanges halves (of lanes) between two registers.
+    """Exchanges half of the lanes of one register with half of the lanes of another register.
 
     permlane32 exchanges lanes 32 to 63 of D with lanes 0 to 31 of S0. permlane16 exchanges the odd rows of 16 lanes of D with the
     even rows of S0. (CDNA4 ISA document, V_PERMLANE16_SWAP_B32 and V_PERMLANE32_SWAP_B32.)

@@ -32,7 +32,7 @@ _WRITES = {
 
 
 def _offsets(g: Group, row: int, lanes: np.ndarray | None, immediate: int) -> np.ndarray:
-    """Byte offsets in the workgroup's LDS, int64 [N]: the address register plus the immediate, modulo 2**32."""
+    """Returns byte offsets in the workgroup's LDS, int64 [N]: the address register plus the immediate, modulo 2**32."""
     at = g.U[row] if lanes is None else g.U[row][lanes]
     return (at + np.uint32(immediate)).astype(np.int64)
 
@@ -131,7 +131,7 @@ def _bind_read2(site: Site) -> Bound:
         _issue(g, bound)
         lanes = active(g)
         if lanes is None or len(lanes):
-            offsets = [_offsets(g, at, lanes, immediate) for immediate in (first, second)]  # before a result overwrites them
+            offsets = [_offsets(g, at, lanes, immediate) for immediate in (first, second)]  # before a result overwrites the address
             _read(g, bound, offsets[0], lanes, shape, row)
             _read(g, bound, offsets[1], lanes, shape, row + shape.dwords)
 
@@ -175,7 +175,8 @@ def _bind_write2(site: Site) -> Bound:
 
 @lru_cache(maxsize=4)
 def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each element of a lane's result: the lane that reads it, and its index in that lane's read data, int64 [64, elements]."""
+    """Returns two int64 [64, elements]: for each element of each lane's result, the lane that reads the element, and the element's
+    index in that lane's data."""
     per_lane = 16 if bits == 6 else 64 // bits
     lane, element = np.meshgrid(np.arange(WAVE), np.arange(per_lane), indexing="ij")
     # The 16 lanes read a block of 16 * per_lane elements, in row-major order of rows of 16 elements: 16 / per_lane lanes
@@ -297,7 +298,7 @@ def _bind_atomic(site: Site) -> Bound:
     return bound
 
 
-# Lane permutations. They use the LDS crossbar but no memory, and need the same waits as LDS accesses.
+# Lane permutations use the LDS crossbar but no memory, and need the same waits as LDS accesses.
 
 
 @binder("ds_bpermute_b32", "ds_permute_b32")

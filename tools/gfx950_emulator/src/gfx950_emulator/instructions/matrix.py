@@ -22,7 +22,7 @@ def _bind(site: Site) -> Bound:
     for operand, count in ((destination, operation.c_registers), (a, operation.a_registers), (b, operation.b_registers)):
         if operand.count != count:
             raise site.unknown(f"{operand.text} has {operand.count} registers, {site.mnemonic} takes {count} here")
-    # An inline constant: an integer is the bits of the elements, a float is their value.
+    # C may be an inline constant. An integer is the bits of every element, a float is the value of every element.
     constant = c.literal if c.file == "literal" else None
     scale_of = [getter(site, scale, U32) for scale in scales]
     d0, d1, a0, a1, b0, b1, c0, c1 = (x for o in (destination, a, b, c) for x in (o.index, o.index + o.count))

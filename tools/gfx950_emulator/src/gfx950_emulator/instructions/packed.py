@@ -1,7 +1,8 @@
 """Packed instructions (VOP3P): two operations at once, on halves of registers or on pairs of registers.
 
 For each source, op_sel selects the half that the lower result uses. op_sel_hi (default 1) selects the half that the upper result
-uses. neg_lo and neg_hi negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
+uses. neg_lo negates the source of the lower result, and neg_hi the source of the upper result. (CDNA4 ISA document, section "Packed
+Math" and chapter VOP3P.)
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """Makes the `Bound` with only those registers of pairs that each half of the result uses."""
+    """Makes the `Bound`, which reads only those registers of the source pairs that some half of the result uses."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))
@@ -99,7 +100,7 @@ def write_floats(group: Group, row: int, low: Array, high: Array) -> None:
 
 @binder("v_pk_mov_b32")
 def _move_pair(site: Site) -> Bound:
-    """The lower half of the result is the selected register of S0, the upper half that of S1."""
+    """Binds v_pk_mov_b32: the lower register of the result is the selected register of S0, the upper register that of S1."""
     destination, first, second = site.operands
     op_sel, _, _, _ = _modifiers(site, 2)
     form = Form(d=destination.index)
@@ -149,7 +150,7 @@ def _half(site: Site, form: Form, type_: Type, operand: Operand, upper: int, neg
     """Returns the source text of the expression for one half of a source operand."""
     if operand.file != "literal":
         return source(site, form, type_, replace(operand, negate=bool(negate) != operand.negate), high=upper)
-    # An inline constant is in the lower half, with zeros (an integer's sign bits) above it.
+    # An inline constant is in the lower half. The upper half has zeros, or the sign bits of an integer.
     if isinstance(operand.literal, float):
         bits = int(operand.bits(np.dtype(np.uint16)))
     else:

@@ -244,7 +244,7 @@ def _replicate(site: Site) -> Bound:
 
 @binder("s_cselect_b64", "s_cmov_b64")
 def _cselect64(site: Site) -> Bound:
-    """s_cselect_b64 and s_cmov_b64. If SCC is 0, s_cmov_b64 keeps the destination."""
+    """Binds s_cselect_b64, and s_cmov_b64, which keeps the destination if SCC is 0."""
     destination, first = site.operands[:2]
     second = site.operands[2] if site.mnemonic == "s_cselect_b64" else destination
     to, a, b, lanes_a, lanes_b = destination.index, read64(first), read64(second), lanes_of(first), lanes_of(second)

@@ -21,8 +21,8 @@ _ADDRESS = (1 << 48) - 1  # bits of a buffer resource that hold the base address
 
 
 def _offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
-    """A function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate (``s4
-    offset:0x10``).
+    """Returns a function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate
+    (``s4 offset:0x10``).
     """
     immediate = int(site.take("offset", 0))
     if operand.file == "literal":
@@ -73,7 +73,7 @@ def _load(site: Site) -> Bound:
 
 @binder(*(f"s_buffer_load_{size}" for size in _COUNTS))
 def _buffer_load(site: Site) -> Bound:
-    """Like s_load, through a buffer resource. Every dword beyond the buffer's range reads as zero."""
+    """Binds a scalar load through a buffer resource. Every dword beyond the buffer's range reads as zero."""
     count = _COUNTS[site.mnemonic.removeprefix("s_buffer_load_")]
     to, resource = _destination(site, count), site.operands[1]
     base, records, offset = read64(resource), resource.index + 2, _offset(site, site.operands[2])

@@ -34,7 +34,8 @@ def signed(value: Value) -> Value:
 
 
 def per_wave(function: Callable[..., int]) -> Callable[..., Value]:
-    """Lifts a function of ints to arrays, one wave at a time: for rare instructions."""
+    """Returns a function that applies a function of ints to each wave's values, one wave at a time. Only rare instructions use
+    it."""
 
     def apply(*values: Value) -> Value:
         if any(isinstance(value, np.ndarray) for value in values):
@@ -47,7 +48,7 @@ def per_wave(function: Callable[..., int]) -> Callable[..., Value]:
 
 
 def read32(operand: Operand) -> Callable[[Group], Value]:
-    """A function that reads a 32-bit scalar operand."""
+    """Returns a function that reads a 32-bit scalar operand."""
     if operand.file == "literal":
         constant = int(operand.bits(np.dtype(np.uint32)))
         return lambda g: constant
@@ -56,7 +57,7 @@ def read32(operand: Operand) -> Callable[[Group], Value]:
 
 
 def read64(operand: Operand) -> Callable[[Group], Value]:
-    """A function that reads a 64-bit scalar operand as an integer."""
+    """Returns a function that reads a 64-bit scalar operand as an integer."""
     if operand.file == "literal":
         constant = constant64(operand)
         return lambda g: constant
@@ -65,7 +66,8 @@ def read64(operand: Operand) -> Callable[[Group], Value]:
 
 
 def constant64(operand: Operand) -> int:
-    """A literal operand as 64 bits: integers are sign-extended, 32-bit hex is zero-extended, inline floats are double precision."""
+    """Returns a literal operand as 64 bits: integers are sign-extended, 32-bit hex is zero-extended, inline floats are double
+    precision."""
     if isinstance(operand.literal, float):
         return int(operand.bits(np.dtype(np.float64)).view(np.uint64))
     return int(operand.literal) & MASK64
@@ -74,8 +76,8 @@ def constant64(operand: Operand) -> int:
 def scalar_bound(
     site: Site, run: Callable[[Group], None], *, writes_scc: bool = False, reads_scc: bool = False, stores: int = 1
 ) -> Bound:
-    """Makes the `Bound` of a scalar instruction. Its first ``stores`` operands are written, and the others are read. ``writes_scc``
-    and ``reads_scc`` tell how it uses SCC.
+    """Makes the `Bound` of a scalar instruction. The instruction's first ``stores`` operands are written, and the others are read.
+    ``writes_scc`` and ``reads_scc`` tell how it uses SCC.
     """
     destinations, sources = site.operands[:stores], site.operands[stores:]
     writes, reads = site.ids(destinations), site.ids(sources)
@@ -88,42 +90,42 @@ def scalar_bound(
 
 
 def lowest_one(value: int) -> int:
-    """Index of the lowest set bit; -1 (as 32 bits) if there is none."""
+    """Returns the index of the lowest set bit; -1 (as 32 bits) if there is none."""
     return (value & -value).bit_length() - 1 if value else MASK32
 
 
 def lowest_zero(width: int) -> Callable[[int], int]:
-    """Index of the lowest clear bit; -1 (as 32 bits) if there is none."""
+    """Returns a function that gives the index of the lowest clear bit; -1 (as 32 bits) if there is none."""
     return lambda value: lowest_one(value ^ ((1 << width) - 1))
 
 
 def leading_zeros(width: int) -> Callable[[int], int]:
-    """Number of zeros above the highest set bit; -1 (as 32 bits) if no bit is set."""
+    """Returns a function that counts the zeros above the highest set bit; -1 (as 32 bits) if no bit is set."""
     return lambda value: width - value.bit_length() if value else MASK32
 
 
 def leading_signs(width: int) -> Callable[[int], int]:
-    """Number of bits at the top that equal the sign bit; -1 (as 32 bits) if all do."""
+    """Returns a function that counts the leading bits that equal the sign bit; -1 (as 32 bits) if all bits do."""
     return lambda value: leading_zeros(width)(value ^ ((1 << width) - 1) if value >> (width - 1) else value)
 
 
 def reverse(width: int) -> Callable[[int], int]:
-    """The bits in opposite order."""
+    """Returns a function that reverses the order of ``width`` bits."""
     return lambda value: int(f"{value:0{width}b}"[::-1], 2)
 
 
 def chooses(bound: Bound, first: Iterable[int], second: Iterable[int]) -> Bound:
-    """Returns a `Bound` that tells the sanitizer: SCC selects one of two operands as the result."""
+    """Returns a copy of ``bound`` that tells the sanitizer that SCC selects one of two operands as the result."""
     return replace(bound, extra={"choice": (tuple(first), tuple(second))})
 
 
 def is_mask(g: Group, operand: Operand) -> bool:
-    """Whether a 64-bit operand is stored as a lane mask. Reading it as lanes is then cheaper than as an integer."""
+    """Returns whether a 64-bit operand is stored as a lane mask. Reading it as lanes is then cheaper than as an integer."""
     return operand.file == "s" and (operand.index == EXEC or type(g.s[operand.index]) not in (int, np.ndarray))
 
 
 def lanes_of(operand: Operand) -> Callable[[Group], np.ndarray]:
-    """A function that reads a 64-bit scalar operand as one bool per lane."""
+    """Returns a function that reads a 64-bit scalar operand as one bool per lane."""
     if operand.file == "literal":
         value = constant64(operand)
         if value == 0:
@@ -137,7 +139,7 @@ def lanes_of(operand: Operand) -> Callable[[Group], np.ndarray]:
 
 
 def any_lane(g: Group, lanes: np.ndarray) -> bool | np.ndarray:
-    """Whether any lane of a wave is set: one bool, or one bool per wave."""
+    """Returns whether any lane of a wave is set: one bool for all waves, or one bool per wave."""
     if g.waves == 1:
         return bool(lanes.any())
     found: Any = lanes.reshape(g.waves, 64).any(axis=1)

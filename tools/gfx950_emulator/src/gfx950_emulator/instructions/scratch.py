@@ -19,7 +19,8 @@ from gfx950_emulator.operands import Operand
 
 
 def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[Group], int]:
-    """A function that returns the offset of the access in every lane's scratch memory, checked for ``size`` bytes."""
+    """Returns a function that computes the offset of the access in each lane's scratch memory. The function raises `Fault` if the
+    ``size`` bytes are out of bounds."""
     if vaddr.file != "off":
         raise site.unknown("scratch access by a vector address is not implemented")
     immediate = int(site.take("offset", 0))
@@ -39,7 +40,7 @@ def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[G
 
 
 def _dwords(at: int, size: int) -> int:
-    """Number of dwords that the bytes [at, at + size) touch."""
+    """Returns the number of dwords that the bytes [at, at + size) touch."""
     return (at % 4 + size + 3) // 4
 
 

@@ -39,20 +39,20 @@ def _reciprocal_root(a: Array) -> Array:
 
 
 def _quarter_wave(turns: Array) -> Array:
-    """sin(2 pi turns) for turns in [-0.5, 0.5], exact at multiples of a quarter turn."""
+    """Returns sin(2 pi turns) for turns in [-0.5, 0.5], exact at multiples of a quarter turn."""
     folded = np.where(np.abs(turns) > 0.25, np.copysign(0.5, turns) - turns, turns)
     return np.sin(2 * np.pi * folded)
 
 
 def sine(a: Array) -> Array:
-    """The sine of an angle in revolutions; 0 beyond 256 revolutions, NaN for infinity."""
+    """Returns the sine of an angle in revolutions; 0 beyond 256 revolutions, NaN for infinity."""
     inside = np.abs(a) <= 256
     result = _quarter_wave(np.where(inside, a - np.rint(a), 0))
     return np.where(inside, np.where(a == 0, a, result), a - a)
 
 
 def cosine(a: Array) -> Array:
-    """The cosine of an angle in revolutions; 1 beyond 256 revolutions, NaN for infinity."""
+    """Returns the cosine of an angle in revolutions; 1 beyond 256 revolutions, NaN for infinity."""
     inside = np.abs(a) <= 256
     result = _quarter_wave(0.25 - np.abs(np.where(inside, a - np.rint(a), 0)))
     return np.where(inside, result, a - a + 1)
@@ -78,7 +78,7 @@ _DIGITS = 1201  # bits of 2 / pi in the instruction's table
 
 @lru_cache(maxsize=1)
 def _two_over_pi() -> int:
-    """floor(2 / pi * 2**_DIGITS), from Machin's formula pi / 4 = 4 atan(1/5) - atan(1/239)."""
+    """Returns floor(2 / pi * 2**_DIGITS), from Machin's formula pi / 4 = 4 atan(1/5) - atan(1/239)."""
     guard = 64
     one = 1 << (_DIGITS + guard)
 
@@ -96,7 +96,7 @@ def _two_over_pi() -> int:
 
 @lru_cache(maxsize=4096)
 def _segment(segment: int, exponent: int) -> float:
-    """Bits [shift, shift + 53) of the fraction of 2 / pi, at their original exponent; zeros beyond the table's bits."""
+    """Returns bits [shift, shift + 53) of the fraction of 2 / pi, at their original exponent; zeros beyond the table's bits."""
     shift = 53 * segment + max(exponent - 1077, 0)
     bits = _two_over_pi() << (shift + 53) >> _DIGITS & ((1 << 53) - 1)
     return ldexp(bits, -53 - shift + (128 if exponent >= 1968 else 0))

@@ -91,7 +91,7 @@ def _merge_half(old: np.ndarray, new: np.ndarray, high: bool) -> np.ndarray:
 
 
 def active(g: Group) -> np.ndarray | None:
-    """Indices of active lanes; None if all are active."""
+    """Returns the indices of the active lanes; None if all lanes are active."""
     return None if g.full else np.flatnonzero(g.mask)
 
 
@@ -108,7 +108,7 @@ def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int
 
 
 def _is_set(value: int | np.ndarray, bits: int) -> bool:
-    """Whether any of the bits ``bits`` is set in any wave's value."""
+    """Returns whether any of the bits ``bits`` is set in any wave's value."""
     return bool(value & bits) if type(value) is int else bool((value & bits).any())
 
 
@@ -125,8 +125,8 @@ def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
 def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-    """Returns a function that computes, for each lane, the address, and the number of bytes from the address to the end of the
-    buffer's range (may be negative). Both are int64 [N].
+    """Returns a function that computes two int64 [N]: each lane's address, and the number of bytes from the address to the end of
+    the buffer's range. This number may be negative.
     """
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")
@@ -354,8 +354,8 @@ def _atomic(site: Site) -> Bound:
 
 
 def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
-    """A mask of those bits of each dword that are inside a tensor, uint32 [N]; None means all bits. Raises `Fault` if none of a
-    dword's bits are inside, or if an operand has a bit set outside.
+    """Returns a mask of those bits of each dword that are inside a tensor, uint32 [N]; None means all bits. Raises `Fault` if none
+    of a dword's bits are inside, or if an operand has a bit set outside.
     """
     whole = memory.contains(at, 4)
     if inside is not None:
@@ -373,7 +373,7 @@ def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | 
 
 
 def _begins_swap(site: Site) -> bool:
-    """Whether a load reads the initial comparison value of a later dword compare-and-swap at the same address."""
+    """Returns whether a load reads the initial comparison value of a later dword compare-and-swap at the same address."""
     if site.mnemonic != "global_load_dword":
         return False
     found, address, *rest = site.instruction.operands

@@ -33,8 +33,9 @@ class Config:
     """Tuning of split-KV. Figures are microseconds of the emulator's timing model, at 64 query heads, 8 KV heads and head_dim 64.
 
     Attributes:
-        stages: pipeline stages per wave if the launch has few workgroups. Without splits, a wave has twice as many stages. With
-            fp8 caches, a wave has half as many, since a block then has 64 keys. If there are many workgroups, a wave has 1 stage.
+        stages: pipeline stages per wave if the launch has few workgroups. Without splits, a wave has twice as many stages. With fp8
+            caches, a wave has half as many, since a block then has 64 keys instead of 32. If there are many workgroups, a wave has
+            1 stage.
         waves: a large batch is divided into this many splits per CU, a small batch into two per CU.
         long: target length of a split, in keys. Splits are shorter only if longer ones would be fewer than two per CU.
         least: minimum length of a split, in keys.
@@ -80,8 +81,8 @@ class SplitPlan(NamedTuple):
         waves: a large batch is divided into ``waves * at_once`` splits.
         long, short: target and minimum length of a split, in blocks.
         lengths: how many sequences' lengths a workgroup loads at once.
-        once: whether the batch has at most that many sequences.
-        merge_cost: time to merge a partial result, as a fraction of the time of a block of keys. A sequence of n blocks is done
+        once: whether the batch has at most ``lengths`` sequences, so that one load reads all lengths.
+        merge_cost: time to merge a partial result, as a fraction of the time of a block of keys. A sequence of n blocks finishes
             earliest with splits of ``sqrt(n * merge_cost)`` blocks; no split is shorter. 0: there is no such limit.
     """
 
@@ -157,7 +158,8 @@ def mha_decode_with_kvcache(
 
 
 def tile_of_rows(call: Call, rows: int) -> TileShape:
-    """The one-wave tile for ``rows`` query rows (tokens times query heads) of a KV head. Over 32 rows need several tiles."""
+    """Returns the one-wave tile for ``rows`` query rows (tokens times query heads) of a KV head: 16 or 32 rows. More than 32 rows
+    need several tiles."""
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
@@ -175,8 +177,8 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
-    # 16 sequences of 8192 take 34.4; with waves = 2, 34.7, including 0.1 for merging. The conversion of fp8 needs more waves per
-    # CU: with waves = 3, 17.9; with 1, 28.6.
+    # 16 sequences of 8192: 34.4 us with waves = 1; 34.7 us with waves = 2, including 0.1 us for merging. With fp8 caches: 17.9 us
+    # with waves = 3, 28.6 us with waves = 1, because the conversion of fp8 needs more waves per CU.
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
     at_once = extra_splits = 0
     if in_view > CONFIG.whole:

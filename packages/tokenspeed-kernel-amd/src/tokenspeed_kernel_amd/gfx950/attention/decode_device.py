@@ -15,8 +15,8 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, stor
 
 @gluon.jit
 def visible_keys(length, plan):
-    """Returns the first key position that any query of a sequence of ``length`` tokens sees, rounded down to a multiple of
-    plan.aligned, and the number of keys from this position to the sequence's end.
+    """Returns two numbers for a sequence of ``length`` tokens. The first is the first key position that any of its queries sees,
+    rounded down to a multiple of plan.aligned. The second is the number of keys from this position to the sequence's end.
     """
     begin = length * 0
     if plan.window_left >= 0:
@@ -26,8 +26,8 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """Returns three vectors for plan.lengths consecutive sequences, of which the first has index ``first``: the number of key
-    blocks, whether the batch has such a sequence, and whether this launch computes it.
+    """Returns three vectors with an element for each of plan.lengths consecutive sequences. The first of these sequences has index
+    ``first``. The vectors are the number of key blocks, whether the batch has such a sequence, and whether this launch computes it.
 
     A launch computes the sequences with 1 to plan.q_len new tokens. Other sequences have 0 blocks here.
     """
@@ -44,7 +44,8 @@ def blocks_at(operands, first, plan, layout: gl.constexpr):
 
 @gluon.jit
 def blocks_per_split(blocks, longest, plan):
-    """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total, and the longest ``longest``.
+    """Returns the number of blocks per split. The sequences of the batch have ``blocks`` blocks in total, and the longest has
+    ``longest``.
 
     A large batch is divided into ``waves * at_once`` splits, plus less than one per sequence because of rounding. A batch that does
     not fill ``at_once`` splits of ``long`` blocks is divided into ``at_once`` shorter splits, of at least ``short`` blocks.
@@ -59,8 +60,10 @@ def blocks_per_split(blocks, longest, plan):
 
 @gluon.jit
 def passed_splits(split, some, real, computed, split_blocks, before):
-    """For sequences with ``some`` blocks each, of which the first has ``before`` splits before it: how many of them have all their
-    splits before ``split``, the number of splits up to the last of these (0 if there is none), and the number of all splits.
+    """Finds the sequences, among those of one call of `blocks_at`, that end before split number ``split``. ``some`` is the number
+    of blocks of each sequence, and ``before`` is the number of splits of all earlier sequences. Returns three numbers: how many
+    sequences end before ``split``, the number of the first split after these sequences (0 if there are none), and the number of
+    splits of all sequences of the call.
     """
     splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
     ends = before + gl.associative_scan(splits, 0, add)
@@ -70,7 +73,7 @@ def passed_splits(split, some, real, computed, split_blocks, before):
 
 @gluon.jit
 def search_split(split, operands, plan):
-    """`find_split` in a batch of several sequences with splits."""
+    """Computes the result of `find_split` for a batch of several sequences with split-KV."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     if plan.once:
         some, real, computed = blocks_at(operands, 0, plan, layout)
@@ -126,8 +129,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split and KV
-    head. The KV head varies fastest, the tile slowest.
+    """Computes attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split
+    and KV head. The KV head varies fastest, the tile slowest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -211,7 +214,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     wanted = splits > 1
     if cu_seqlens_q is not None:
         first_query, new = new_tokens(cu_seqlens_q, sequence, merge.q_len)
-        # Sequences that were skipped have no plan.
+        # The decode kernel wrote no plan for the sequences that it skipped.
         wanted &= (query < new) & (new <= merge.q_len)
     if wanted:
         if merge.sinks:
@@ -239,7 +242,8 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
             shrink = gl.exp2(row_max - top)
             row_sum = row_sum * shrink + gl.exp2(wide - top)
             row_max = top
-        # The row sum of a row with a visible key is at least 1: the largest score contributes exp2(0).
+        # The row sum of a row with a visible key is at least 1: the largest score contributes exp2(0). Without one, the divisor 1
+        # avoids NaN.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
         isa.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)

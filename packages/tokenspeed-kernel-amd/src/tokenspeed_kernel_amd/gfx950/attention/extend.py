@@ -1,16 +1,17 @@
 """Extend: attention of new tokens to a paged cache that already holds these tokens and all earlier ones.
 
 The rows of a tile are all query heads of a KV head, for as many tokens as fit. For example, eight tokens with a gqa_ratio of eight
-are one tile of 64 rows. The launch uses the smallest tile that holds all new tokens of the sequence with the most. So a few tokens
-cost less than many. One wave computes a tile of 16 or 32 rows, as in decode. Four waves compute a tile of 64 or 128 rows, and share
-the keys in LDS. The mainloop of a tile begins at the first key visible to its first token, and ends at the last key visible to its
-last token. Key blocks that every row sees entirely are not masked. A few new tokens of a few long sequences would leave most of the
-device idle. So the keys of such sequences are divided into splits, as in decode.
+are one tile of 64 rows. The launch uses the smallest tile that holds all new tokens of the sequence with the most new tokens. So a
+batch with few new tokens per sequence uses a small tile. One wave computes a tile of 16 or 32 rows, as in decode. Four waves
+compute a tile of 64 or 128 rows, and share the keys in LDS. The mainloop of a tile begins at the first key visible to its first
+token, and ends at the last key visible to its last token. Key blocks that every row sees entirely are not masked. A few new tokens
+of a few long sequences would leave most of the device idle. So the keys of such sequences are divided into splits, as in decode.
 
-Only the device knows how many new tokens each sequence has. If most sequences may have about equally many, every sequence gets as
-many tiles as the sequence with the most. Otherwise all sequences share a grid of *slots*, one tile each. Sequence b owns the slots
-from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on, where m is the number of rows of a tile. A sequence gets the slots that its rows
-need, or one more. Finding a slot's owner takes 0.3 us of the emulator's timing model.
+Only the device knows how many new tokens each sequence has. In the simplest grid, every sequence has as many tiles as the sequence
+with the most new tokens. In the other grid, all sequences share *slots*, one tile each. The launch uses slots if they are fewer
+than 3/4 of the simplest grid's tiles. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on, where m is the
+number of rows of a tile. A sequence gets the slots that its rows need, or one more. Finding a slot's owner takes 0.3 us of the
+emulator's timing model.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def mha_extend_with_kvcache(
 
 
 def tile_of_stretches(call: Call) -> TileShape:
-    """The tile for a sequence with ``call.max_seqlen_q`` new tokens."""
+    """Returns the smallest tile that holds all query rows of a sequence with ``call.max_seqlen_q`` new tokens; if none does, the
+    largest tile."""
     rows = call.max_seqlen_q * call.gqa_ratio
     wide = max(call.q.shape[2], call.v_cache.shape[3]) > 64
     choice = (FP8_WIDE_TILES if wide else FP8_TILES) if call.fp8 else (WIDE_TILES if wide else TILES)
@@ -106,8 +108,8 @@ def tile_of_stretches(call: Call) -> TileShape:
 
 
 def split_kv_pays(call: Call, tile: TileShape) -> bool:
-    """Whether split-KV pays off: a tile holds all new tokens of a sequence, sequences are long, and there are at most as many
-    (sequence, KV head) pairs as CUs.
+    """Returns whether split-KV pays off. Three conditions must hold: one tile holds all query rows of a sequence, sequences may
+    have more than ``CONFIG.whole`` visible keys, and there are at most as many (sequence, KV head) pairs as CUs.
     """
     one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
     many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole
@@ -115,7 +117,7 @@ def split_kv_pays(call: Call, tile: TileShape) -> bool:
 
 
 def slots_of(call: Call, tile: TileShape) -> int:
-    """An upper bound of the number of slots that the query rows of one KV head need, over all sequences."""
+    """Returns an upper bound of the number of slots that the query rows of one KV head need, over all sequences."""
     return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 

@@ -12,7 +12,7 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens
 
 @gluon.jit
 def owner_of(slot, cu_seqlens_q, batch, rows_of_token: gl.constexpr, m: gl.constexpr, lengths: gl.constexpr):
-    """Returns the sequence that owns a slot: the last one whose first slot is not after ``slot``.
+    """Returns the sequence that owns a slot: the last sequence whose first slot is at or before ``slot``.
 
     Args:
         rows_of_token: query heads per KV head.

@@ -80,7 +80,7 @@ def mha_with_kvcache(
 
 
 def _fits_at_once(call: Call, tile: TileShape, small: TileShape, short: int) -> bool:
-    """Whether one launch of extend suffices: caches are too short for split-KV, and two workgroups per CU hold all tiles.
+    """Returns whether one launch of extend suffices: caches are too short for split-KV, and two workgroups per CU hold all tiles.
     ``short`` is the most new tokens of a sequence that decode's tile ``small`` holds; ``tile`` is extend's tile.
     """
     return call.keys_in_view(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()

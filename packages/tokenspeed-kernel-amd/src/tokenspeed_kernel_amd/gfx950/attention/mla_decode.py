@@ -9,8 +9,8 @@ is read for the QK and for the PV MFMAs. A workgroup has 4 waves and a CU of its
 * PV: each wave computes a quarter of the columns for all 64 keys.
 * LDS: two stages of 64 keys. A stage has 64 KB of latents, 2 KB of padding, and 8 KB of rotary parts: 148 of the 160 KB in all. The
   padding keeps row reads and transposing reads free of bank conflicts.
-* In flight: the loads of up to two blocks, 144 KB per CU. A buffer's columns that are no values are refilled after the QK MFMAs,
-  the others after the PV MFMAs.
+* In flight: the loads of up to two blocks, 144 KB per CU. The columns of a buffer that are not values are refilled after the QK
+  MFMAs, the values after the PV MFMAs.
 
 fp8 caches: blocks of 128 keys. QK and PV are fp8 MFMAs, 16x16x128; only rotary parts take 16x16x32. A bf16 row of q becomes the sum
 of two fp8 planes, which has the 8 significant bits of bf16. Probabilities are rounded to fp8, scaled by 2^8 so that fewer
@@ -18,11 +18,12 @@ underflow.
 
 Split-KV: the keys of a sequence are divided into splits, see `decode`. Each split writes a partial result in fp32. The last
 workgroup of a sequence to arrive at a counter merges the partial results in a fixed order. So there is one launch, and results are
-bitwise reproducible. Merging a split takes as long as 32 keys. So the splits of n keys have at least ``sqrt(32 n)`` keys: a
-sequence of 2048 keys has 8 splits.
+bitwise reproducible. Merging a split takes as long as attention to 32 keys. So the splits of n keys have at least ``sqrt(32 n)``
+keys: a sequence of 2048 keys has 8 splits.
 
-A batch that would occupy at most half of the 256 CUs computes *halves*: two workgroups share a split and a tile. Both compute all
-scores, but each computes only 256 of the 512 columns of the output. This halves the time of PV, and of the merge.
+If a batch would occupy at most half of the 256 CUs, its workgroups compute *halves*: two workgroups share a split and a tile. Both
+workgroups compute all scores, but each computes only 256 of the 512 columns of the output. This halves the time of PV, and of the
+merge.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class Config:
 
     Attributes:
         waves: splits per CU that a large batch is divided into.
-        long: target length of a split, in keys. Splits are shorter only while there are fewer than one per CU.
+        long: target length of a split, in keys. Splits are shorter only if splits of this length would be fewer than one per CU.
         least: minimum length of a split, in keys.
-        merge_keys: merging a partial result takes as long as this many keys, see `SplitPlan.merge_cost`.
+        merge_keys: merging a partial result takes as long as attention to this many keys, see `SplitPlan.merge_cost`.
     """
 
     waves: int = 4
@@ -90,8 +91,8 @@ class Operands(NamedTuple):
     """Run-time arguments, in the order of the kernel's arguments; see `gluon.call.Operands`.
 
     Attributes:
-        cu_seqlens_q: None: every sequence has the same number of new tokens.
-        token_vectors: vectors of 16 bytes from one slot of a page to the next.
+        cu_seqlens_q: always None, because every sequence has the same number of new tokens.
+        token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
         scale, cap: see `score_scaling`.
         q_scale, kv_scale: the scales of fp8 q and of an fp8 cache, or None.
     """
@@ -116,8 +117,8 @@ class Operands(NamedTuple):
 class Partial(NamedTuple):
     """The splits' partial results. A split has a partial result for each tile of rows and each half; ``tiles`` counts both.
 
-    A sequence with n > 1 splits has n of the ``slots``, starting from twice the number of earlier splits that are not the first of
-    their sequence. There are at most n - 1 such splits per sequence, and 2 (n - 1) >= n.
+    A sequence with n > 1 splits uses n of the ``slots``. The sequence's first slot is twice the sum of m - 1 over all earlier
+    sequences, where m is an earlier sequence's number of splits. No two sequences share a slot, because 2 (m - 1) >= m for m > 1.
 
     Attributes:
         results: float32 [slots * tiles, m * 512 / halves], normalised outputs in the order of `mla_decode_device.packed_offsets`.
@@ -231,7 +232,7 @@ def _launch(operands: Operands, variant: Variant, q_len: int) -> None:
     blocks = -(-in_view // tile.block_n)
     merge_cost = CONFIG.merge_keys / tile.block_n
     short = CONFIG.least // tile.block_n
-    # The bound of a sequence's splits grows with its length.
+    # A sequence's bound on the number of splits grows with its length, so the longest sequence has the largest bound.
     most = math.ceil(blocks / max(short, math.sqrt(blocks * merge_cost)))
     tiles = -(-q_len * heads // tile.m)
     compute_units = current_compute_units()

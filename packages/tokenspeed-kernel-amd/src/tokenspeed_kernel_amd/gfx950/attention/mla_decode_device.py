@@ -47,9 +47,10 @@ class LatentCache:
 
     Attributes:
         latents: the columns that are also the workgroup's values.
-        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise None.
+        others: the other columns of the latents, if a workgroup computes half of the output's columns; otherwise the same as
+            ``latents``, and not used.
         ropes: the rotary parts.
-        page_vectors: vectors of 16 bytes from one page to the next.
+        page_vectors: distance from one page to the next, in vectors of 16 bytes.
     """
 
     latents: PagedRows
@@ -65,7 +66,7 @@ class LatentCache:
 
 @gluon.aggregate
 class Queries:
-    """A tile's rows of q, with the columns of `LatentCache`'s fields of the same names."""
+    """A tile's rows of q. Each field has the columns of the `LatentCache` field of the same name."""
 
     latents: gl.tensor
     others: gl.tensor
@@ -78,8 +79,8 @@ class Operands:
 
     Attributes:
         high: the rows, or their first fp8 plane.
-        low: the second fp8 plane, if there are two: the rounding error of the first.
-        factor: [rows], multiplies the dot products, if there are two planes.
+        low: the second fp8 plane, which holds the rounding error of the first plane. With one plane, not used.
+        factor: [rows]; with two planes, the dot products are multiplied by this factor.
         planes: number of planes.
     """
 
@@ -91,7 +92,8 @@ class Operands:
 
 @gluon.jit
 def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, tile_shape):
-    """Keys' columns from ``begin`` on, with newly allocated LDS."""
+    """Returns the `PagedRows` of ``columns`` columns of the keys, beginning with column ``begin``, and allocates their LDS
+    buffers."""
     stored: gl.constexpr = operands.kv_cache.dtype.element_ty
     vector: gl.constexpr = 128 // stored.primitive_bitwidth
     shared = gl.allocate_shared_memory(stored, [tile_shape.stages, tile_shape.block_n, columns], storage)
@@ -100,7 +102,7 @@ def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, cop
 
 @gluon.jit
 def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequence, length):
-    """The cache of one sequence, with newly allocated LDS."""
+    """Returns the `LatentCache` of one sequence, and allocates its LDS buffers."""
     vector: gl.constexpr = 128 // operands.kv_cache.dtype.element_ty.primitive_bitwidth
     columns: gl.constexpr = RANK // shape.halves
     latents = open_rows(operands, half * columns, columns, layouts.latents, layouts.latent_copy, tile_shape)
@@ -122,19 +124,19 @@ def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequenc
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Rows of q. A lane holds columns of the same rows, whatever the number of columns is."""
+    """Returns the register layout of rows of q, [rows, columns]. The number of columns does not change which rows a lane holds."""
     return gl.BlockedLayout([1, columns // 32], [2, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def load_rows(q, tile, shape, columns: gl.constexpr):
-    """Loads a tile's rows of q, each once per workgroup."""
+    """Loads ``columns`` columns of a tile's rows of q. Each element is loaded by one lane of the workgroup."""
     return load_queries(q, tile, shape, columns, row_layout(columns, gl.num_warps()))
 
 
 @gluon.jit
 def load_tile(operands, shape, tile, half):
-    """Loads a tile's rows of q, in the layout of `load_rows`."""
+    """Loads a tile's rows of q as `Queries`, in the layout of `load_rows`."""
     columns: gl.constexpr = RANK // shape.halves
     latents = load_rows(operands.q + half * columns, tile, shape, columns)
     others = latents
@@ -145,7 +147,7 @@ def load_tile(operands, shape, tile, half):
 
 @gluon.jit
 def staging(rows, m: gl.constexpr, PLANE: gl.constexpr):
-    """LDS for m rows of q: a part of the last buffer for keys, which is not in use yet."""
+    """Returns LDS for a plane of m rows of q: a slice of the last key buffer, which is not in use yet."""
     return rows.shared.index(rows.shared.shape[0] - 1).slice(PLANE * m, m, 0)
 
 
@@ -161,7 +163,7 @@ def store_queries(q, cache, PLANE: gl.constexpr):
 
 @gluon.jit
 def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.constexpr):
-    """Loads queries from LDS as MFMA operands, which every wave holds."""
+    """Loads the queries of a plane from LDS as MFMA operands. Every wave holds all queries."""
     latents = staging(cache.latents, m, PLANE).load(layouts.queries)
     others = latents
     if cache.halves == 2:
@@ -171,17 +173,18 @@ def load_operands(cache, layouts: gl.constexpr, m: gl.constexpr, PLANE: gl.const
 
 @gluon.jit
 def magnitudes(q, layout: gl.constexpr):
-    """The largest magnitude of the elements of each row that a lane holds, float32 [rows, 32]."""
+    """Returns the largest magnitude among the elements of a row that a lane holds, for each row and each of its 32 lanes: float32
+    [rows, 32]."""
     largest = gl.reduce(gl.abs(q.to(gl.float32)).reshape([q.shape[0], 32, q.shape[1] // 32]), 2, larger)
     return gl.convert_layout(largest, layout, assert_trivial=True)
 
 
 @gluon.jit
 def split_in_planes(q, factor):
-    """``q * factor`` as the sum of two fp8 planes, with 8 significant bits like bfloat16."""
+    """Splits ``q * factor`` into two fp8 planes, whose sum has 8 significant bits like bfloat16."""
     row: gl.constexpr = gl.SliceLayout(1, q.type.layout)
     values = q.to(gl.float32) * gl.convert_layout(factor, row, assert_trivial=True)[:, None]
-    # The first plane has 4 significant bits, like e4m3. This addition rounds to them, as a float32 has 24.
+    # Rounds to 4 significant bits, as many as e4m3 has: a float32 has 24, and the addition of ``shifted`` drops the lowest 20.
     shifted = values * 2.0**20
     high = (values + shifted) - shifted
     return high.to(gl.float8e4nv), (values - high).to(gl.float8e4nv)
@@ -189,7 +192,7 @@ def split_in_planes(q, factor):
 
 @gluon.jit
 def as_operands(q, cache, layouts: gl.constexpr):
-    """The queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
+    """Returns the queries of `load_tile` as MFMA operands. With an fp8 cache, 16-bit queries become two fp8 planes."""
     m: gl.constexpr = q.latents.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
     if q.latents.dtype == cache.latents.shared.dtype:
@@ -201,7 +204,7 @@ def as_operands(q, cache, layouts: gl.constexpr):
         largest = larger(magnitudes(q.latents, lanes), magnitudes(q.ropes, lanes))
         if cache.halves == 2:
             largest = larger(largest, magnitudes(q.others, lanes))
-        # A power of two that scales each row's largest magnitude to 128 or more, below 256. e4m3 ends at 448.
+        # A power of two that scales each row's largest magnitude into [128, 256). The largest e4m3 value is 448.
         exponent = gl.maximum(gl.reduce(largest, 1, larger).to(gl.int32, bitcast=True) >> 23 & 0xFF, 16)
         factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
         latents, low_latents = split_in_planes(q.latents, factor)
@@ -228,7 +231,7 @@ class NextBlock:
 
 @gluon.jit
 def find_block(cache, first, start):
-    """The block of keys at position ``start``. The list of pages begins at ``first``."""
+    """Returns the `NextBlock` that begins at position ``start``. The list of pages begins at position ``first``."""
     latent_pages = find_pages(cache, first, start, cache.latents)
     return NextBlock(gl.to_tensor(start), latent_pages, find_pages(cache, first, start, cache.ropes))
 
@@ -244,7 +247,7 @@ def copy_keys_only(cache, block, stage):
 @gluon.jit
 def copy_values(cache, block, stage):
     """Starts the copy to LDS of a block's columns that are also values."""
-    # Slots without a token may hold NaN, which a weight of 0 would not hide.
+    # Slots without a token may hold NaN, and a weight of 0 times NaN is NaN. So reads of these slots are avoided.
     copy_block(cache, cache.latents, stage, block.latent_pages, block.start, True)
 
 
@@ -258,7 +261,7 @@ def copy_keys(cache, first, start, stage):
 
 @gluon.jit
 def mma(a, b, acc):
-    """acc + a @ b."""
+    """Returns acc + a @ b."""
     if a.type.layout.parent.instr_shape[2] == 128:
         acc = isa.mfma_scaled(a, None, "e4m3", b, None, "e4m3", acc)
     else:
@@ -268,7 +271,7 @@ def mma(a, b, acc):
 
 @gluon.jit
 def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
-    """``dots`` plus the dot products of some columns of q and the keys in an LDS buffer."""
+    """Adds the dot products of some columns of q and of the keys in an LDS buffer to ``dots``, and returns the sum."""
     keys = load_keys(q, rows.shared.index(buffer))
     dots = mma(q, keys, dots)
     if PLANES == 2:
@@ -278,7 +281,7 @@ def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
 
 @gluon.jit
 def qk_mma(q, cache, buffer):
-    """The dot products of q and the keys in an LDS buffer."""
+    """Returns the dot products of q and the keys in an LDS buffer."""
     layout: gl.constexpr = q.high.latents.type.layout.parent
     rope_layout: gl.constexpr = q.high.ropes.type.layout.parent
     dots = gl.zeros([q.high.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, rope_layout)
@@ -317,7 +320,7 @@ def attend_block(q, cache, buffer, start, end, state, visible, scaling, followin
 
 @gluon.jit
 def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
     `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
@@ -356,7 +359,8 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
 
 @gluon.jit
 def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, begin, end, ends_differ: gl.constexpr):
-    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty."""
+    """Computes attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens. The range may be empty.
+    Returns the softmax state."""
     stored: gl.constexpr = operands.kv_cache.dtype.element_ty
     columns: gl.constexpr = RANK // shape.halves
     layouts: gl.constexpr = latent_layouts(gl.num_warps(), tile_shape.block_n, columns, ROPE, stored)
@@ -382,8 +386,9 @@ def attend(operands, shape, variant, tile_shape, tile, half, sequence, length, b
 
 @gluon.jit
 def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
-    """Offsets of the elements of a partial result [m, columns] in memory, ordered by wave, register and lane. So each access of a
-    wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are part of the instruction.
+    """Returns the offsets of the elements of a partial result [m, columns] in memory. Elements are ordered by wave, register and
+    lane. So each access of a wave is 1 KB of contiguous memory, and the accesses of a lane differ by small constants, which are
+    part of the instruction.
     """
     row = gl.arange(0, m, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
@@ -393,7 +398,7 @@ def packed_offsets(m: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def store_partial(partial, part, state):
-    """Stores the partial result ``part``."""
+    """Stores the normalised state and its LSE as the partial result with index ``part``."""
     layout: gl.constexpr = state.acc.type.layout
     m: gl.constexpr = state.acc.shape[0]
     columns: gl.constexpr = state.acc.shape[1]
@@ -405,7 +410,8 @@ def store_partial(partial, part, state):
 
 @gluon.jit
 def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
-    """The `summed` state of a tile's rows, merged from the partial results ``first_part + i * tiles`` of its splits.
+    """Merges the partial results ``first_part + i * tiles`` of a tile's splits, where i counts the splits. Returns the `summed`
+    state.
 
     Args:
         state: a state of the same shape and layout; its values are not used.
@@ -422,7 +428,7 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
     results_at = partial.results + first_part.to(gl.int64) * (m * columns)
     for first in range(0, splits, AT_ONCE):
-        # Loads return in order. All LSEs come first, because every weight depends on all of them.
+        # Loads return in order. All LSEs are loaded first, because every weight depends on all of them.
         log_sums = ()
         results = ()
         for i in gl.static_range(AT_ONCE):
@@ -447,7 +453,7 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
 
 @gluon.jit
 def store_output(operands, shape, variant, tile, half, state):
-    """Epilogue: normalises a tile's rows and writes the output and the LSE."""
+    """Normalises a tile's rows, and writes the output and the LSE."""
     result, log_sum = normalise(state, None)
     columns: gl.constexpr = state.acc.shape[1]
     store_rows(operands.out + half * columns, result, tile, tile.first_query, shape.out_token, shape.out_head)
@@ -464,7 +470,7 @@ def mla_decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
+    """Computes attention of a tile of query rows to the keys of one split, for all columns of the output or for half of them.
 
     Consecutive workgroups run on different XCDs. The workgroups of a split run on one XCD, whose L2 holds their keys.
 

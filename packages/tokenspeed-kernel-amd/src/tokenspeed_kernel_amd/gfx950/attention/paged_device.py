@@ -2,8 +2,8 @@
 
 Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next
 copy into a key buffer starts as soon as the block's scores are computed. The next copy into a value buffer starts after the PV
-MFMAs. With enough waves per CU, one stage therefore suffices. The softmax and the PV MFMAs overlap the copy of keys, and the next
-QK MFMAs overlap the copy of values.
+MFMAs. The softmax and the PV MFMAs overlap the copy of keys, and the next QK MFMAs overlap the copy of values. With enough waves
+per CU, one stage therefore suffices.
 
 fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
 into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16
@@ -75,7 +75,7 @@ def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_sh
 
 @gluon.jit
 def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length, begin, end, ends_differ: gl.constexpr):
-    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty.
+    """Computes attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gluon.call`.
@@ -103,8 +103,8 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
 
 @gluon.jit
 def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of q's rows to the keys at positions ``begin`` to ``end``; the range is not empty. Returns the softmax state, see
-    `summed`."""
+    """Computes attention of q's rows to the keys at positions ``begin`` to ``end``; the range is not empty. Returns the softmax
+    state, see `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     span: gl.constexpr = page_span(cache.page_size, block_n)
@@ -147,7 +147,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One mainloop iteration: attention to one key block. When the block's LDS buffer has been read, prefetches the block
+    """Executes one mainloop iteration: attention to one key block. When the block's LDS buffer has been read, prefetches the block
     ``tile_shape.stages`` ahead into the same buffer.
 
     Args:
@@ -182,7 +182,7 @@ def scaled(x, scale, kv_head, head_stride):
 
 @gluon.jit
 def store_output(operands, shape, strides, variant, tile, state):
-    """Epilogue: normalises a tile's rows, sinks included, and writes the output and the LSE."""
+    """Normalises a tile's rows, sinks included, and writes the output and the LSE."""
     heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
     sink = None
     if variant.sinks:

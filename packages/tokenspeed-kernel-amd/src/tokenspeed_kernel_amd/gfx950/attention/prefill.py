@@ -55,7 +55,8 @@ class Config:
 
 
 def _config(head_dim: int, v_head_dim: int) -> Config:
-    """Three waves per SIMD if head_dim and v_head_dim are 64, otherwise two: at 128, three would spill."""
+    """Returns three waves per SIMD if head_dim and v_head_dim are 64, otherwise two. With three waves, head_dim 128 would spill
+    registers."""
     return Config(3 if head_dim == v_head_dim == 64 else 2)
 
 
@@ -77,8 +78,8 @@ class Operands(NamedTuple):
 class Strides(NamedTuple):
     """Strides of tokens and heads. Strides of q, k and v are in vectors of 16 bytes, strides of the output in elements.
 
-    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only. That would not
-    prove the row alignment that copies to LDS need.
+    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16. Triton
+    could then not infer that rows are aligned to 16 bytes, as copies to LDS require.
     """
 
     q_token: int

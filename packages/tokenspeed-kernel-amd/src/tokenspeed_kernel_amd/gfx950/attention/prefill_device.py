@@ -88,13 +88,13 @@ class Band:
 
 @gluon.jit
 def rank_of(round_number, cu, cus: gl.constexpr):
-    """The index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
+    """Returns the index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
     return round_number * cus + gl.where(round_number % 2 == 0, cu, cus - 1 - cu)
 
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `TileLocation` of the tile that is ``rank`` tiles after the first tile of ``level``.
+    """Returns the `TileLocation` of the tile that is ``rank`` tiles after the first tile of ``level``.
 
     Tiles are ordered from most keys to fewest: from the highest level down, within a level by sequence, and within a sequence by
     head.
@@ -148,7 +148,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """Returns ``rows`` for a block with only ``count`` valid tokens: the rows behind them load the last valid token instead."""
+    """Returns ``rows`` for a block with only ``count`` valid tokens: later rows of the block load the last valid token instead."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -255,7 +255,7 @@ def store_tile(
     operands, state, sink, location, first_row, head, row, strides,
     shape: gl.constexpr, variant: gl.constexpr, block_m: gl.constexpr, mfma: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue: normalises a tile's accumulator, and stores output and LSE. ``row``: int32 [rows], positions in the sequence."""
+    """Normalises a tile's accumulator, and stores the output and the LSE. ``row``: int32 [rows], positions in the sequence."""
     result, log_sum = normalise(state, sink)
     first_token = (location.start + first_row).to(gl.int64)
     out_row = gl.arange(0, block_m, gl.SliceLayout(1, mfma))
@@ -319,10 +319,11 @@ def attend_tiles(
             operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
             operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
-        # The diagonal blocks come first. Only they may reach beyond the sequence, and every row sees a key in them.
+        # The diagonal blocks come first. Only these blocks may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
         left = location.length - first_row
-        # Loads return in order. q comes from HBM. The keys are often in L2 already, because other workgroups read them too.
+        # q is loaded before the keys, because loads return in order and q comes from HBM. The keys are often in L2 already, because
+        # other workgroups read them too.
         q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None
@@ -335,8 +336,8 @@ def attend_tiles(
         rank = next_rank
         following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles. They would
-        # take 64 pairs of scalar registers, and spill.
+        # The empty inline assembly makes the row positions opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison
+        # masks, which are the same for all tiles. The masks would take 64 pairs of scalar registers, and spill.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
         copies.wait_group(0)
@@ -349,7 +350,8 @@ def attend_tiles(
         if begin < first_row:
             copy_block(keys, values, 0, block)
         if left > block_n:
-            # A row with a narrow window may see no key in the first block, so its row max may still be `LOWEST`.
+            # A row with a narrow window may see no key in the first block. Its row max is then still `LOWEST`, so the second block
+            # must update it.
             second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
             state = attend_block(q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second)
         state = attend_window(q, keys, values, block, state, band, scaling, begin, full_begin, first_row, variant.windowed, MAXIMUM)
@@ -374,7 +376,7 @@ def mha_prefill_gfx950(
     variant: gl.constexpr,
     tile_shape: gl.constexpr,
 ):
-    """Persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
+    """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
     Arguments: see `gfx950.attention.prefill`.
     """

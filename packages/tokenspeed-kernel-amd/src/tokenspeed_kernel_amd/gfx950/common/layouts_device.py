@@ -33,7 +33,8 @@ class Layouts:
 
 @gluon.constexpr_function
 def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
-    """The layouts for MFMA instructions with ``mfma_rows`` rows (16 or 32), and for keys and values of dtype ``dtype``."""
+    """Returns the `Layouts` for MFMA instructions with ``mfma_rows`` rows (16 or 32), and for keys and values of dtype
+    ``dtype``."""
     mfma = mfma_layout(mfma_rows, warps)
     keys = key_storage(mfma, block_n, head_dim, dtype)
     values = value_storage(mfma, block_n, v_head_dim, dtype)
@@ -54,8 +55,8 @@ class LatentLayouts:
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
             columns.
-        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own: the scaled MFMA for fp8 is 128
-            columns wide.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own, because the scaled MFMA for fp8
+            is 128 columns wide.
         latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
         latent_copy, rope_copy: layouts of the copies to LDS.
     """
@@ -71,7 +72,7 @@ class LatentLayouts:
 
 @gluon.constexpr_function
 def latent_layouts(warps, block_n, columns, rope, dtype):
-    """The layouts of latents that are copied in parts of ``columns`` columns."""
+    """Returns the `LatentLayouts` for latents that are copied to LDS ``columns`` columns at a time."""
     rope_mfma = isa.mfma_layout([16, 16, 32], True, [1, warps])
     mfma = rope_mfma
     if dtype.primitive_bitwidth == 8:
@@ -92,10 +93,11 @@ def latent_layouts(warps, block_n, columns, rope, dtype):
 
 @gluon.constexpr_function
 def latent_storage(block_n, columns):
-    """LDS layout of 16-bit latents [block_n, columns], without bank conflicts in row reads and in transposing reads.
+    """Returns an LDS layout of 16-bit latents [block_n, columns], without bank conflicts in row reads and in transposing reads.
 
-    A wave copies 1 KB at once: a row of 512 columns, or two rows of 256 columns. With a padding of 32 bytes per KB, 8 of these
-    begin in different banks. Two rows of one KB are in the same banks. So they are 32 keys apart, and no read accesses both.
+    A wave copies 1 KB at once: a row of 512 columns, or two rows of 256 columns. With a padding of 32 bytes per KB, 8 consecutive
+    KB begin in different banks. With 256 columns, the two rows of one KB are in the same banks. So the layout puts keys that are 32
+    apart there: no read accesses both.
     """
     column_bits, row_bits = log2(columns), log2(block_n)
     inside = 9 - column_bits  # bits of rows within 1 KB
@@ -106,10 +108,10 @@ def latent_storage(block_n, columns):
 
 @gluon.constexpr_function
 def byte_latent_storage(block_n, columns):
-    """LDS layout of one-byte latents or rotary parts [128, columns]: `byte_storage` for more keys and columns.
-
-    Columns of 64 bytes leave keys that are 1 and 2 apart within 256 bytes. With more columns, only keys that no read accesses
-    together are within one KB. Steps of one KB, with their padding, move keys that are 16, 1, 2 and 4 apart to other banks.
+    """Returns an LDS layout of one-byte latents or rotary parts [128, columns]. `byte_storage` states which keys must be in
+    different banks. With 64 columns, keys whose indices differ by 1 or 2 lie within 256 bytes. With 256 or 512 columns, one KB
+    holds only keys that are 32 or 64 apart, which no read accesses together. All other keys that must be in different banks are in
+    different KB, and the padding of each KB moves them to different banks.
     """
     assert block_n == 128
     rows = [1, 2, 32, 64, 16, 4, 8] if columns == 64 else [32, 64, 16, 1, 2, 4, 8] if columns == 256 else [64, 16, 1, 2, 4, 8, 32]
@@ -119,14 +121,15 @@ def byte_latent_storage(block_n, columns):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """The MFMA accumulator layout with rows divided among waves. A lane holds groups of four adjacent columns of one row. So most
-    of a row max or row sum is computed within a lane."""
+    """Returns the MFMA accumulator layout with rows divided among waves. A lane holds groups of four adjacent columns of one row.
+    So most of a row max or row sum is computed within a lane."""
     return isa.mfma_layout([mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
 @gluon.constexpr_function
 def byte_storage(head_dim):
-    """LDS layout of one-byte keys or values [64, head_dim], without bank conflicts in row reads and in transposing reads.
+    """Returns an LDS layout of one-byte keys or values [64, head_dim], without bank conflicts in row reads and in transposing
+    reads.
 
     Banks repeat every 256 bytes. Padding is possible only after each 1 KB, the amount that a wave copies at once. In a read of 16
     bytes per lane, keys whose indices differ by 1, 2 or 4 must be in different banks. In a transposing read, this holds for index
@@ -140,7 +143,7 @@ def byte_storage(head_dim):
 
 @gluon.constexpr_function
 def key_storage(mfma, block_n, head_dim, dtype):
-    """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
+    """Returns an LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
     # The helper of Triton returns the LDS layout of the MFMA operand, the transposed keys [head_dim, block_n]. Keys are stored row
@@ -153,7 +156,7 @@ def key_storage(mfma, block_n, head_dim, dtype):
 
 @gluon.constexpr_function
 def value_storage(mfma, block_n, v_head_dim, dtype):
-    """LDS layout of values [block_n, v_head_dim], without bank conflicts in transposing reads."""
+    """Returns an LDS layout of values [block_n, v_head_dim], without bank conflicts in transposing reads."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(v_head_dim)
     operand = gl.DotOperandLayout(1, mfma, 4)
@@ -162,8 +165,8 @@ def value_storage(mfma, block_n, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def copy_layout(storage, dtype, warps):
-    """The layout of a copy from global memory to an LDS block with layout ``storage``: each lane copies 16 bytes, and a wave writes
-    1 KB of contiguous LDS."""
+    """Returns the layout of a copy from global memory to an LDS block with layout ``storage``: each lane copies 16 bytes, and a
+    wave writes 1 KB of contiguous LDS."""
     bases = [list(basis) for basis in storage.offset_bases]
     lane = log2(key_width(dtype))
     warp = lane + 6

@@ -30,12 +30,13 @@ def load_values(q, values):
 
 @gluon.jit
 def qk_mma(q, k):
-    """q @ keys^T, float32. fp8 keys are converted to q's dtype."""
+    """Returns q @ keys^T, float32. fp8 keys are converted to q's dtype."""
     return isa.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], k.shape[1]], gl.float32, q.type.layout.parent))
 
 
 @gluon.jit
 def pv_mma(weights, v, acc, dtype: gl.constexpr):
-    """acc + weights @ V. The float32 probabilities ``weights`` are rounded to ``dtype``; fp8 V is converted to ``dtype``."""
+    """Returns acc + weights @ V. The float32 probabilities ``weights`` are rounded to ``dtype``; fp8 V is converted to
+    ``dtype``."""
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
     return isa.mfma(p, v.to(dtype), acc)

@@ -53,15 +53,15 @@ class PagedCache:
 
 @gluon.constexpr_function
 def page_span(page_size, block_n):
-    """The number of token positions for which one list of PAGES_AT_ONCE pages suffices, if the first position is a multiple of the
-    smaller of page size and block size.
+    """Returns the number of token positions for which one list of PAGES_AT_ONCE pages suffices, if the first position is a multiple
+    of the smaller of page size and block size.
     """
     return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
 
 
 @gluon.jit
 def allocate_page_list(dtype: gl.constexpr = gl.int32):
-    """LDS for `PagedCache.listed`."""
+    """Allocates LDS for `PagedCache.listed`."""
     return gl.allocate_shared_memory(dtype, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -71,8 +71,8 @@ def list_pages(cache, first, page_stride: gl.constexpr = 1):
     loads from global memory would.
 
     Args:
-        page_stride: the list holds pages times this number. A list of offsets, int64, saves the multiplication in every copy;
-            `PagedRows.page_stride` is then the number of elements in a step of the offset.
+        page_stride: the list holds page indices times this number. MLA lists offsets of pages in 16-byte vectors (int64), which
+            saves a multiplication in every copy. `PagedRows.page_stride` is then the number of elements per vector.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     last_page = (cache.length - 1) // cache.page_size

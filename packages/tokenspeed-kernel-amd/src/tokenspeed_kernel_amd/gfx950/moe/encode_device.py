@@ -21,8 +21,8 @@ ENOUGH = gl.constexpr(24)  # a block needs no exact passes if the planes represe
 
 @gluon.constexpr_function
 def activation_layout(rows, warps):
-    """The register layout of activations [rows, blocks, 32]: 8 adjacent elements per lane. If there are fewer rows than warps,
-    several warps divide the blocks of a row; otherwise each warp has whole rows.
+    """Returns the register layout of activations [rows, blocks, 32]: 8 adjacent elements per lane. If there are fewer rows than
+    warps, several warps divide the blocks of a row; otherwise each warp has whole rows.
     """
     along = min(rows, warps)
     return gl.BlockedLayout([1, 1, 8], [1, 16, 4], [along, warps // along, 1], [2, 1, 0])
@@ -30,7 +30,7 @@ def activation_layout(rows, warps):
 
 @gluon.jit
 def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """int32 [1, BLOCK / 32, 32]: the indices of BLOCK consecutive elements of a row, beginning with ``first``."""
+    """Returns the indices of BLOCK consecutive elements of a row, beginning with ``first``: int32 [1, BLOCK / 32, 32]."""
     block = gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))
     return first + block[None, :, None] * 32 + gl.arange(0, 32, axis_layout(layout, 3, 2))[None, None, :]
 
@@ -122,8 +122,8 @@ def block_exponents(values, encoding: gl.constexpr):
 
 @gluon.jit
 def split_by_block(values, exponents, finite, encoding: gl.constexpr):
-    """Splits float32 values into planes. Returns a tuple with the e4m3 values [rows, blocks, 32] of each plane, and the residual
-    that the planes leave, divided by the last plane's scale.
+    """Splits float32 values into planes. Returns a tuple with the e4m3 values [rows, blocks, 32] of each plane, and the residual:
+    ``values`` minus the sum of all planes, divided by the last plane's scale.
 
     Args:
         exponents, finite: see `block_exponents`. Blocks with a value that is not finite give zeros.
@@ -186,10 +186,10 @@ def either(a, b):
 
 @gluon.jit
 def held_at_least(codes, exponents, encoding: gl.constexpr):
-    """A quick test of whether rows may need exact passes (see ``exact_device``), int32 [lanes of the workgroup].
+    """Tests quickly whether rows may need exact passes (see ``exact_device``). Returns int32 [lanes of the workgroup].
 
-    The function computes a lower bound of the number of elements of each block that the planes represent exactly. A lane's result
-    is the minimum over the blocks of which the lane holds elements. If `passes_for` is not 0 for some block, the result is below
+    The test computes a lower bound of the number of elements of each block that the planes represent exactly. A lane's result is
+    the minimum over the blocks of which the lane holds elements. If `passes_for` is not 0 for some block, the result is below
     ENOUGH.
 
     Args:
@@ -268,7 +268,7 @@ class Output:
         codes, scale: pointers to the values and scales of the workgroup's first row in the first plane.
         plane_codes, plane_scales: distance from one plane to the next, in elements of codes and of scale.
         width: elements per row: k, padded.
-        rows: number of rows from the workgroup's first row to the last row.
+        rows: number of rows from the workgroup's first row to the last row that is encoded.
     """
 
     codes: gl.tensor

@@ -6,12 +6,12 @@ tokens.
   down projection.
 * mxfp4: one plane of e2m1 values with block scales.
 * Unrounded: several planes of e4m3 values with block scales. An element is the sum of its values in all planes. Each plane holds
-  the leading four bits, signed, of the residual that the preceding planes leave. A plane's scales are 2^5 times smaller than the
-  preceding plane's. Two planes hold a bfloat16 exactly, three a float16, if its magnitude is at least 2^-14 of the block's
-  amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes exact passes (see ``exact_device``) if
-  more than a quarter of the nonzero elements of one of its blocks have a residual. If the encoding is exact, every row with a
-  residual takes exact passes. Two MMAs with e4m3 take as long as one MMA with bfloat16, which needs dequantised weights. A
-  token with an infinity gives NaN.
+  the sign and the leading four bits of the residual: the element minus its values in the preceding planes. A plane's scales are 2^5
+  times smaller than the preceding plane's. Two planes hold a bfloat16 exactly, three a float16, if its magnitude is at least 2^-14
+  of the block's amax. The residual of a smaller element is at most 2^-22 of the amax. A row takes exact passes (see
+  ``exact_device``) if more than a quarter of the nonzero elements of one of its blocks have a nonzero residual after the last
+  plane. If ``Encoding.exact`` is True, every row with a nonzero residual takes exact passes. Two MMAs with e4m3 take as long as one
+  MMA with bfloat16, which needs dequantised weights. The result of a token with an infinity is NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or
@@ -60,11 +60,11 @@ class Encoding(NamedTuple):
         return self.planes > 1 and not self.exact
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of one encoded row of k elements in one plane, padding included."""
+        """Returns the number of bytes of one encoded row of k elements in one plane, padding included."""
         return quads_of(k) * QUAD * STEP // (2 if self.format == "e2m1" else 1)
 
     def row_scales(self, k: int) -> int:
-        """Number of scales of one encoded row of k elements in one plane, padding included."""
+        """Returns the number of scales of one encoded row of k elements in one plane, padding included."""
         return 1 if self.scales != "block" else quads_of(k) * QUAD * STEP // BLOCK_MX
 
 
@@ -76,7 +76,7 @@ class Encoded(NamedTuple):
 
 
 def encoding_of(plan: MoEPlan) -> Encoding:
-    """The encoding of a plan's activations.
+    """Returns the encoding of a plan's activations.
 
     Raises:
         ValueError: activations are not rounded, and their dtype is neither bfloat16 nor float16.

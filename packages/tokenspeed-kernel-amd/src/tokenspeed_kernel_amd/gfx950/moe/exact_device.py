@@ -2,9 +2,9 @@
 """Exact dot products for rows of activations that the planes of `encoding` do not represent exactly.
 A *step* is 128 elements of k, a *quad* four steps.
 
-Such a row takes several passes. Each pass encodes the residual that the preceding passes leave, with its own block scales. The
-planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights
-and activations again and have no pipeline, because models rarely have such rows.
+A row that the planes do not represent exactly takes several passes. Each pass encodes the residual that the preceding passes leave,
+with its own block scales. The planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the
+mainloop. The extra passes load weights and activations again and are not pipelined, because models rarely have such rows.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 
 @gluon.constexpr_function
 def step_layout(warps):
-    """The register layout of one step (128 elements of k) of a tile's rows, [columns, 4, 32]: 8 adjacent elements per lane."""
+    """Returns the register layout of one step (128 elements of k) of a tile's rows, [columns, 4, 32]: 8 adjacent elements per
+    lane."""
     return gl.BlockedLayout([1, 1, 8], [4, 4, 4], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def source_layout(warps):
-    """The register layout of the vectors of a `Source`, [columns]."""
+    """Returns the register layout of the vectors of a `Source`, [columns]."""
     return axis_layout(step_layout(warps), 3, 0)
 
 
 @gluon.constexpr_function
 def quad_layout(columns, warps):
-    """The register layout of a quad's encoded values, [columns, step, 128], that matches the right operand of MMAs. All warps hold
-    the same values."""
+    """Returns the register layout of a quad's encoded values, [columns, step, 128], that matches the right operand of MMAs. All
+    warps hold the same values."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
     registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
@@ -57,7 +58,7 @@ def quad_layout(columns, warps):
 
 @gluon.aggregate
 class Source:
-    """Unencoded activations: the row that each column of the MMAs' right operand encodes.
+    """Unencoded activations, one row for each column of the MMAs' right operand.
 
     Attributes:
         x: pointer to the tensor of activations.
@@ -101,11 +102,11 @@ def load_step(source, length, step):
 
 @gluon.jit
 def passes_for(values, encoding: gl.constexpr):
-    """The number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass suffices if
-    it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
+    """Returns the number of passes that represent each block exactly, int32 [rows, blocks], or 0 if one pass suffices. One pass
+    suffices if it represents at least three quarters of the nonzero elements exactly, or all of them if ``encoding.exact``.
 
-    For an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) with two planes, and 2^(-19 - 27 (p - 1)) with
-    three. bfloat16 has 8 bits and float32 24.
+    For an amax from 2^7 to 2^8, the lowest bit that pass ``p`` (counted from 1) represents is 2^(-14 - 22 (p - 1)) with two planes,
+    and 2^(-19 - 27 (p - 1)) with three. A bfloat16 element has 8 significant bits, a float32 element 24.
     """
     two: gl.constexpr = encoding.planes == 2
     exponents, finite = block_exponents(values, encoding)
@@ -150,7 +151,8 @@ def read_plane(shared, plane):
 
 @gluon.jit
 def passes_of(source, quads, encoding: gl.constexpr):
-    """The number of passes that each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: number of quads per row."""
+    """Returns the number of passes that each row takes, int32 [columns]; 0 if one pass suffices. ``quads``: number of quads per
+    row."""
     passes = source.length * 0
     for step in range(4 * quads):
         passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))
@@ -177,7 +179,7 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
     )
     for number in range(FIRST, wave_uniform(gl.max(passes, axis=0))):
         for quad in range(quads):
-            gl.barrier()  # the planes of the previous quad have been read
+            gl.barrier()  # waits until all warps have read the planes of the previous quad
             for step in range(4):
                 values = load_step(source, length, 4 * quad + step)
                 for _ in range(number):

@@ -82,7 +82,7 @@ class Shape(NamedTuple):
 
 
 def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
-    """Whether `moe_apply_few` supports a call with this many tokens."""
+    """Returns whether `moe_apply_few` supports a call with this many tokens."""
     k = max(plan.hidden_size, plan.intermediate_size)
     encoding = encoding_of(plan)
     return (
@@ -95,7 +95,7 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
 
 
 def few_enough_to_choose(tokens: int, plan: MoEPlan) -> bool:
-    """Whether `moe_topk_apply_few` supports a call for which `few_enough` is True."""
+    """Returns whether `moe_topk_apply_few` supports a call for which `few_enough` is True."""
     return power_of_two(tokens) * power_of_two(plan.top_k) <= _MAX_PAIRS
 
 

@@ -38,15 +38,15 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """The register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. Rows are replicated across the 16
-    columns, and all warps hold the same encoded values."""
+    """Returns the register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. Rows are replicated across
+    the 16 columns, and all warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
 @gluon.constexpr_function
 def repeated_scale_layout(rows, warps):
-    """The register layout of the right operand's block scales, uint8 [1, 16 / rows, rows, g, step]. ``g``: the lane group along
-    k."""
+    """Returns the register layout of the right operand's block scales, uint8 [1, 16 / rows, rows, g, step]. ``g``: the lane group
+    along k."""
     return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 16 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 2, 1, 3, 0])
 
 
@@ -107,8 +107,8 @@ def store_scale(shared, quad: gl.constexpr, exponents):
 
 @gluon.constexpr_function
 def elements_at_once(rows, block, warps):
-    """Number of elements of a row that are loaded and encoded as one chunk: 512 with one row per warp, otherwise the whole block.
-    Chunks of 512 need no padding of the row to a power of two."""
+    """Returns the number of elements of a row that are loaded and encoded as one chunk: 512 with one row per warp, otherwise the
+    whole block. Chunks of 512 need no padding of the row to a power of two."""
     return 512 if warps == rows else block
 
 
@@ -188,7 +188,7 @@ def encode(
 
 @gluon.jit
 def any_inexact(held, encoding: gl.constexpr):
-    """Whether some row may take exact passes. The result is the same in all waves. ``held``: result of `held_at_least`."""
+    """Returns whether some row may take exact passes. The result is the same in all waves. ``held``: result of `held_at_least`."""
     warps: gl.constexpr = gl.num_warps()
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
@@ -260,12 +260,12 @@ def add(a, b):
 
 @gluon.jit
 def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The gate/up GEMM. Workgroups are numbered by (token, expert) pair and by block of strips of weights; the block varies
-    fastest.
+    """Computes the gate/up GEMM. Workgroups are numbered by (token, expert) pair and by block of strips of weights; the block
+    varies fastest.
 
     A column of the MMAs is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert,
     nearly always all. If there are more, the workgroups of the next pair compute the next ``shape.rows`` pairs, and so on. All
-    other workgroups end at once.
+    other workgroups exit at once.
 
     Args:
         operands, swiglu, shape: see `few`.
@@ -287,8 +287,8 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 def routed_first_kernel(
     operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
 ):
-    """`first_kernel` with routing. Each workgroup chooses the tokens' experts from the logits by itself. One workgroup also writes
-    the chosen ids and weights to ``operands``, for the down projection.
+    """Routes tokens, then computes the same as `first_kernel`. Each workgroup chooses the tokens' experts from the logits by
+    itself. One workgroup also writes the chosen ids and weights to ``operands``, for the down projection.
 
     Args:
         logits, logits_stride, scaling, tokens, routing: see `choose`.
@@ -304,15 +304,15 @@ def routed_first_kernel(
     real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
     lane_pair = gl.where(real, lane // routing.slots * routing.top_k + lane % routing.slots, 64)
     lane_expert = gl.convert_layout(ids.reshape(64), layout)
-    # The address of the expert's weights must be the same in all lanes of a wave. The compiler knows that a maximum over all lanes
-    # is.
+    # The address of the expert's weights must be wave-uniform. The compiler knows that a maximum over all lanes is uniform.
     expert = gl.max(gl.where(lane_pair == pair, lane_expert, 0), axis=0)
     multiply_first(operands, real & (lane_expert == expert), lane_pair, pair, expert, block, strips, k, swiglu, shape)
 
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Computes up to ``shape.rows`` pairs of ``expert`` if ``pair`` is the first of them. Workgroups of other pairs do nothing.
+    """Computes ``pair`` and the following pairs of ``expert``, up to ``shape.rows`` in all. Does nothing unless the number of the
+    expert's earlier pairs is a multiple of ``shape.rows``: then another workgroup computes ``pair``.
 
     Args:
         own: [64], whether the lane's pair has this expert.
@@ -427,9 +427,9 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
 
 @gluon.jit
 def second_kernel(operands, strips, k, shape: gl.constexpr):
-    """The down projection and the sum over slots. The grid is [half strips of weights, tokens]. Each warp handles one split of k of
-    one slot: its rows of the accumulator belong to that slot's expert. Each column belongs to one split of one slot as well. Only
-    the diagonal blocks of the accumulator are used, where row and column have the same slot and split.
+    """Computes the down projection and the sum over slots. The grid is [half strips of weights, tokens]. Each warp handles one
+    split of k of one slot: its rows of the accumulator belong to that slot's expert. Each column belongs to one split of one slot
+    as well. Only the diagonal blocks of the accumulator are used, where row and column have the same slot and split.
 
     Args:
         operands, shape: see `few`.

@@ -7,8 +7,9 @@ Strips and their rows are as in `mxfp4_layout`. A lane has 16 bytes as in that l
                                                                   element ``16 g + b`` of row ``r`` of the strip's half
     scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; 0 beyond the last
     bias    float32        [experts, 32 * strips]                 as in `mxfp4_layout`
-The 16 rows of a half share a scale, because gate rows and up rows begin at multiples of 16 rows, or alternate. A scale block is one
-step (128 elements) along k. Elements of k are padded to a multiple of 64 with zeros.
+The 16 rows of a half share a scale, because they lie in one block of 128 rows of the canonical weights. There, they are 16
+consecutive rows, or every second row of 32 rows if gate and up rows alternate. A scale block is one step (128 elements) along k.
+Elements of k are padded to a multiple of 64 with zeros.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _BYTES = 16  # bytes that a lane loads at once
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies canonical fp8 weights with block scales to the layout above, one expert at a time. The result takes the bytes of the
-    weights, plus padding, and has a scale per 16 rows instead of one per 128."""
+    """Copies canonical fp8 weights with block scales to the layout above, one expert at a time. The copied weights take as many
+    bytes as the given weights, plus padding. They have a scale per 16 rows instead of one per 128."""
     w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)

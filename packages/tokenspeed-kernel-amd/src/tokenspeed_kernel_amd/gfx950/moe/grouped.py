@@ -49,7 +49,7 @@ class Tile:
     Attributes:
         columns: number of tokens of a tile.
         warps: number of warps, and of strips of weights of a tile, one per warp.
-        wide: whether ``wide_device`` computes the tile. Its warps read tokens from LDS in chunks of 32.
+        wide: whether ``wide_device`` computes the tile. The warps of a wide tile read tokens from LDS in chunks of 32.
         blocks: number of tiles, for the same tokens and consecutive strips, that a workgroup of the wide kernel computes in turn.
     """
 
@@ -67,7 +67,7 @@ _TILES = (
 )
 # With 256 pairs per expert, 32 columns take 1.33 times as long as this tile, 1.7 times with two planes, 2.4 times with mxfp4.
 _WIDE = Tile(128, 8, wide=True, blocks=3)
-_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # because three planes of 128 columns do not fit into LDS
+_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # 64 columns, because three planes of 128 columns do not fit into LDS
 
 
 class Operands(NamedTuple):
@@ -199,7 +199,8 @@ def moe_apply_many(
 
 
 def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
-    """Whether the launch that sorts pairs may also route tokens, because a workgroup can hold all router logits in registers."""
+    """Returns whether the launch that sorts pairs may also route tokens, because a workgroup can hold all router logits in
+    registers."""
     return power_of_two(tokens) * padded_experts(plan.num_experts) <= _MOST_LOGITS
 
 
@@ -224,19 +225,20 @@ def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
 
 
 def of_slots(plan: MoEPlan) -> torch.dtype:
-    """The dtype of the down projection's result, per slot: float32 instead of float16, whose range is too small."""
+    """Returns the dtype of the down projection's result for each slot: float32 if the plan's dtype is float16, whose range is too
+    small; otherwise the plan's dtype."""
     return torch.float32 if plan.dtype == torch.float16 else plan.dtype
 
 
 def most_tokens(plan: MoEPlan) -> int:
-    """The most tokens per launch: byte offsets within the tensors of their pairs must fit in 32 bits."""
+    """Returns the largest number of tokens per launch: byte offsets within the tensors of their pairs must fit in 32 bits."""
     results = plan.intermediate_size * between(encoding_of(plan), plan).itemsize, plan.hidden_size * of_slots(plan).itemsize
     widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), *results)
     return (2**31 - 1) // (plan.top_k * widest)
 
 
 def padded(k: int) -> int:
-    """The number of elements of an encoded row: k, rounded up to a multiple of 512."""
+    """Returns the number of elements of an encoded row: k, rounded up to a multiple of 512."""
     return quads_of(k) * QUAD * STEP
 
 
@@ -250,7 +252,8 @@ def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> No
 
 
 def _chunks(k: int) -> int:
-    """Number of 512-element chunks of a row of k elements that stays in registers while it is encoded; 0 if the row is too long."""
+    """Returns the number of 512-element chunks of a row of k elements that stays in registers while it is encoded; 0 if the row is
+    too long."""
     return quads_of(k) if quads_of(k) <= 16 else 0
 
 
@@ -295,7 +298,7 @@ def _route(
 
 
 def projection(weights: MoEWeights, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A projection's weight, scale and bias; mxfp4 scales viewed as int32."""
+    """Returns a projection's weight, scale and bias. mxfp4 scales are viewed as int32."""
     weight, scale, bias = (getattr(weights, name + part) for part in ("", "_scale", "_bias"))
     return weight, scale.view(torch.int32) if scale.dtype == torch.uint8 else scale, bias
 

@@ -26,7 +26,8 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
 
 @gluon.constexpr_function
 def copy_layout(row_bytes, warps):
-    """The register layout of encoded rows on their way from global memory to LDS, uint8 [columns, row_bytes]: 16 bytes per lane."""
+    """Returns the register layout of encoded rows on their way from global memory to LDS, uint8 [columns, row_bytes]: 16 bytes per
+    lane."""
     lanes = row_bytes // 16
     return gl.BlockedLayout([1, 16], [64 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -104,8 +105,8 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 @gluon.jit
 def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
-    """Whether some row of a tile may take exact passes. The result is the same in all waves. ``held``: points to the rows' results
-    of the test `held_at_least`."""
+    """Returns whether some row of a tile may take exact passes. The result is the same in all waves. ``held``: points to the rows'
+    results of the test `held_at_least`."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
         layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all rows
@@ -249,7 +250,7 @@ class Tokens:
 
 @gluon.jit
 def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Returns the columns of a tile with ``count`` pairs, of which the first has index ``first_row`` in ``operands.order``."""
+    """Returns the `Tokens` of a tile with ``count`` pairs. The first pair has index ``first_row`` in ``operands.order``."""
     column = gl.arange(0, COLUMNS, layout)
     row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
     pair = gl.load(operands.order + row)
@@ -298,8 +299,8 @@ def store_product(operands, first, second, first_strip, strips, tokens, swiglu, 
 
 @gluon.jit
 def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TOP_K: gl.constexpr, BLOCK: gl.constexpr):
-    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, in the order of slots. A workgroup computes one block of
-    features of one token."""
+    """Computes ``out[token] = sum of weights[token, slot] * slots[token, slot]``, in the order of slots. A workgroup computes one
+    block of features of one token."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
     token = gl.program_id(0).to(gl.int64)
     feature = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The exact passes after `wide_device`, whose mainloop leaves no registers for them.
+"""The kernel for exact passes, launched after `wide_kernel`. The mainloop of `wide_kernel` leaves no registers for exact passes.
 
 This kernel has the grid of `wide_kernel`. It computes again the rows of activations that the planes do not represent exactly, and
 overwrites their results. A workgroup without such rows exits after the test.

@@ -1,7 +1,8 @@
 """`moe_apply` with mxfp4 and fp8 block-scaled weights on CDNA4.
 
 Each weight format has one layout, see `mxfp4_layout` and `fp8_block_layout`. Two groups of kernels read these layouts: `few` for
-the smallest batches, in two launches; and `grouped`, which sorts (token, expert) pairs by expert. The number of tokens decides.
+the smallest batches, in two launches; and `grouped`, which sorts (token, expert) pairs by expert. `few_enough` decides, mostly by
+the number of (token, expert) pairs.
 """
 
 from __future__ import annotations

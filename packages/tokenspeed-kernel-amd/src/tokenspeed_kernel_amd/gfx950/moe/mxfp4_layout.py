@@ -33,24 +33,24 @@ _BYTES = 16  # bytes that a lane loads at once
 
 
 def strips_of(rows: int) -> int:
-    """Number of strips of a projection with this many rows per expert. The number of rows is a multiple of 32: it is the other
-    projection's k, and mxfp4 requires a multiple of 32."""
+    """Returns the number of strips of a projection with this many rows per expert. The number of rows is a multiple of 32: it is
+    the other projection's k, or twice that k, and mxfp4 requires that k is a multiple of 32."""
     return rows // STRIP
 
 
 def steps_of(k: int) -> int:
-    """Number of 128-element steps along k; the last step may be padded."""
+    """Returns the number of 128-element steps along k; the last step may be padded."""
     return -(-k // STEP)
 
 
 def quads_of(k: int) -> int:
-    """Number of quads (four steps, 512 elements) along k; the last quad may have fewer steps."""
+    """Returns the number of quads (four steps, 512 elements) along k; the last quad may have fewer steps."""
     return -(-k // (QUAD * STEP))
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies canonical mxfp4 weights to the layout above, one expert at a time. The result takes the bytes of the weights, plus
-    padding."""
+    """Copies canonical mxfp4 weights to the layout above, one expert at a time. The copied weights take as many bytes as the given
+    weights, plus padding."""
     w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)

@@ -2,9 +2,9 @@
 """Sorts (token, expert) pairs by expert, divides them into tiles for the grouped GEMMs, and encodes tokens in the same launch.
 
 The position of an expert's tiles in the list of tiles depends only on the number of pairs of earlier experts. So no expert's
-workgroup waits for another. With ``start`` such pairs, the tiles of expert ``e`` begin at entry ``start // rows + e``, where
-``rows`` is the number of pairs per tile. Unused entries of the list have the expert -1. There is at most one unused entry after
-each expert's tiles, and the list's end may be unused.
+workgroup waits for another expert's workgroup. With ``start`` such pairs, the tiles of expert ``e`` begin at entry ``start // rows
++ e``, where ``rows`` is the number of pairs per tile. Unused entries of the list have the expert -1. There is at most one unused
+entry after each expert's tiles, and the list's end may be unused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add(a, b):
 
 @gluon.constexpr_function
 def lanes_layout(warps):
-    """The register layout of the chunk of top-k ids that a workgroup loads at once."""
+    """Returns the register layout of the chunk of top-k ids that a workgroup loads at once."""
     return gl.BlockedLayout([4], [64], [warps], [0])
 
 
@@ -146,8 +146,8 @@ def choose_and_route_kernel(
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """Like `route_kernel`, but each expert's workgroup also routes all tokens from their router logits. The first workgroup stores
-    the routing. There are at most ``routing.rows`` tokens.
+    """Does what `route_kernel` does, but each expert's workgroup also routes all tokens from their router logits. The first
+    workgroup stores the routing. There are at most ``routing.rows`` tokens.
 
     Args:
         logits, logits_stride, scaling, routing: see `choose`.

@@ -3,7 +3,7 @@
 the layouts of weights in memory, and the words *strip*, *half*, *step* (128 elements of k) and *quad* (four steps).
 
 fp8 block-scaled weights are float8e4nv, mxfp4 weights are uint8. A step of fp8 weights takes twice as many loads of 16 bytes per
-lane.
+lane as a step of mxfp4 weights.
 
 A wave computes a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
 features, and columns are tokens.
@@ -26,33 +26,33 @@ def log2(power):
 
 @gluon.constexpr_function
 def accumulator_layout(warps):
-    """The register layout of accumulators [features, tokens]. Features are divided among warps. A lane holds four neighbouring
-    features of one token."""
+    """Returns the register layout of accumulators [features, tokens]. Features are divided among warps. A lane holds four
+    neighbouring features of one token."""
     return isa.mfma_layout([16, 16, 128], False, [warps, 1])
 
 
 @gluon.constexpr_function
 def plain(rank):
-    """An LDS layout of ``rank`` axes without padding or swizzling; the last axis varies fastest."""
+    """Returns an LDS layout of ``rank`` axes without padding or swizzling; the last axis varies fastest."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
 def pieces_of_step(dtype):
-    """Number of 16-byte loads per lane that one step of a half strip of weights takes."""
+    """Returns the number of 16-byte loads per lane that one step of a half strip of weights takes."""
     return 2 if dtype == gl.float8e4nv else 1
 
 
 @gluon.constexpr_function
 def words_of_quad(dtype):
-    """Number of 32-bit words with the scales of a quad of a half strip: mxfp4 has one per lane, fp8 one per step."""
+    """Returns the number of 32-bit words with the scales of a quad of a half strip: mxfp4 has one per lane, fp8 one per step."""
     return 4 if dtype == gl.float8e4nv else 64
 
 
 @gluon.constexpr_function
 def weight_layout(warps, steps=4):
-    """The register layout of weights in the order of memory, [warps, 16-byte loads, g, r, b]: 16 bytes per lane and load. ``g`` is
-    the lane's group along k, ``r`` its row in the half strip, ``b`` a byte."""
+    """Returns the register layout of weights in the order of memory, [warps, 16-byte loads, g, r, b]: 16 bytes per lane and load.
+    ``g`` is the lane's group along k, ``r`` its row in the half strip, ``b`` a byte."""
     lanes = [[0, 0, 0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 1 << bit, 0, 0] for bit in range(2)]
     registers = [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(log2(steps))]
     divided = [[1 << bit, 0, 0, 0, 0] for bit in range(log2(warps))]
@@ -61,31 +61,31 @@ def weight_layout(warps, steps=4):
 
 @gluon.constexpr_function
 def weight_scale_layout(warps):
-    """The register layout of mxfp4 scales in the order of memory, int32 [warps, g, r]: a word per lane, whose bytes are the scales
-    of a quad's four steps."""
+    """Returns the register layout of mxfp4 scales in the order of memory, int32 [warps, g, r]: a word per lane, whose bytes are the
+    scales of a quad's four steps."""
     lanes = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     return gl.DistributedLinearLayout([], lanes, [[1 << bit, 0, 0] for bit in range(log2(warps))], [], [warps, 4, 16])
 
 
 @gluon.constexpr_function
 def block_scale_layout(warps):
-    """The register layout of fp8 block scales, float32 [warps, 1, step]: every lane of a wave holds the scales of a quad's four
-    steps."""
+    """Returns the register layout of fp8 block scales, float32 [warps, 1, step]: every lane of a wave holds the scales of a quad's
+    four steps."""
     divided = [[1 << bit, 0, 0] for bit in range(log2(warps))]
     return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]], [[0, 0, 0]] * 6, divided, [], [warps, 1, 4])
 
 
 @gluon.constexpr_function
 def rows_layout(warps):
-    """The register layout of a vector with a value per row of an accumulator, [warps, 16]."""
+    """Returns the register layout of a vector with a value per row of an accumulator, [warps, 16]."""
     lanes = [[0, 0]] * 4 + [[0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[1 << bit, 0] for bit in range(log2(warps))], [], [warps, 16])
 
 
 @gluon.constexpr_function
 def token_scale_layout(columns, warps, steps=4):
-    """The register layout of the tokens' block scales, uint8 [columns, 4 blocks of a step, steps]: for every 16 columns, a lane
-    holds one byte per step."""
+    """Returns the register layout of the tokens' block scales, uint8 [columns, 4 blocks of a step, steps]: for every 16 columns, a
+    lane holds one byte per step."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
@@ -93,7 +93,7 @@ def token_scale_layout(columns, warps, steps=4):
 
 @gluon.constexpr_function
 def axis_layout(layout, rank, axis):
-    """The layout of a vector along axis ``axis`` of a tensor with ``rank`` axes and layout ``layout``."""
+    """Returns the layout of a vector along axis ``axis`` of a tensor with ``rank`` axes and layout ``layout``."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -107,7 +107,7 @@ class Strips:
     Attributes:
         weight, scale: pointers to the weights and the scales of the first warp's strip.
         offsets: int32 [warps, loads, g, r, b], byte offsets from ``weight`` of the first loads of each warp's first half strip.
-            There are as many loads as are issued at once.
+            ``loads`` is the number of loads that are issued at once.
         block: int32 [1, loads, g, 1, 1], the index within its row of the 16-byte block that a lane loads.
         scale_offsets: int32 [warps, g, r] (mxfp4) or [warps, 1, step] (fp8), offsets of the first quad's scales from ``scale``, in
             words.
@@ -196,7 +196,7 @@ class HalfQuad:
 
 @gluon.jit
 def expert_of(ids, warp, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr):
-    """The expert of each warp's slot; expert 0 if the slot has no valid expert."""
+    """Returns the expert of each warp's slot; expert 0 if the slot has no valid expert."""
     expert = gl.load(ids + gl.minimum(warp // SPLIT, top_k - 1))
     return gl.where((expert >= 0) & (expert < num_experts), expert, 0)
 
@@ -346,8 +346,8 @@ def add_mfmas(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_mfmas` for fp8 block-scaled weights. A scale block is one step along k, so the block's scale multiplies the step's
-    partial sum."""
+    """Does what `add_mfmas` does, for fp8 block-scaled weights. A scale block is one step along k, so the block's scale multiplies
+    the step's partial sum."""
     acc_layout: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 16)
     token_scale: gl.constexpr = isa.mfma_scale_layout(operand, [acc.shape[1], 4])
@@ -383,7 +383,7 @@ def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
 
 @gluon.jit
 def activated(gate, up, swiglu, LIMITED: gl.constexpr):
-    """SwiGLU: ``(up + beta) * gate * sigmoid(alpha * gate)``, after gate and up are clamped if LIMITED."""
+    """Returns SwiGLU: ``(up + beta) * gate * sigmoid(alpha * gate)``, after gate and up are clamped if LIMITED."""
     if LIMITED:
         gate = -larger(-gate, -swiglu.limit)  # a NaN stays a NaN
         up = larger(-larger(-up, -swiglu.limit), -swiglu.limit)

@@ -22,8 +22,8 @@ _PART = gl.constexpr(32)  # tokens of a chunk
 
 @gluon.constexpr_function
 def scale_copy_layout(warps):
-    """The register layout of two steps of the tokens' block scales on their way to LDS, uint8 [columns, g, step]: 2 bytes per
-    lane."""
+    """Returns the register layout of two steps of the tokens' block scales on their way to LDS, uint8 [columns, g, step]: 2 bytes
+    per lane."""
     return gl.BlockedLayout([1, 1, 2], [16, 4, 1], [warps, 1, 1], [2, 1, 0])
 
 
@@ -285,7 +285,8 @@ def no_sums(parts: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit
 def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count, swiglu, shape: gl.constexpr):
-    """Epilogue of a block of strips: applies the tokens' scales, the bias and the activation, and stores each chunk of tokens."""
+    """Applies the tokens' scales, the bias and the activation to the accumulators of a block of strips, and stores each chunk of
+    tokens."""
     for part in gl.static_range(shape.columns // _PART):
         if count > part * _PART:
             first = firsts[part]
