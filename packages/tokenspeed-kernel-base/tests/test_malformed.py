@@ -46,7 +46,8 @@ def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
 
 
 def _valid() -> dict[str, dict[str, Any]]:
-    """One valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 KV heads, head_dim 8, pages of 4 tokens."""
+    """Returns one valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 KV heads, head_dim 8, pages of 4
+    tokens."""
     prefill = {"q": ones(5, 4, 8), "k": ones(5, 2, 8), "v": ones(5, 2, 8), "cu_seqlens": ints(0, 3, 5)}
     paged = {
         "k_cache": ones(6, 4, 2, 8),

@@ -76,7 +76,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
 
 @functools.cache
 def _can_hold(rule: tuple[Any, ...]) -> bool:
-    """Whether any value satisfies the rule. If none does, registration rejects the kernel."""
+    """Returns whether any value satisfies the rule. If none does, registration rejects the kernel."""
     return any(holds(rule, value) for value in (True, False, None, "nhd", 0.5, 0.75, 1.5, *range(600)))
 
 
@@ -196,7 +196,7 @@ devices = st.builds(
 
 
 def rarely(strategy: st.SearchStrategy[Any], empty: Any, among: int = 3) -> st.SearchStrategy[Any]:
-    """A strategy that draws ``empty`` most of the time, so that many kernels reach the later gates."""
+    """Returns a strategy that draws ``empty`` most of the time, so that many kernels reach the later gates."""
     return st.integers(0, among - 1).flatmap(lambda draw: st.just(empty) if draw else strategy)
 
 

@@ -158,7 +158,8 @@ class Launches:
 
 
 def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The reference of a rounding kernel. Returns fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
+    """Returns the reference of a rounding kernel. Returns fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and
+    scales."""
     if inputs == FITTED:
         scales = torch.exp2(rows.abs().amax(-1, keepdim=True).log2().floor() - 14)
         return (rows / scales).to(dtype), scales

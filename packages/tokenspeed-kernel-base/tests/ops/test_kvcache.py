@@ -17,7 +17,7 @@ FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits, so that fp8 values and NaN can be compared."""
+    """Returns the bits, so that fp8 values and NaN can be compared."""
     return x.contiguous().view(torch.uint8)
 
 

@@ -42,7 +42,7 @@ def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int 
 
 
 def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
-    """The dtypes that the cache of these queries may have: q's dtype or fp8; for an fp8 q only fp8."""
+    """Returns the dtypes that the cache of these queries may have: q's dtype or fp8; for an fp8 q only fp8."""
     return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
 
 

@@ -101,7 +101,7 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
 def draw_groups(
     draw: Draw, held: Tensor, kv_lora_rank: int, rope_dim: int, dtype: torch.dtype, stale: bool = False
 ) -> dict[str, Tensor]:
-    """A cache whose latents have a scale for each 128 elements, as views of pages of bytes.
+    """Draws a cache whose latents have a scale for each 128 elements, as views of pages of bytes.
 
     The e4m3 values are large and the scales small, as after a quantisation that maps amax to 448. ``stale``: slots that hold no
     token hold NaN."""

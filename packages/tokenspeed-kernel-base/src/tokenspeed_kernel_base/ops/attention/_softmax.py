@@ -57,17 +57,17 @@ def softmax_scale_of(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def output_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of the output: q's, but bfloat16 where q is fp8."""
+    """Returns the dtype of the output: q's, but bfloat16 where q is fp8."""
     return torch.bfloat16 if q.dtype in FP8 else q.dtype
 
 
 def first_visible(position: int, window_left: int) -> int:
-    """The first position visible to a query at ``position`` or to any later query."""
+    """Returns the first position visible to a query at ``position`` or to any later query."""
     return max(position - window_left, 0) if window_left >= 0 else 0
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
-    """Which page table entries are hidden from all new tokens by the sliding window: bool ``[batch, max_pages]``.
+    """Returns which page table entries are hidden from all new tokens by the sliding window: bool ``[batch, max_pages]``.
 
     Such pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
@@ -77,7 +77,7 @@ def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: i
 
 
 def _wide(q: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic for these queries."""
+    """Returns the dtype of the arithmetic for these queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -87,12 +87,12 @@ def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 def _by_query_head(q_scale: Tensor | None, heads: int) -> Tensor | None:
-    """The scale of queries for each query head. A scale per KV head is repeated for the query heads of its group."""
+    """Returns the scale of queries for each query head. A scale per KV head is repeated for the query heads of its group."""
     return q_scale if q_scale is None or q_scale.numel() == 1 else q_scale.repeat_interleave(heads // q_scale.numel())
 
 
 def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
-    """The keys that each query of a sequence sees, bool ``[q_len, kv_len]``; queries may be nodes of a draft tree.
+    """Returns the keys that each query of a sequence sees, bool ``[q_len, kv_len]``; queries may be nodes of a draft tree.
 
     Args:
         tree_mask: int64 ``[q_len]``. Bit i of a node's mask means that the node sees new token i. A node also sees all tokens
@@ -172,7 +172,8 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Te
 
 
 def _visible(q_len: int, kv_len: int, softmax: Softmax, ahead: int, device: torch.device) -> Tensor:
-    """Which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``; the first query is ``ahead`` positions after the first key."""
+    """Returns which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``; the first query is ``ahead`` positions after the first
+    key."""
     distance = torch.arange(q_len, device=device).unsqueeze(1) + ahead - torch.arange(kv_len, device=device)
     visible = distance >= 0 if softmax.causal else torch.ones_like(distance, dtype=torch.bool)
     return visible & (distance <= softmax.window_left) if softmax.window_left >= 0 else visible
@@ -314,7 +315,7 @@ def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _outputs_without_keys(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of queries that see no key, and of padding rows: 0 and -inf."""
+    """Returns the outputs and log-sum-exps of queries that see no key, and of padding rows: 0 and -inf."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
@@ -330,6 +331,6 @@ def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | t
 
 
 def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Uninitialised outputs of an attention operator, with the log-sum-exp if ``return_lse``; q may be fake."""
+    """Returns uninitialised outputs of an attention operator, with the log-sum-exp if ``return_lse``; q may be fake."""
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return (out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)) if return_lse else out

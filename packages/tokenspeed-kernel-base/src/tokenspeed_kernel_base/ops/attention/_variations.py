@@ -90,7 +90,7 @@ def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _new_tokens(arguments: dict[str, Any]) -> Tensor:
-    """The number of new tokens of each sequence, as a tensor."""
+    """Returns the number of new tokens of each sequence, as a tensor."""
     lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
     return torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
 

@@ -167,7 +167,7 @@ def _(variation: Variation, **arguments: Any) -> Any:
 
 @dsa_select_with_kvcache.cost
 def _(q: Tensor, weights: Tensor, top_k: int, **arguments: Any) -> Cost:
-    """The cost of computing the scores, without the cost of writing the scores."""
+    """Returns the cost of computing the scores, without the cost of writing the scores."""
     scored: Cost = _SCORES.run_hook("cost", {**arguments, "q": q, "weights": weights})
     pairs = scored.flops / (2.0 * q.shape[1] * (q.shape[2] + 1))
     written = len(q) * (4.0 * top_k + 4)

@@ -157,7 +157,7 @@ def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Ten
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
-    """Which indices count: those within topk_length that are not negative."""
+    """Returns which indices count: those within topk_length that are not negative."""
     counted = indices >= 0
     if topk_length is None:
         return counted
@@ -168,7 +168,7 @@ mla_sparse_with_kvcache.fake(latent_outputs)
 
 
 def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
-    """Random visible positions for each token, int32 ``[len(visible), top_k]``.
+    """Draws random visible positions for each token, int32 ``[len(visible), top_k]``.
 
     A token that sees n positions gets ``min(n, top_k)`` of them in ascending order, padded with -1."""
     rows = []

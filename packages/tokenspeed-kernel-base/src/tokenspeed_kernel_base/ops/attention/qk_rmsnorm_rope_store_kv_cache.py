@@ -111,7 +111,7 @@ def qk_rmsnorm_rope_store_kv_cache(
 
 
 def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
+    """Returns views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
     (kv_heads, head_dim), v_head_dim, tokens = k_cache.shape[2:], v_cache.shape[3], len(qkv)
     first_v = qkv.shape[1] - kv_heads * v_head_dim
     first_k = first_v - kv_heads * head_dim

@@ -125,7 +125,7 @@ def rmsnorm_qkv_rope(
 
 
 def _heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim]``."""
+    """Returns views of q, k and v: ``[tokens, heads or kv_heads, head_dim]``."""
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     every = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     return every[:, :heads], every[:, heads : heads + kv_heads], every[:, heads + kv_heads :]

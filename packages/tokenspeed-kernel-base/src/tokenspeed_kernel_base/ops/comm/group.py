@@ -162,8 +162,8 @@ class ProcessGroup(Resource):
         return {"world_size": self.world_size, "backend": self.backend, "link": link}
 
     def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """The protocol for a message over peer memory, ``"one_shot"`` or ``"two_shot"``; otherwise the reason why neither is
-        possible. The same on every rank.
+        """Returns the protocol for a message over peer memory, ``"one_shot"`` or ``"two_shot"``; otherwise the reason why neither
+        is possible. The same on every rank.
 
         Args:
             nbytes: bytes of the message.
@@ -227,7 +227,7 @@ class ProcessGroup(Resource):
 
 
 def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The given group; by default torch.distributed's default group. None stands for a group of this process alone."""
+    """Returns the given group; by default torch.distributed's default group. None stands for a group of this process alone."""
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):

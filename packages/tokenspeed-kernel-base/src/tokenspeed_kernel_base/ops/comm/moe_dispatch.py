@@ -19,7 +19,8 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
-    """Bytes sent for one token: the token's expert ids and weights, padded to 16-byte vectors, and its hidden vector."""
+    """Returns the bytes sent for one token: the token's expert ids and weights, padded to 16-byte vectors, and its hidden
+    vector."""
     return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
 
 

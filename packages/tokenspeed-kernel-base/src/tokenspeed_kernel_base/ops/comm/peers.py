@@ -51,7 +51,7 @@ ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 16}
 
 
 def one_shot_most(world_size: int) -> int:
-    """Bytes of the largest message that uses one shot rather than two shots."""
+    """Returns the bytes of the largest message that uses one shot rather than two shots."""
     return next(most for size, most in sorted(ONE_SHOT_MOST.items()) if size >= min(world_size, max(ONE_SHOT_MOST)))
 
 
@@ -170,7 +170,7 @@ def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
 
 
 def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this rank cannot access the other ranks' memory, as far as known before mapping; else None."""
+    """Returns why this rank cannot access the other ranks' memory, as far as known before mapping; else None."""
     cuda = device.type == "cuda"
     mine = socket.gethostname(), device.type, _uuid(device) if cuda else ""
     all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
@@ -199,12 +199,12 @@ def _uuid(device: torch.device | int) -> str:
 
 
 def _visible() -> dict[str, int]:
-    """The device indices of the GPUs that this process sees, by UUID."""
+    """Returns the device indices of the GPUs that this process sees, by UUID."""
     return {_uuid(index): index for index in range(torch.cuda.device_count())}
 
 
 def _link(control: dist.ProcessGroup, device: torch.device) -> str:
-    """The link between this rank's device and the other ranks' devices, see `PeerMemory`."""
+    """Returns the link between this rank's device and the other ranks' devices, see `PeerMemory`."""
     if device.type != "cuda":
         return "host memory"
     uuids: list[str] = [""] * dist.get_world_size(control)
@@ -272,5 +272,5 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Returns the first line of an error's message."""
     return str(error).partition("\n")[0]

@@ -138,7 +138,7 @@ def apply_rope(
 def angles_at(
     positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None = None, mrope_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
+    """Returns the cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
     rows = cos_sin_cache[positions.long()]
     if mrope_section is not None:
         _, height, width = mrope_section
@@ -279,7 +279,7 @@ def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def angles_table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
-    """A ``cos_sin_cache`` with GPT-OSS's angles; ``factor``, an attention factor, multiplies cosines and sines."""
+    """Returns a ``cos_sin_cache`` with GPT-OSS's angles; ``factor``, an attention factor, multiplies cosines and sines."""
     exponents = torch.arange(0, rotary_dim, 2, device=draw.device, dtype=torch.float64) / rotary_dim
     angles = torch.arange(positions, device=draw.device, dtype=torch.float64).unsqueeze(1) * base**-exponents
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()

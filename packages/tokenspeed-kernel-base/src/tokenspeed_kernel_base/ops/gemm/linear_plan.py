@@ -80,13 +80,13 @@ class LinearPlan:
 
 
 def signature_of(plan: LinearPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
+    """Returns the formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     return format_signature(x=dense, weight=_WEIGHTS.get(plan.weight_format, dense))
 
 
 def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
-    """The format that tokens are rounded to, if any."""
+    """Returns the format that tokens are rounded to, if any."""
     return (_ACTIVATIONS[plan.activation_dtype],) if plan.activation_dtype in _ACTIVATIONS else ()
 
 
@@ -112,7 +112,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
-    """The traits of a plan.
+    """Returns the traits of a plan.
 
     Each feature beyond a plain GEMM has its own trait. A kernel that does not declare the trait of a requested feature is not
     eligible. A kernel for few tokens declares ``max_tokens``. So it is not eligible for a plan without a bound, where

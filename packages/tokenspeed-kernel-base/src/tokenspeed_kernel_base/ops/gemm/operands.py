@@ -65,7 +65,7 @@ _PAIRS = (
 
 
 def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> FormatSignature:
-    """The formats of both operands, under the roles ``a`` and ``b``.
+    """Returns the formats of both operands, under the roles ``a`` and ``b``.
 
     ======  ======================  =======  ==================================================================================
     format  operand                 scale    scale's shape
@@ -114,7 +114,7 @@ def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None
 
 
 def logical_k(a: Tensor) -> int:
-    """The k of the GEMM, in elements: from a valid operand ``a``, which may hold two elements in a byte."""
+    """Returns the k of the GEMM, in elements: from a valid operand ``a``, which may hold two elements in a byte."""
     return _k("a", a)
 
 
@@ -157,7 +157,7 @@ def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | N
 
 
 def _formats(check: Checker, role: str, operand: Tensor, scale: Tensor | None) -> list[TensorFormat]:
-    """The formats that match the operand and its scale, the preferred one first."""
+    """Returns the formats that match the operand and its scale, the preferred one first."""
     name = f"{role}_scale"
     if operand.dtype in FLOATS:
         if scale is not None:
@@ -203,7 +203,7 @@ def _fp8_formats(check: Checker, role: str, operand: Tensor, scale: Tensor) -> l
 
 
 def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) -> TensorFormat:
-    """The format of an operand with two e2m1 values in a byte."""
+    """Returns the format of an operand with two e2m1 values in a byte."""
     make, block = (nvfp4_format, BLOCK_NVFP4) if scale.dtype == E4M3 else (mxfp4_format, BLOCK_MX)
     k = _k(role, operand)
     if k % block:
@@ -245,7 +245,7 @@ def _k(role: str, operand: Tensor) -> int:
 
 
 def _lines(role: str, operand: Tensor) -> int:
-    """The number of rows of a, or of columns of b."""
+    """Returns the number of rows of a, or of columns of b."""
     return operand.shape[-2 if role == "a" else -1]
 
 
@@ -262,7 +262,7 @@ def _go_together(a: TensorFormat, b: TensorFormat) -> bool:
 
 
 def _along_k(scale: ScaleFormat | None, axis: int) -> tuple[int, bool] | None:
-    """How many elements along k share a scale, and whether that scale is float32; None if all of k shares one scale."""
+    """Returns how many elements along k share a scale, and whether that scale is float32; None if all of k shares one scale."""
     if scale is None or scale.block_shape is None:
         return None
     return scale.block_shape[axis], scale.storage_dtype == torch.float32
@@ -287,7 +287,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
 
 
 def _fp8_scale(role: str, operand: Tensor, scale: Tensor) -> Tensor:
-    """An fp8 operand's scales in float32, one for each block."""
+    """Returns an fp8 operand's scales in float32, one for each block."""
     if scale.dtype == torch.float32:
         return scale
     if scale.dtype != torch.int32:

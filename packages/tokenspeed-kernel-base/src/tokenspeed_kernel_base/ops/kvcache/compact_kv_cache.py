@@ -126,7 +126,7 @@ def _(
 
 
 def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Tensor) -> Tensor:
-    """Which entries of the page table cover only positions before the last ``nodes`` positions."""
+    """Returns which entries of the page table cover only positions before the last ``nodes`` positions."""
     return hidden_pages(cache_seqlens, path.shape[1], 0, page_table.shape[1], k_cache.shape[1])
 
 

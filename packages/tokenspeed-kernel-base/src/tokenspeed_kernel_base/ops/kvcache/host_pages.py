@@ -154,7 +154,7 @@ class HostPages:
         return self._buffers[0]
 
     def _current_stream(self) -> Any:
-        """The caller's current stream; None without a GPU."""
+        """Returns the caller's current stream; None without a GPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
@@ -204,7 +204,7 @@ class _Buffer:
             self._memory.record_stream(stream)
 
     def pages(self, count: int, cache: Tensor) -> Tensor:
-        """The first bytes of the buffer, viewed as pages of the cache's shape and dtype."""
+        """Returns the first bytes of the buffer, viewed as pages of the cache's shape and dtype."""
         size = count * cache.shape[1:].numel() * cache.element_size()
         return self._memory[:size].view(cache.dtype).view(count, *cache.shape[1:])
 

@@ -19,7 +19,7 @@ L2NORM_EPS = 1e-6
 
 
 def scale_of(scale: float | None, k_dim: int) -> float:
-    """The scale of the outputs: the given one, or by default ``1 / sqrt(k_dim)``."""
+    """Returns the scale of the outputs: the given one, or by default ``1 / sqrt(k_dim)``."""
     return k_dim**-0.5 if scale is None else scale
 
 
@@ -84,7 +84,7 @@ TRAIT_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:
-    """The traits that every call of the two operators requires of a kernel."""
+    """Returns the traits that every call of the two operators requires of a kernel."""
     return {
         "k_dim": q.shape[-1],
         "v_dim": v.shape[-1],
@@ -96,7 +96,7 @@ def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Te
 
 
 def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
-    """The formats of the intermediates that chunked kernels round to q's dtype for MMAs.
+    """Returns the formats of the intermediates that chunked kernels round to q's dtype for MMAs.
 
     There are six intermediates: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values
     written to the state, these values times their decays, and the attention weights of the outputs. With a gate for each channel
@@ -195,7 +195,7 @@ def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, 
 
 
 def cost_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, moved: int) -> Cost:
-    """The cost of a call. ``moved``: bytes of the states that the call reads and writes.
+    """Returns the cost of a call. ``moved``: bytes of the states that the call reads and writes.
 
     For each token the state is decayed, multiplied by k and by q, and updated by an outer product."""
     flops = 7.0 * v.numel() * q.shape[-1]

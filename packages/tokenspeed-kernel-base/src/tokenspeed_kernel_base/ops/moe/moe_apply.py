@@ -156,7 +156,7 @@ def moe_apply(
 
 
 def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
-    """One expert's dequantised weight ``[out, in]`` of the projection ``name``."""
+    """Returns one expert's dequantised weight ``[out, in]`` of the projection ``name``."""
     weight: Tensor = getattr(weights, f"{name}_weight")[expert]
     scales: Tensor | None = getattr(weights, f"{name}_weight_scale")
     if scales is None:
@@ -301,7 +301,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
-    """A static input scale, if the plan needs one. The scale saturates magnitudes above about 4."""
+    """Returns a static input scale, if the plan needs one. The scale saturates magnitudes above about 4."""
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
@@ -478,7 +478,7 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
 
 
 def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
-    """The sizes and options from which `_inputs` draws a layer for this plan."""
+    """Returns the sizes and options from which `_inputs` draws a layer for this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
     for name in ("kernel", "weight_layout"):  # these fields depend on the kernel

@@ -89,14 +89,14 @@ class MoEPlan:
 
 
 def signature_of(plan: MoEPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
+    """Returns the formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     weight = _SCALED_FORMATS.get(plan.weight_format, dense)
     return format_signature(x=dense, w13=weight, w2=weight)
 
 
 def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
-    """The format that the inputs of both projections are rounded to, if any."""
+    """Returns the format that the inputs of both projections are rounded to, if any."""
     formats = {
         "fp8": fp8_format(torch.float8_e4m3fn, "token"),
         "fp8_static": fp8_format(torch.float8_e4m3fn, "tensor"),
@@ -118,7 +118,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: MoEPlan) -> dict[str, Any]:
-    """The traits that a plan requires of a kernel.
+    """Returns the traits that a plan requires of a kernel.
 
     Each feature beyond the plain layer has its own flag, so a kernel that does not declare the flag is rejected."""
     return {

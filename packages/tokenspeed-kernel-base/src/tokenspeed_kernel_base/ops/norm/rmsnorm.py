@@ -25,7 +25,7 @@ RESIDUAL_KINDS: dict[str, TraitKind] = {"residual": bool, "wide_residual": bool}
 
 
 def residual_traits(x: Tensor, residual: Tensor | None) -> dict[str, object]:
-    """The traits of operators that add a residual before they normalise.
+    """Returns the traits of operators that add a residual before they normalise.
 
     A float32 residual for 16-bit x is a separate feature, ``wide_residual``."""
     return {"residual": residual is not None, "wide_residual": residual is not None and residual.dtype != x.dtype}
@@ -38,7 +38,7 @@ def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
 
 
 def empty_outputs(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """The outputs' shapes and dtypes: the normalised tensor and, with a residual, the sum."""
+    """Returns the outputs' shapes and dtypes: the normalised tensor and, with a residual, the sum."""
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
 

@@ -27,7 +27,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 
 
 def alias(name: str) -> Callable[..., Any]:
-    """The function that a deprecated name stands for; it calls the replacing operator."""
+    """Returns the function that a deprecated name stands for; it calls the replacing operator."""
     operator, kind = ALIASES[name]
     function = {op.operator.mode: op for op in (swiglu_quantize, rmsnorm_quantize, all_reduce_rmsnorm_quantize)}[operator]
     fixed = _PLAIN if name.startswith("silu_and_mul") else {}

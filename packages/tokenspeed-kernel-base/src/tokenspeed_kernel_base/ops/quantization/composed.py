@@ -50,7 +50,7 @@ class Quantised:
         self._first, self._gated = first.operator, gated
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """The traits of ``first`` and of `quantize`."""
+        """Returns the traits of ``first`` and of `quantize`."""
         return {**self._of_quantize("traits", arguments), **self._first.run_hook("traits", arguments)}
 
     def check(self, check: Checker, **arguments: Any) -> None:
@@ -65,21 +65,22 @@ class Quantised:
         self._of_quantize("check", arguments, check)
 
     def fake(self, **arguments: Any) -> Any:
-        """The outputs of `quantize`, then the further outputs of ``first``."""
+        """Returns the outputs of `quantize`, then the further outputs of ``first``."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
         quantised = quantize.operator.run_hook("fake", {"x": made, "quantization": arguments["quantization"]})
         return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def outputs(self, **arguments: Any) -> list[str]:
-        """The names of the outputs that `fake` makes."""
+        """Returns the names of the outputs that `fake` makes."""
         return [*quantize.operator.outputs_of(arguments), *["residual_out"] * (arguments.get("residual") is not None)]
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
-        """The format of the intermediate result: x's dtype, to which the result of ``first`` is rounded before it is quantised."""
+        """Returns the format of the intermediate result: x's dtype, to which the result of ``first`` is rounded before it is
+        quantised."""
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """The dequantised outputs of `quantize`, then the further outputs of ``first``.
+        """Returns the dequantised outputs of `quantize`, then the further outputs of ``first``.
 
         With given or float32 scales, quantised values and scales are returned unchanged. A last-bit difference of the intermediate
         result then changes a scale only slightly, and changes few quantised values."""
@@ -99,7 +100,7 @@ class Quantised:
         return Decoded(decode_nvfp4(codes, scale, quantization.scale), nvfp4_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The cost of ``first`` and of `quantize`, minus writing and reading the intermediate result."""
+        """Returns the cost of ``first`` and of `quantize`, minus writing and reading the intermediate result."""
         one, other = self._first.run_hook("cost", arguments), self._of_quantize("cost", arguments)
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
@@ -114,6 +115,6 @@ class Quantised:
         return quantize.operator.run_hook(hook, given, *leading)
 
     def _between(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The intermediate result as a meta tensor."""
+        """Returns the intermediate result as a meta tensor."""
         described = {**arguments, "x": arguments["x"].to("meta")}
         return lowering.as_list(self._first.run_hook("fake", described))[0]

@@ -199,14 +199,14 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A copy of scales in 128x4 tiles whose padding is 0xff, which is NaN both as e4m3fn and as e8m0."""
+    """Returns a copy of scales in 128x4 tiles whose padding is 0xff, which is NaN both as e4m3fn and as e8m0."""
     held = swizzle(torch.ones(rows, columns, dtype=torch.uint8, device=scale.device)).expand(scale.shape)
     made = scale.contiguous().view(torch.uint8)
     return torch.where(held != 0, made, 255).view(scale.dtype)
 
 
 def poison_packed(packed: Tensor, count: int, axis: int = -1) -> Tensor:
-    """A copy of packed e8m0 scales, four in an int32 along an axis. Bytes past the first ``count`` are 255 (NaN)."""
+    """Returns a copy of packed e8m0 scales, four in an int32 along an axis. Bytes past the first ``count`` are 255 (NaN)."""
     made = packed.clone()
     unused = -count % 4
     if unused and made.shape[axis]:
@@ -233,7 +233,8 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
-    """The e8m0 scales, int32, of blocks whose largest magnitudes are ``amax``, float32; the module's docstring gives the formula.
+    """Returns the e8m0 scales, int32, of blocks whose largest magnitudes are ``amax``, float32; the module's docstring gives the
+    formula.
 
     ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value. If given,
     scales are rounded up so that no scaled element exceeds it.
@@ -258,7 +259,7 @@ def over_e8m0(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_of_fp8(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest e8m0 scales (int32) at which no element of a block saturates in ``dtype`` (e4m3fn or e5m2)."""
+    """Returns the smallest e8m0 scales (int32) at which no element of a block saturates in ``dtype`` (e4m3fn or e5m2)."""
     return e8m0_of(amax, _EMAX_FP8[dtype], FP8_MAX[dtype])
 
 

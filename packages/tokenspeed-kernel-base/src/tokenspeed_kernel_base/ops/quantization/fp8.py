@@ -147,7 +147,7 @@ def _block_shape(granularity: str, block_size: int) -> tuple[int, ...]:
 
 
 def _largest(magnitude: Tensor, granularity: str, block_size: int) -> Tensor:
-    """The largest magnitude of each group that shares a scale; 0 for an empty group."""
+    """Returns the largest magnitude of each group that shares a scale; 0 for an empty group."""
     if not magnitude.numel():
         return magnitude.new_zeros(_scale_shape(tuple(magnitude.shape), granularity, block_size))
     if granularity == "tensor":
@@ -174,7 +174,7 @@ def _scale_shape(shape: tuple[int, ...], granularity: str, block_size: int) -> t
 
 
 def quantised_scale_shape(shape: tuple[int, ...], granularity: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of the scales that `quantize_fp8` returns for a tensor of this shape."""
+    """Returns the shape of the scales that `quantize_fp8` returns for a tensor of this shape."""
     *lead, columns = _scale_shape(shape, granularity, block_size)
     return (*lead, blocks(columns, 4) if scale_dtype == torch.int32 else columns)
 
@@ -445,7 +445,7 @@ def dequantize_fp8(
 
 
 def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
-    """The scales in float32, one for each group of elements that share a scale."""
+    """Returns the scales in float32, one for each group of elements that share a scale."""
     if scale.dtype == torch.float32:
         return scale
     exponents = scale.view(torch.uint8) if scale.dtype in E8M0 else unpack_e8m0(scale, blocks(q.shape[-1], block_size))

@@ -92,12 +92,12 @@ class Quantization:
 
 
 def kind_of(quantization: Quantization) -> str:
-    """The member of `KINDS` that a quantisation belongs to. The operator ``quantize_<kind>`` implements it."""
+    """Returns the member of `KINDS` that a quantisation belongs to. The operator ``quantize_<kind>`` implements it."""
     return WITH_SCALE if quantization.format == "fp8" and quantization.scale is not None else quantization.format
 
 
 def options_of(quantization: Quantization) -> dict[str, Any]:
-    """The options that a quantisation passes to ``quantize_<kind>``, by name."""
+    """Returns the options that a quantisation passes to ``quantize_<kind>``, by name."""
     kind, scale = kind_of(quantization), quantization.scale
     if kind == WITH_SCALE:
         return {"scale": scale, "dtype": quantization.dtype}

@@ -100,7 +100,7 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _without_draw(make: Make, draw: Draw, most: int | None = None) -> dict[str, Any]:
-    """The first ``most`` rows of a `sample_top_k_top_p` case, without the arguments of the random draw."""
+    """Returns the first ``most`` rows of a `sample_top_k_top_p` case, without the arguments of the random draw."""
     return {name: value[:most] for name, value in make(draw).items() if name not in _OF_THE_DRAW}
 
 

@@ -36,14 +36,14 @@ BITS_OF_ROUNDER = 0x4B400000
 
 
 def scale_of(temperature: Tensor) -> Tensor:
-    """The factor that turns a logit distance into a power of 2: log2(e) / temperature, computed in float64, at most 3e38, as
-    float32.
+    """Returns the factor that turns a logit distance into a power of 2: log2(e) / temperature, computed in float64, at most 3e38,
+    as float32.
     """
     return (LOG2_E / temperature.double()).clamp(max=LARGEST_SCALE).float()
 
 
 def weights(distance: Tensor, scale: Tensor) -> Tensor:
-    """The integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
+    """Returns the integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
 
     The relative error is at most 2^-19, or the absolute error at most 3; the weight is exactly 2^40 for distance 0.
 

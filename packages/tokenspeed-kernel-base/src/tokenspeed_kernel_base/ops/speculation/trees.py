@@ -17,12 +17,12 @@ from tokenspeed_kernel_base.checks import INTS, Checker
 
 
 def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
-    """The parents of a chain: int32 ``[batch, nodes]``."""
+    """Returns the parents of a chain: int32 ``[batch, nodes]``."""
     return torch.arange(-1, nodes - 1, dtype=torch.int32, device=device).expand(batch, nodes)
 
 
 def tree_masks(parents: Tensor) -> Tensor:
-    """The masks of draft trees: each node sees itself and its ancestors. int64 ``[batch, nodes]``, bit j for node j.
+    """Returns the masks of draft trees: each node sees itself and its ancestors. int64 ``[batch, nodes]``, bit j for node j.
 
     An absent node sees only itself. At most 64 nodes.
     """
@@ -71,7 +71,7 @@ def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -
 
 
 def made_paths(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of a verification: tokens, path, counts."""
+    """Returns uninitialised outputs of a verification: tokens, path, counts."""
     batch, nodes = draft_tokens.shape
     integers = draft_tokens.new_empty(batch, nodes, dtype=torch.int32)
     return draft_tokens.new_empty(batch, nodes), integers, integers.new_empty(batch)

@@ -126,7 +126,7 @@ def verify_draft_probs(
     rejected = torch.zeros_like(rows, dtype=torch.bool)
 
     def left() -> Tensor:
-        """The residual r of every sequence."""
+        """Returns the residual r of every sequence."""
         q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
         subtracted = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
         r = a.unsqueeze(1) * target_probs[rows, node].double() - subtracted
@@ -158,7 +158,7 @@ def verify_draft_probs(
 
 
 def _fixed_point(r: Tensor) -> Tensor:
-    """The residual probabilities r as int64 multiples of 2^-40."""
+    """Returns the residual probabilities r as int64 multiples of 2^-40."""
     return (r * 2.0**PROBABILITY_BITS).round().long()
 
 

@@ -103,13 +103,13 @@ def recurrence_traits(x: Tensor, B: Tensor, D: Tensor | None, z: Tensor | None, 
 
 
 def recurrence_flops(x: Tensor, B: Tensor) -> float:
-    """The FLOPs of the recurrence: decay of the state, outer product of x and B added to it, dot products with C."""
+    """Returns the FLOPs of the recurrence: decay of the state, outer product of x and B added to it, dot products with C."""
     return 5.0 * x.numel() * B.shape[-1]
 
 
 def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """The formats of the three intermediates that kernels round to x's dtype for MMAs: the state, the token weights, and the
-    decayed inputs.
+    """Returns the formats of the three intermediates that kernels round to x's dtype for MMAs: the state, the token weights, and
+    the decayed inputs.
     """
     return (dense_tensor_format(x.dtype),) * 3
 

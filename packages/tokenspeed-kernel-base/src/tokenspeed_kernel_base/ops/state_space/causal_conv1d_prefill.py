@@ -102,7 +102,8 @@ def causal_conv1d_prefill(
     starts, rows = cu_seqlens[:-1].long(), x if tokens else x.new_zeros(1, channels)
 
     def inputs(sequence: Tensor, place: Tensor) -> Tensor:
-        """The convolution's inputs at indices ``place`` of sequences; the first ``width - 1`` come from the initial state."""
+        """Returns the convolution's inputs at indices ``place`` of sequences; the first ``width - 1`` come from the initial
+        state."""
         given = rows[(starts[sequence] + place - (width - 1)).clamp(0, len(rows) - 1)]
         kept = initial[sequence, place.clamp(max=width - 2)]
         return torch.where((place < width - 1).unsqueeze(-1), kept, given)

@@ -37,7 +37,7 @@ def read_initial_states(states: Tensor, state_slots: Tensor, has_initial_state: 
 
 
 def _started(state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Which requests of a prefill start from the state in their slot."""
+    """Returns which requests of a prefill start from the state in their slot."""
     return torch.zeros_like(state_slots, dtype=torch.bool) if has_initial_state is None else (state_slots >= 0) & has_initial_state
 
 
@@ -116,13 +116,13 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
 
 
 def states_moved(states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> int:
-    """Bytes of the states that a decode call reads and writes."""
+    """Returns the bytes of the states that a decode call reads and writes."""
     written = state_slots if output_slots is None else output_slots
     return int((state_slots >= 0).sum() + (written >= 0).sum()) * states.shape[1:].numel() * states.element_size()
 
 
 def prefill_states_moved(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> int:
-    """Bytes of the states that a prefill call reads and writes."""
+    """Returns the bytes of the states that a prefill call reads and writes."""
     count = int(_started(state_slots, has_initial_state).sum() + (state_slots >= 0).sum())
     return count * states.shape[1:].numel() * states.element_size()
 
@@ -228,7 +228,7 @@ def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, outpu
 
 
 def _poisoned(states: Tensor, read: Tensor) -> Tensor:
-    """A copy of the state cache with NaN in every slot that is not in ``read``."""
+    """Returns a copy of the state cache with NaN in every slot that is not in ``read``."""
     unread = torch.ones(states.shape[0], dtype=torch.bool, device=states.device)
     unread[read.long()] = False
     return poisoned(states, unread)
