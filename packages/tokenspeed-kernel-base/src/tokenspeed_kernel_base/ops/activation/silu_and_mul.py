@@ -29,7 +29,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -46,7 +46,7 @@ def swiglu(
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -56,7 +56,7 @@ def swiglu_quantize(
         q and scale as `quantize` returns them for a ``[..., d]`` input; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

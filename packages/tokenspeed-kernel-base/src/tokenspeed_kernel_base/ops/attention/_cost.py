@@ -36,7 +36,7 @@ def attention_cost(
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.
-        others: further tensors that are read whole.
+        others: further tensors, each read once.
     """
     tokens, heads, head_dim = q.shape
     pairs = visible = 0
@@ -60,8 +60,8 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """Returns the cost of a prefill. Queries attend to their own sequence; with ``cu_seqlens_kv``, the keys and values have these
-    other lengths.
+    """Returns the cost of a prefill, in which queries attend to their own sequence. ``cu_seqlens_kv`` gives the lengths of keys and
+    values if they differ from those of the queries.
     """
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
@@ -86,7 +86,7 @@ def paged_cost(
 
 
 def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
-    """Returns the cost without the (query, key) pairs that the masks of draft trees hide, plus the bytes of the masks."""
+    """Subtracts the FLOPs of (query, key) pairs that the masks of draft trees hide, and adds the bytes of the masks."""
     if tree_mask is None or not len(tree_mask):
         return cost
     tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding

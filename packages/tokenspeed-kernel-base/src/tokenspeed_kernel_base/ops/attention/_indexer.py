@@ -24,7 +24,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_scores(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised scores ``[tokens, keys]`` and lengths ``[tokens]``; q may be fake."""
+    """Returns uninitialised scores ``[tokens, keys]`` and lengths ``[tokens]``; q may be a fake tensor."""
     return q.new_empty(q.shape[0], keys, dtype=_wide(q.dtype)), q.new_empty(q.shape[0], dtype=torch.int32)
 
 
@@ -59,7 +59,7 @@ INDEXER_KINDS: dict[str, TraitKind] = {"heads": int, "head_dim": int, "scaled": 
 
 
 def indexer_traits(q: Tensor, scale: Tensor | None) -> dict[str, object]:
-    """Returns the traits of every operator that computes an indexer's scores; ``scaled``: keys have scales."""
+    """Returns the traits that all operators for indexer scores share. ``scaled``: whether keys have scales."""
     return {"heads": q.shape[1], "head_dim": q.shape[2], "scaled": scale is not None}
 
 
@@ -86,8 +86,8 @@ def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torc
 def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
     """Draws paged index keys, and their scales if they are fp8.
 
-    Both tensors are views of pages of bytes. In a page, the scales follow the keys, as in DeepGEMM's layout. ``stale``: slots that
-    hold no token hold NaN."""
+    Both tensors are views of pages of bytes. In a page, the scales follow the keys, as in DeepGEMM's layout. With ``stale``, slots
+    that hold no token hold NaN."""
     if dtype not in FP8:
         return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
     pages, page_size = held.shape
@@ -119,7 +119,7 @@ def indexer_cost(
     Args:
         offsets: the offsets in q at which each sequence's new tokens begin.
         token_bytes: bytes of one key and its scale.
-        other_bytes: bytes of tensors that are read completely, besides q and weights.
+        other_bytes: bytes of the other tensors that are read, besides q, weights and the keys.
     """
     pairs = read = 0
     for (begin, end), kv_len in zip(itertools.pairwise(offsets), kv_lens, strict=True):

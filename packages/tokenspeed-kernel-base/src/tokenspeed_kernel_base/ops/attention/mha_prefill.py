@@ -72,7 +72,7 @@ def mha_prefill(
             no sequence, and the same rows of the outputs are not written.
         cu_seqlens_cpu: the same values on the host, if the caller has them. A hint, never required: with it, a kernel that needs
             the lengths on the host does not wait for the device.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: the only known bound is ``tokens``.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: no bound but the number of tokens is known.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``: the token and 127 before it.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking

@@ -1,4 +1,4 @@
-"""Prefill of multi-head latent attention without absorption, for whole sequences or in chunks."""
+"""Prefill with multi-head latent attention, without absorption, for whole sequences or in chunks."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def mla_prefill(
         v: q's dtype ``[kv_tokens, heads, v_head_dim]``.
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends. Rows past the last offset are
             padding: they belong to no sequence, and the same rows of the outputs are not written.
-        cu_seqlens_cpu: the same values on the host, a hint; never required.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: the only known bound is ``tokens``.
+        cu_seqlens_cpu: the same values on the host. A hint, never required.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: no bound but the number of tokens is known.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.

@@ -51,7 +51,7 @@ def qk_rmsnorm_rope_store_kv_cache(
     1. With ``q_weight`` and ``k_weight`` every head of q and of k is normalised by `qk_rmsnorm`, and rounded to qkv's dtype.
        Qwen3 and Gemma 3 have these weights, Llama has none.
     2. Every head of q and of k is rotated by `apply_rope`, and rounded again.
-    3. k and v are written to the cache, as by `store_kv_cache` with the same scales. They are not returned.
+    3. k and v are written to the cache, as by `store_kv_cache` with the same scales. The operator does not return k and v.
 
     Args:
         qkv: float16, bfloat16, float32 or float64 ``[tokens, heads * head_dim + kv_heads * (head_dim + v_head_dim)]``: the query
@@ -201,7 +201,7 @@ def _inputs(
     max_positions: int = 64,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: options of the recipe of `apply_rope`'s cases, which draws the heads and positions."""
+    """Draws heads and positions with the recipe of `apply_rope`'s cases. ``options`` are options of this recipe."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,
@@ -229,7 +229,7 @@ def _() -> list[Case]:
     qwen3_8b: tuple[int, int, int] = (32, 8, 128)
     qwen3_32b: tuple[int, int, int] = (64, 8, 128)
     qwen3_235b: tuple[int, int, int] = (64, 4, 128)
-    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # the 8B models have the same heads, and so have the larger ones
+    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # the two 8B models have the same heads, as have llama-70b and qwen3-32b
     qwen3_vl: dict[str, Any] = {"mrope_section": (24, 20, 20), "mrope_interleaved": True}
     paged: dict[str, Any] = {"page_size": 64, "max_positions": 40960}
     quantised: dict[str, Any] = {"cache_dtype": fp8, "scale_shape": ()}
@@ -297,7 +297,7 @@ def _(
 ) -> Cost:
     q, k, v = _heads(qkv, k_cache, v_cache)
     tokens, rotary_dim = len(qkv), cos_sin_cache.shape[1]
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim + (0.0 if q_weight is None else 4.0 * (q.numel() + k.numel()))
     read = nbytes(qkv, positions, slot_mapping, q_weight, k_weight, k_scale, v_scale)
     read += min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))

@@ -27,9 +27,9 @@ from tokenspeed_kernel_base.variation import Variation
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """All-reduce: the sum of the x of all ranks, on every rank.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
-    ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at most
-    ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
+    peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
+    most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
     once for each rank. The order in which ranks are added is unspecified, but all ranks get bitwise equal results. Kernels that use
@@ -46,7 +46,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

@@ -40,9 +40,9 @@ def all_reduce_rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sums x over all ranks, adds the residual and normalises the result, on every rank: `rmsnorm` of `all_reduce`.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype, and with the same weight, eps and
-    residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison
-    waits for other ranks at most ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype, and with the
+    same weight, eps and residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and
+    dtype. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks get
     bitwise equal results. Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the
@@ -64,7 +64,8 @@ def all_reduce_rmsnorm(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

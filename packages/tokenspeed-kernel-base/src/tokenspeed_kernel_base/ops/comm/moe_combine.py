@@ -30,8 +30,8 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
 
     The operator is the counterpart of `moe_dispatch`.
 
-    Every rank of the group must make this call in the same order, with tensors of the same shapes and dtypes. With gloo or peer
-    memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
+    All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. With
+    gloo or peer memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
     ``group.time_limit_s``. Ranks are added in rank order, in float32 (float64 for float64 inputs), and the sum is rounded once.
 
     Args:
@@ -48,7 +48,8 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

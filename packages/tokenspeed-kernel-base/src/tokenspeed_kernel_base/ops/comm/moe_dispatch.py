@@ -50,9 +50,9 @@ def moe_dispatch(
     no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`,
     equals `moe_apply` with all experts, except for the order of summation.
 
-    Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. A rank with fewer tokens
-    pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of each kind. This
-    comparison waits for other ranks at most ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. A rank
+    with fewer tokens pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of
+    each kind. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -73,7 +73,8 @@ def moe_dispatch(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

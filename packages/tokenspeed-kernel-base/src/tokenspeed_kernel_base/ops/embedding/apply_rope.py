@@ -430,7 +430,7 @@ def _(
     v_scale: Tensor | None,
 ) -> Cost:
     tokens, rotary_dim = q.shape[0], cos_sin_cache.shape[-1]
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
     moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))
     if k_cache is not None and v is not None:

@@ -312,7 +312,7 @@ def _(
     out_dtype: torch.dtype | None,
 ) -> Cost:
     tokens, heads, rope_dim = q_rope.shape
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (heads + 1) * rope_dim
     read = nbytes(q_latent, q_rope, latent, k_rope, positions, slot_mapping, q_scale, kv_scale)
     read += min(4 * tokens * rope_dim, nbytes(cos_sin_cache))

@@ -130,7 +130,7 @@ def traits_of(plan: LinearPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Error messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("in_features", "out_features"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

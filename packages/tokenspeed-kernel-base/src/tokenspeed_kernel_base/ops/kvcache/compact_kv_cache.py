@@ -48,9 +48,9 @@ def compact_kv_cache(
             floats and uint8; bits are copied. Written to. May be strided.
         v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache. None if there
             are no values.
-        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share
-            pages that hold their last ``nodes`` positions.
+        page_table: int32 ``[batch, max_pages]``: position j of sequence b is in slot ``j % page_size`` of page ``page_table[b, j //
+            page_size]``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share pages that
+            hold their last ``nodes`` positions.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, all nodes included, at most
             ``max_pages * page_size``. Nothing moves in a sequence with fewer tokens than nodes, for example one that pads the
             batch.

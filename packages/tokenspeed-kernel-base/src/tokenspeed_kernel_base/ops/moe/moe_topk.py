@@ -130,7 +130,7 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 def _best(values: Tensor, count: int) -> Tensor:
     # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits. So all
-    # NaNs are replaced by the same NaN.
+    # NaNs are first replaced by one NaN.
     alike = values.where(~values.isnan(), math.nan)
     return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 

@@ -142,7 +142,7 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Error messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

@@ -57,7 +57,7 @@ def rmsnorm_quantize(
         and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

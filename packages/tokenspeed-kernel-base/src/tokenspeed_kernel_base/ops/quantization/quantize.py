@@ -57,8 +57,8 @@ def quantize(
         q and scale, with the dtypes and shapes of the format's operator; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above, or a requirement of the format's operator. Nothing has been
-            launched.
+        TypeError, ValueError: an argument violates a requirement above, or a requirement of the format's operator. Raised before
+            anything is launched.
 
     Example:
         >>> import torch

@@ -84,7 +84,7 @@ def token_logprobs(
     place = tokens.long() - first_token
     inside = (place >= 0) & (place < vocab)
     chosen = torch.where(inside, x.gather(1, torch.where(inside, place, 0).unsqueeze(1)).squeeze(1), -torch.inf)
-    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are replaced by the same NaN.
+    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are first replaced by one NaN.
     order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     top = x.gather(1, order)
     if normalize:

@@ -60,7 +60,7 @@ def causal_conv1d_prefill(
         x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided, for example a slice of a fused
             projection.
         weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column is multiplied with the token itself.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+        cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.
             May be strided.
@@ -167,7 +167,8 @@ def _inputs(
     """Arguments with sequences of these lengths.
 
     ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: has_initial_state is None.
-    ``padding``: the number of sequences, at the end of the batch, that have no slot. ``sliced``: x is a slice of a wider tensor.
+    ``padding``: the number of sequences, at the end of the batch, that have no slot. With ``sliced``, x is a slice of a wider
+    tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -86,13 +86,13 @@ def ssd_prefill(
         A: float16, bfloat16, float32 or float64 ``[heads]``, negative.
         B: x's dtype ``[tokens, groups, state_dim]``; groups divides heads.
         C: like B.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+        cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
         state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
             has no state. Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: like x, the gate. None if the gate is applied by the norm after the layer.
+        z: the gate, with x's dtype and shape. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
