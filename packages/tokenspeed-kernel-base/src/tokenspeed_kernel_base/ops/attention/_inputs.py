@@ -156,10 +156,9 @@ def paged(
 
     Args:
         q_lens: number of new tokens of each sequence, for extend. None for decode: each sequence has ``max_seqlen_q`` new tokens,
-            by default 1. kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part;
-            ``head_dim`` is the
-                total width.
-        kv_lora_rank: if given, the cache holds latents of this width with rotary parts, ``head_dim`` wide together.
+            by default 1.
+        kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part; ``head_dim`` is the total
+            width of both.
         scales: names of the scales to draw, such as ``"q_scale"``. With ``scale_per_head`` there is one scale for each KV head.
         stale: fill the cache slots that hold no token with NaN.
         freed: page table entries are -1 where the window hides a whole page. These pages and the page before the cache in memory

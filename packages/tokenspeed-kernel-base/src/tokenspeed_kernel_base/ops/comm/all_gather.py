@@ -21,7 +21,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 @operator("comm", "all_gather", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, exact=True, varying=("rows",))
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """All-gather: concatenates the x of all ranks, in rank order, on every rank.
+    """All-gather: concatenates all ranks' x, in rank order. Every rank gets the result.
 
     All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
     peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at

@@ -25,15 +25,15 @@ from tokenspeed_kernel_base.variation import Variation
     varying=("elements",),
 )
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """All-reduce: the sum of the x of all ranks, on every rank.
+    """All-reduce: sums all ranks' x. Every rank gets the result.
 
     All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
     peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
     most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
-    once for each rank. The order in which ranks are added is unspecified, but all ranks get bitwise equal results. Kernels that use
-    peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch fails.
+    once for each rank. The order in which the ranks' values are added is unspecified, but all ranks get bitwise equal results.
+    Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Not written to unless it is also ``out``.

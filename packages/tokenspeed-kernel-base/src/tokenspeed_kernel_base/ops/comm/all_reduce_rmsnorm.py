@@ -44,9 +44,9 @@ def all_reduce_rmsnorm(
     same weight, eps and residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and
     dtype. This comparison waits for other ranks at most ``group.time_limit_s``.
 
-    The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks get
-    bitwise equal results. Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the
-    launch fails.
+    The sum over ranks is rounded to x's dtype. Its sum with the residual is rounded to the residual's dtype. The rounded sum is
+    normalised in float32. All ranks get bitwise equal results. Kernels that use peer memory wait for other ranks at most
+    ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
@@ -95,7 +95,7 @@ def _(x: Tensor, group: ProcessGroup, residual: Tensor | None) -> dict[str, obje
 
 @all_reduce_rmsnorm.intermediates
 def _(x: Tensor) -> tuple[TensorFormat, ...]:
-    return (dense_tensor_format(x.dtype),)  # the sum over ranks
+    return (dense_tensor_format(x.dtype),)  # the sum over ranks is rounded to x's dtype
 
 
 @all_reduce_rmsnorm.check

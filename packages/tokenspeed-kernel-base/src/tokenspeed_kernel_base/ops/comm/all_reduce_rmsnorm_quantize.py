@@ -40,7 +40,8 @@ def all_reduce_rmsnorm_quantize(
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of `all_reduce_rmsnorm`: the normalised sum over all ranks, in the format that ``quantization`` names.
+    """Applies `all_reduce_rmsnorm`, then `quantize`: returns the normalised sum over all ranks in the format that ``quantization``
+    names.
 
     The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`, and get bitwise
     equal results. A given scale must have the same values on all ranks.
@@ -93,7 +94,7 @@ for _hook in Quantised.hooks:
 def _inputs(
     kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = True, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: see `draw_quantization`."""
+    """Draws the arguments. `draw_quantization` explains ``options``."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

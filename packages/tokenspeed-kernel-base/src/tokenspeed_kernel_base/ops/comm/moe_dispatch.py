@@ -51,8 +51,8 @@ def moe_dispatch(
     equals `moe_apply` with all experts, except for the order of summation.
 
     All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. A rank
-    with fewer tokens pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of
-    each kind. This comparison waits for other ranks at most ``group.time_limit_s``.
+    with fewer tokens adds padding tokens, whose ids are all negative. With gloo or peer memory, the ranks compare their calls at
+    the first call of each kind. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -162,7 +162,7 @@ def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ra
 def _inputs(
     tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16, empty: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments of `moe_dispatch`. ``empty``: the last rank has no tokens, and no token is routed to its experts."""
+    """Draws the arguments of `moe_dispatch`. With ``empty``, the last rank has no tokens, and no token is routed to its experts."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

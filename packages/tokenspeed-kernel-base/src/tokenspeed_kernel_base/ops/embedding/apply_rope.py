@@ -70,9 +70,9 @@ def apply_rope(
     GPT-NeoX and most published weights. With ``interleaved``, pair i has elements ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic
     is float32 (float64 for float64 inputs), rounded to q's dtype once.
 
-    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. An
-    attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into cosines and sines beforehand, and so
-    scales the logits by its square.
+    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. The caller
+    multiplies an attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), into the cosines and sines. The logits are
+    then scaled by the square of this factor.
 
     With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et al.,
     2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use time, the
@@ -82,7 +82,7 @@ def apply_rope(
     kind" on the page "Calling operators".
 
     With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, k and v are also written to the cache, exactly as by `store_kv_cache`
-    with the same scales. k is rotated and rounded as in the result.
+    with the same scales. The k in the cache is rotated and rounded like the returned k.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
@@ -257,14 +257,14 @@ def check_angles(
     pairs, whole = rotary_dim // 2, min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
     check.require(whole, "mrope_section", f"three numbers from 0 on that add up to rotary_dim / 2 = {pairs}", str(mrope_section))
     if mrope_interleaved:
-        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs that alternation gives to height and to width
+        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # the most pairs of height and of width when they alternate
         fits = all(count <= limit for count, limit in zip(mrope_section[1:], most, strict=True))
         said = f"of height and width at most {most[0]} and {most[1]}, because every third of {pairs} pairs is theirs"
         check.require(fits, "mrope_section", said, str(mrope_section))
 
 
 def check_positions(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor) -> None:
-    """Checks positions in host memory: each must be a row of the table."""
+    """Checks positions in host memory: each must be the index of a row of cos_sin_cache."""
     if positions is not None and positions.numel():
         end = cos_sin_cache.shape[0]
         for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
@@ -301,9 +301,9 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions. With ``page_size`` also a cache, to which every fifth token is not written.
+    """Draws tokens at random positions. With ``page_size``, also draws a cache, and every fifth token gets a negative slot.
 
-    ``fused``: q, k and v are slices of one tensor, as after a fused projection.
+    With ``fused``, q, k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _inputs(
             arguments["v_cache"] = draw.normal(*cache, v_width, dtype=cache_dtype or dtype)
             arguments["slot_mapping"] = slots
             if scale_shape is not None:
-                arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+                arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # small scales: some values saturate
                 arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
         return arguments
 

@@ -211,7 +211,8 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions; every fifth token is padding. ``fused``: tensors are strided, as after fused projections."""
+    """Draws tokens at random positions. With ``padding``, every fifth token has a negative slot. With ``fused``, tensors are
+    strided, as after fused projections."""
 
     def make(draw: Draw) -> dict[str, Any]:
         pages = tokens // page_size + 2
@@ -237,7 +238,7 @@ def _inputs(
         }
         if scaled:
             if "out_dtype" in options:
-                arguments["q_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
+                arguments["q_scale"] = draw.uniform(low=0.001, high=0.01)  # scales this small make some values saturate
             if cache_dtype is not None:
                 arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)
         return arguments

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 E4M3 = torch.float8_e4m3fn
-# The activation dtypes that each weight format can be combined with. The GEMM runs on this pair of formats.
+# The activation dtypes that each weight format can be combined with. The GEMM runs on tokens and weights in these two formats.
 ACTIVATION_DTYPES = {
     "dense": ("none",),
     "fp8_channel": ("none", "fp8", "fp8_static"),
@@ -47,7 +47,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The computation of a linear layer and its kernel. Immutable and hashable.
+    """A plan: what a linear layer computes, and which kernel its weights are processed for. Plans are immutable and hashable.
 
     `linear.plan` makes a plan once for each layer, and takes ``in_features`` and ``out_features`` by position.
 

@@ -159,7 +159,7 @@ def _inputs(
             "slot_mapping": slots,
         }
         if scale_shape is not None:
-            arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+            arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # scales this small make some values saturate
             arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
         return arguments
 

@@ -193,7 +193,7 @@ def _inputs(
         arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
         arguments["kv_cache"] = draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype)
         if scaled:
-            arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
+            arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # scales this small make some values saturate
         return arguments
 
     return make

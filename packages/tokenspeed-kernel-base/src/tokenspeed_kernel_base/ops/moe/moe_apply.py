@@ -330,7 +330,8 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case with canonical weights. The runner of the case processes these weights for each kernel.
+        # All kernels get the same case, with canonical weights. The code that runs the case then prepares these weights for each
+        # kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
         plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
         w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
@@ -481,7 +482,7 @@ def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
     """Returns the sizes and options from which `_inputs` draws a layer for this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
-    for name in ("kernel", "weight_layout"):  # these fields depend on the kernel
+    for name in ("kernel", "weight_layout"):  # these fields follow from the kernel
         del options[name]
     return sizes, options
 
