@@ -124,7 +124,7 @@ def _inputs(
     padding: int = 0,
     slot_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens of very different magnitudes at distinct random slots of a filled cache; the last ``padding`` tokens are not
+    """Draws tokens of very different magnitudes at distinct random slots of a filled cache. The last ``padding`` tokens are not
     written."""
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -138,9 +138,9 @@ def _inputs(
     slot_dtype: torch.dtype = torch.int64,
     fused: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at distinct random slots of a filled cache; the last ``padding`` tokens are not written.
+    """Draws tokens at distinct random slots of a filled cache. The last ``padding`` tokens are not written.
 
-    ``fused``: k and v are slices of one tensor, as after a fused projection.
+    With ``fused``, k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation, Want
 
 L2NORM_EPS = 1e-6
-"""Added to the sum of squares of a query or key before the square root."""
+"""Added to the sum of squares of a query or key, before the square root is taken."""
 
 
 def scale_of(scale: float | None, k_dim: int) -> float:
@@ -84,7 +84,7 @@ TRAIT_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:
-    """Returns the traits that every call of the two operators requires of a kernel."""
+    """Returns the traits that every call of these two operators requires of a kernel."""
     return {
         "k_dim": q.shape[-1],
         "v_dim": v.shape[-1],

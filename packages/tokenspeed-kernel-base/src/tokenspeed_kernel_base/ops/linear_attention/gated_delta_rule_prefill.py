@@ -55,10 +55,11 @@ def gated_delta_rule_prefill(
 ) -> Tensor:
     """Gated delta rule (GDN, KDA) over packed sequences, or over chunks of sequences that continue a state.
 
-    Applies the recurrence of `gated_delta_rule_decode` to all tokens of each sequence, in order; see there for gates. The state
-    after the last token is written to the request's slot. Kernels process chunks of tokens (Yang, Wang, Zhang, Shen & Kim, 2024,
-    arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692). Within a
-    chunk, the values that are written to the state solve a unit triangular system. MMA operands may be rounded to q's dtype.
+    Applies the recurrence of `gated_delta_rule_decode` to all tokens of each sequence, in order. The docstring of
+    `gated_delta_rule_decode` explains the gates. The state after the last token is written to the request's slot. Kernels process
+    chunks of tokens (Yang, Wang, Zhang, Shen & Kim, 2024, arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024,
+    arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692). The values that a chunk writes to the state solve a unit triangular
+    system. MMA operands may be rounded to q's dtype.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, k_dim]``. May be strided, like k, v, g and beta.
@@ -184,7 +185,7 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with states at random slots. ``initial``: some requests start from the state in their slot."""
+    """Draws arguments with states at random slots. With ``initial``, some requests start from the state in their slot."""
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

@@ -109,7 +109,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs_and_residual(
     tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The arguments of `moe_apply`, and a residual."""
+    """Draws the arguments of `moe_apply`, and a residual."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:

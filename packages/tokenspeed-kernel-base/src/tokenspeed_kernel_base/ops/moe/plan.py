@@ -33,7 +33,8 @@ _SCALED_FORMATS = {
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """The computation of a mixture-of-experts layer and its kernel. Immutable and hashable.
+    """A plan: what a mixture-of-experts layer computes, and which kernel its weights are processed for. Plans are immutable and
+    hashable.
 
     `moe_apply.plan` makes a plan once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
     float16, bfloat16, float32 or float64.
@@ -81,7 +82,7 @@ class MoEPlan:
         """
         if self.dtype != torch.float16:
             return False
-        if self.limit is None or self.alpha <= 0:  # gate or -gate is unbounded
+        if self.limit is None or self.alpha <= 0:  # gate * sigmoid(alpha * gate) is unbounded
             return True
         # The minimum of gate * sigmoid(alpha * gate) is -0.2785 / alpha.
         gate = max(self.limit, 0.2785 / self.alpha)

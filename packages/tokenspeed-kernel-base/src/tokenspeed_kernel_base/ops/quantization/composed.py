@@ -1,4 +1,5 @@
-"""Hooks of operators that quantise another operator's result. They combine the other operator's hooks with those of `quantize`."""
+"""Hooks of operators that quantise another operator's result. These hooks combine the other operator's hooks with those of
+`quantize`."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ _BLOCKS = {"mxfp8": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 
 def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
-    """The traits of an operator that uses the hooks `Quantised` for ``first``."""
+    """Returns the traits that an operator declares if its hooks are those of `Quantised` for ``first``."""
     return {**quantize.operator.traits, **first.operator.traits}
 
 
 class Quantised:
     """The hooks of an operator that quantises the first output of another operator.
 
-    The composed operator's first outputs are those of `quantize`. If there is a residual, its sum with x, from ``first``, follows.
+    The composed operator's first outputs are those of `quantize`. If there is a residual, the sum of x and the residual, from
+    ``first``, follows.
 
     Args:
         first: the operator whose first output is quantised. Its input is x.
@@ -82,8 +84,8 @@ class Quantised:
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
         """Returns the dequantised outputs of `quantize`, then the further outputs of ``first``.
 
-        With given or float32 scales, quantised values and scales are returned unchanged. A last-bit difference of the intermediate
-        result then changes a scale only slightly, and changes few quantised values."""
+        With given or float32 scales, quantised values and scales are returned as they are. A difference of the intermediate result
+        in the last bit then changes a scale only slightly, and changes few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         quantization: Quantization = arguments["quantization"]
         codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)
@@ -105,7 +107,7 @@ class Quantised:
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
     def vary(self, variation: Variation, **arguments: Any) -> dict[str, Any]:
-        """The arguments that the ``vary`` hooks of ``first`` and of the quantisation replace."""
+        """Returns the arguments that the ``vary`` hooks of ``first`` and of `quantize` change."""
         changed = self._first.varied(arguments, variation)
         return {**changed, **vary_quantization(variation, arguments["quantization"])}
 

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NV
 from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, dtype_names, tensor_format
 
 E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
-"""Dtypes of e8m0 scales, 1 byte each: uint8 and float8_e8m0fnu. PyTorch 2.6 has uint8 only."""
+"""Dtypes of e8m0 scales, 1 byte each: uint8 and float8_e8m0fnu. PyTorch 2.6 lacks float8_e8m0fnu."""
 
 SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 """Names of the dtypes that operators dequantise to."""
@@ -25,7 +25,7 @@ SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 def fp8_format(
     dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype = torch.float32
 ) -> TensorFormat:
-    """Returns the format of an 8-bit float; granularity, block shape and dtype of the scales are those of `ScaleFormat`."""
+    """Returns the format of an 8-bit float. `ScaleFormat` explains the granularity, block shape and dtype of the scales."""
     return tensor_format("fp8", dtype, scale=ScaleFormat(scale_dtype, granularity, block_shape))
 
 
@@ -41,7 +41,7 @@ def mxfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_MX), layout: str = "li
 
 
 def nvfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_NVFP4), layout: str = "linear") -> TensorFormat:
-    """Like `mxfp4_format`, with e4m3 scales. The float32 global scale is not part of the format."""
+    """Returns a format like that of `mxfp4_format`, with e4m3 scales. The float32 global scale is not part of the format."""
     return tensor_format("nvfp4", torch.uint8, scale=ScaleFormat(torch.float8_e4m3fn, "block", block_shape, layout=layout))
 
 

@@ -411,7 +411,7 @@ def dequantize_fp8(
 ) -> Tensor:
     """Dequantises an 8-bit float: ``q * scale`` in float32, rounded to ``out_dtype``.
 
-    Inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
+    This is the inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
 
     Args:
         q: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz ``[..., k]``.
@@ -515,7 +515,7 @@ def _powers(
     scale_dtype: torch.dtype = torch.int32,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with e8m0 scales for blocks of 32: a byte each, or four packed in an int32."""
+    """Draws arguments with e8m0 scales for blocks of 32: a byte for each scale, or four scales packed in an int32."""
 
     def make(draw: Draw) -> dict[str, Any]:
         each = 1 if scale_dtype == torch.uint8 else 4

@@ -393,7 +393,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 @recipe
 def _fp8_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, high: int = 150) -> Callable[[Draw], dict[str, Any]]:
-    """Random bytes as q, so that all 256 fp8 bit patterns occur, NaN included."""
+    """Draws random bytes as q, so that all 256 fp8 bit patterns occur, NaN included."""
 
     def make(draw: Draw) -> dict[str, Any]:
         q = draw.integers(0, 256, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)

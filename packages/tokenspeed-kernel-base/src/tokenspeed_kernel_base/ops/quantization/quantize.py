@@ -127,7 +127,7 @@ def _(x: Tensor, quantization: Quantization) -> Cost:
 
 
 def vary_quantization(variation: Variation, quantization: Quantization) -> dict[str, Any]:
-    """The ``vary`` hook of operators that quantise: for a captured call it draws the scale that the quantisation holds."""
+    """The ``vary`` hook of operators that quantise: draws the scale of the `Quantization` for a captured call."""
     scale = quantization.scale
     if variation.want is not Want.CAPTURED:
         return {}

@@ -72,7 +72,7 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
     scales=("scale",),
 )
 def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None = None) -> Tensor:
-    """The inverse of `swizzle_scales`: block scales in linear layout, without the padding.
+    """Inverts `swizzle_scales`: returns block scales in linear layout, without the padding.
 
     Args:
         scale: uint8, float8_e8m0fnu or float8_e4m3fn ``[..., tiles, tiles_across, 32, 4, 4]``.

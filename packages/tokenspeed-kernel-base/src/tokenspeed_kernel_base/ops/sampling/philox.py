@@ -27,7 +27,7 @@ def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10: the random words for a counter and a key.
+    """Returns the random words of Philox4x32-10 for a counter and a key.
 
     Args:
         counter: int64 ``[..., 4]`` words in 0 to 2^32 - 1, least significant first.
@@ -66,9 +66,8 @@ def uniform(seed: Tensor, offset: Tensor) -> Tensor:
 def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
     """Returns a uniform random number in [0, 1) for every seed, offset and draw, for positions that need several numbers.
 
-    Like `uniform`, with two differences. The counter's third word is ``draw + 1``, so the random words differ from those of
-    `uniform`. The other difference is the precision. The result has 53 bits from the first two random words: ``(first >> 5) * 2^-27
-    + (second >> 6) * 2^-53``.
+    There are two differences from `uniform`. The counter's third word is ``draw + 1``, so the random words are others. And the
+    result has 53 bits, from the first two random words: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53``.
 
     Args:
         seed: int64 ``[...]``.

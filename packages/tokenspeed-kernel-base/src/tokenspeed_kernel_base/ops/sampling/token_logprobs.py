@@ -30,7 +30,7 @@ def token_logprobs(
     top_tokens_out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
+    """Returns the log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
 
     Let x be the row's logits divided by its temperature, and ``lse = log(sum(exp(x)))``. The log-probability of a token is
     ``x[token] - lse``. Tokens are ordered by descending logit, then by ascending token; NaN comes first. Logarithms are natural.

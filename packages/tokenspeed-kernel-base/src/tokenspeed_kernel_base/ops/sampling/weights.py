@@ -70,7 +70,8 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
 
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row; 0 for all others.
+    """Returns int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row, and 0 for all other
+    tokens.
 
     `sample_top_k_top_p` defines the weights and the kept tokens. A greedy row keeps only the first token with the largest logit.
     """

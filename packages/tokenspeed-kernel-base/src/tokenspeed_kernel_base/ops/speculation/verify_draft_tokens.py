@@ -113,7 +113,7 @@ verify_draft_tokens.fake(made_paths)
 def _inputs(
     batch: int, nodes: int, vocab: int = 3, tree: bool = True, dtype: torch.dtype = torch.int64
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with a small vocabulary, so that many drafts are right: about three quarters in a chain."""
+    """Draws arguments with a small vocabulary, so that many drafts are right: about three quarters in a chain."""
 
     def make(draw: Draw) -> dict[str, Any]:
         target = draw.integers(0, vocab, batch, nodes, dtype=dtype)

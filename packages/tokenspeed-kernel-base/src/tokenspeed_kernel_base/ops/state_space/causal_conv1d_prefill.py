@@ -164,9 +164,9 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with sequences of these lengths.
+    """Draws arguments with sequences of these lengths.
 
-    ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: has_initial_state is None.
+    ``initial``: True: some sequences start from states. False: has_initial_state is all False. None: has_initial_state is None.
     ``padding``: the number of sequences, at the end of the batch, that have no slot. With ``sliced``, x is a slice of a wider
     tensor.
     """

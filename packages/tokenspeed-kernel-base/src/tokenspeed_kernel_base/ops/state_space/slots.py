@@ -37,7 +37,7 @@ def read_initial_states(states: Tensor, state_slots: Tensor, has_initial_state: 
 
 
 def _started(state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Returns which requests of a prefill start from the state in their slot."""
+    """Returns the mask of a prefill's requests that start from the state in their slot."""
     return torch.zeros_like(state_slots, dtype=torch.bool) if has_initial_state is None else (state_slots >= 0) & has_initial_state
 
 
@@ -137,8 +137,8 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
         draw: the source of random numbers.
         batch: the number of requests.
         slots: number of slots of the cache. At least one for each request that is not padding; with ``tokens``, at least ``tokens``
-            for each. If there are as many spare slots as such requests, every second request reads one slot and writes to another
-            slot.
+            for each. If there are as many spare slots as requests with a slot, every second request reads one slot and writes to
+            another.
         tokens: number of new tokens of each request, at least 1; None: without output_slots.
         padding: the number of requests, at the end of the batch, that have no slots.
     """
@@ -179,19 +179,19 @@ def draw_prefill(
 
 
 def padding_of(state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a decode: the number of requests that have no slot."""
+    """The ``work`` hook of a decode: returns the number of requests that have no slot."""
     return {"padding": [int((state_slots < 0).sum())]}
 
 
 def prefill_read(cu_seqlens: Tensor, state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a prefill: the sequence lengths, and the number of requests that have no slot."""
+    """The ``work`` hook of a prefill: returns the sequence lengths, and the number of requests that have no slot."""
     return {"lengths": cu_seqlens.diff().tolist(), **padding_of(state_slots)}
 
 
 def vary_prefill(
     variation: Variation, tokens: int, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None
 ) -> dict[str, Any]:
-    """The ``vary`` hook of a prefill of ``tokens`` tokens, whose ``work`` hook is `prefill_read`."""
+    """The ``vary`` hook of a prefill of ``tokens`` tokens. The matching ``work`` hook is `prefill_read`."""
     draw, batch = variation.draw, len(state_slots)
     initial = None if has_initial_state is None else True
     if variation.want is Want.UNUSED:
@@ -209,7 +209,7 @@ def vary_prefill(
 
 
 def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> dict[str, Any]:
-    """The ``vary`` hook of a decode, whose ``work`` hook is `padding_of`."""
+    """The ``vary`` hook of a decode. The matching ``work`` hook is `padding_of`."""
     draw, batch, tokens = variation.draw, len(state_slots), None if output_slots is None else output_slots.shape[1]
     if variation.want is Want.UNUSED:
         changed = {

@@ -64,12 +64,13 @@ def ssd_decode(
 ) -> Tensor:
     """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
 
-    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060), whose docstring defines the recurrence.
+    The states are those that `ssd_prefill` stores. The docstring of `ssd_prefill` defines the recurrence (Dao & Gu, 2024,
+    arXiv:2405.21060).
 
     The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after
     each token is kept, so no state must be recomputed when draft tokens are rejected.
 
-    The recurrence, state included, is float32 (float64 for a float64 x) from the first to the last token of the call. The result is
+    From the first to the last token of the call, the recurrence and its state are float32 (float64 for a float64 x). The result is
     rounded to x's dtype once. States are rounded to the cache's dtype when they are written.
 
     Args:
@@ -183,8 +184,8 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Arguments. ``full``: as in `draw_recurrence`. With ``kept``, output_slots are passed. ``padding``: the number of requests, at
-    the end of the batch, that have no slot.
+    """Draws the arguments.  ``full``: as in `draw_recurrence`. With ``kept``, output_slots are passed. ``padding``: the number of
+    requests, at the end of the batch, that have no slot.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
