@@ -1,4 +1,4 @@
-"""The marker ``sampled`` of the repository's conftest."""
+"""Tests the marker ``sampled``, which `packages/conftest.py` declares."""
 
 from __future__ import annotations
 
