@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Number of calls per series: so few that the launch queue does not become full, which would block the host.
+# Number of calls per series. With so few calls, the launch queue does not become full, which would block the host.
 _CALLS = 30
 _STRETCHES = 100
 
 
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Returns, for every call in the sizes of GPT-OSS, the launcher's module, the function's name, and the arguments."""
+    """Returns the calls to measure, in the sizes of GPT-OSS: for each, the launcher's module, the function's name, and the
+    arguments."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
