@@ -5,7 +5,7 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the p
 
 First calls are made in new processes that have already used PyTorch and the GPU. Functions are called in the order of the table, so
 the first call also imports the modules that all functions need. Later calls run many times in short series on the same arguments,
-with ``out=`` and without. They never wait for the device, and the fastest series counts. The series of all functions alternate,
+with ``out=`` and without. Later calls never wait for the device. The fastest series counts. The series of all functions alternate,
 because CPU clocks vary.
 """
 

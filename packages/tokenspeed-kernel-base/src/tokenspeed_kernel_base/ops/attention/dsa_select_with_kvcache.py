@@ -44,9 +44,9 @@ def dsa_select_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Selects the cache slots of the ``top_k`` positions with the highest lightning-indexer scores for each new token.
 
-    This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). Composed of
-    `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. If both caches use the same pages, pass the results
-    to `mla_sparse_with_kvcache` as ``indices`` and ``topk_length``. A fused kernel need not write the scores.
+    This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). The operator is
+    a composition of `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. If both caches use the same pages,
+    pass the results to `mla_sparse_with_kvcache` as ``indices`` and ``topk_length``. A fused kernel need not write the scores.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.

@@ -58,8 +58,8 @@ def mha_decode_with_kvcache(
     Computes the same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence. The
     softmax is that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b. Position j is in slot
     ``j % page_size`` of page ``page_table[b, j // page_size]``. The queries are at the last positions. Each query sees itself and
-    earlier tokens. Accumulates in float32 (float64 for a float64 q) and rounds the output once. If q and the caches are fp8, a
-    kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
+    earlier tokens. Accumulators are float32 (float64 for a float64 q), and the output is rounded once. If q and the caches are fp8,
+    a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.

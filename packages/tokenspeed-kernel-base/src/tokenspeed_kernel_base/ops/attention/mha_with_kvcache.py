@@ -56,7 +56,7 @@ def mha_with_kvcache(
     tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention to a paged cache for a mixed batch: sequences that decode, extend and prefill in one call.
+    """Computes causal attention to a paged cache for a mixed batch: sequences that decode, extend and prefill in one call.
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
     `mha_extend_with_kvcache`. The result is that of `mha_extend_with_kvcache` with ``is_causal=True``. A sequence that decodes

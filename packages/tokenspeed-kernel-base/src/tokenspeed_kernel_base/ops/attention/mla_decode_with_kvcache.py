@@ -60,8 +60,8 @@ def mla_decode_with_kvcache(
     docstring of `mla_extend_with_kvcache` explains "absorbed". The cache already holds the new tokens. The cache holds positions 0
     to ``cache_seqlens[b] - 1`` of sequence b. Position j is in slot ``j % page_size`` of page ``page_table[b, j // page_size]``.
     The queries are at the last positions of their sequence. Each query sees itself and earlier tokens; with a window, only the
-    nearest of these. Accumulates in float32 (float64 for a float64 q) and rounds the output once. With an fp8 cache, a kernel may
-    round the softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
+    nearest of these. Accumulators are float32 (float64 for a float64 q), and the output is rounded once. With an fp8 cache, a
+    kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by

@@ -62,8 +62,8 @@ def mla_extend_with_kvcache(
     the attention. The attention itself works on latents, which all heads share. A score is ``q . [c, rotary part] *
     softmax_scale``, the value is c. Positions, visibility and the softmax are as in `mha_extend_with_kvcache`: query i of a
     sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query sees key j if ``j <= p`` (with
-    is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64 for a float64 q) and rounds the
-    output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
+    is_causal) and ``j >= p - window_left`` (if there is a window). Accumulators are float32 (float64 for a float64 q), and the
+    output is rounded once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
     `mha_prefill`.
 
     Args:

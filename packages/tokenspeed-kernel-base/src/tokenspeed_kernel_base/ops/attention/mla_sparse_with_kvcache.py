@@ -46,7 +46,7 @@ def mla_sparse_with_kvcache(
     This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer selects
     the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and decode are
     the same call, because the operator needs the slots of each token, but no sequence lengths. No causal mask is applied: the
-    selection must already be causal. Accumulates in float32 (float64 for a float64 q) and rounds the output once.
+    selection must already be causal. Accumulators are float32 (float64 for a float64 q), and the output is rounded once.
 
     The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
     The second is the layout of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse

@@ -58,7 +58,7 @@ def qk_rmsnorm_rope_store_kv_cache(
             heads, then the key heads, then the value heads. May be a strided slice. If a token is not written to the cache, only
             its q is read.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if positions lie in host memory, also for tokens that are not written.
+            Positions in host memory are checked, also those of tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
@@ -71,10 +71,10 @@ def qk_rmsnorm_rope_store_kv_cache(
         k_weight: any float dtype ``[head_dim]``; requires q_weight.
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only for an 8-bit cache.
         v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
-        mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with
+        mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Allowed only with
             mrope_section.
         out: receives the queries; must not overlap an input.
 

@@ -63,7 +63,7 @@ def rmsnorm_qkv_rope(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm, QKV projection and RoPE in one call, which can also store k and v in the paged KV cache.
+    """Computes RMSNorm, QKV projection and RoPE in one call, and can also store k and v in the paged KV cache.
 
     The operator is a composition of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the
     concatenated weights of q, k and v and the bias, and rounds to x's dtype. `apply_rope` rotates q and k in place, and writes k
@@ -89,7 +89,7 @@ def rmsnorm_qkv_rope(
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
         out: receives q, k and v.
-        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Allowed only with a residual.
 
     Returns:
         q, k and v concatenated, x's dtype ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with a residual also ``x + residual``,

@@ -28,7 +28,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     most ``group.time_limit_s``.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. The operator does not write to x.
         group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 

@@ -36,7 +36,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Not written to unless it is also ``out``.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. The operator does not write to x, unless x is also
+            ``out``.
         group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
             peer memory directly instead of calling a communication library.
         out: receives the sum; may be x itself, and must not overlap it otherwise.

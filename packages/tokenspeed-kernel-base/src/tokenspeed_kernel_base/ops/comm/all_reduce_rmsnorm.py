@@ -57,7 +57,8 @@ def all_reduce_rmsnorm(
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
             normalisation.
         out: receives the result. May be x. May be the residual unless residual_out is the residual.
-        residual_out: receives the sum with the residual. May be the residual. May be x unless out is x. Only with a residual.
+        residual_out: receives the sum with the residual. May be the residual. May be x unless out is x. Allowed only with a
+            residual.
 
     Returns:
         The normalised sum, like x and contiguous; with a residual, ``(normalised, sum)``.

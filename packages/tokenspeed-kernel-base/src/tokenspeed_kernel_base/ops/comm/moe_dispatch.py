@@ -46,9 +46,9 @@ def moe_dispatch(
     """Expert-parallel dispatch: sends each token once to every rank that holds one of its experts.
 
     Rank r holds ``num_experts / world_size`` experts, from ``r * num_experts / world_size`` on. Each rank's result has a row for
-    each token of each rank, in rank order. A rank receives the rows of tokens for its own experts. All other rows are zero and have
-    no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`,
-    equals `moe_apply` with all experts, except for the order of summation.
+    each token of each rank, in rank order. A rank receives the rows of those tokens that are routed to its experts. All other rows
+    are zero and have no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by
+    `moe_combine`, equals `moe_apply` with all experts, except for the order of summation.
 
     All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. A rank
     with fewer tokens adds padding tokens, whose ids are all negative. With gloo or peer memory, the ranks compare their calls at

@@ -31,7 +31,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
     once for each rank. The order in which the ranks' values are added is unspecified.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. Not written to.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. The operator does not write to x.
         group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 

@@ -63,7 +63,7 @@ def apply_rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of q and k, which can also store k and v in the paged KV cache.
+    """Rotates q and k (rotary position embedding, RoPE), and can also store k and v in the paged KV cache.
 
     The first ``rotary_dim`` elements of a head form pairs ``(a, b)``. Each pair becomes ``(a * cos - b * sin, b * cos + a * sin)``.
     The remaining elements are copied (Su et al., 2021, arXiv:2104.09864). Pair i has elements ``(i, i + rotary_dim / 2)``, as in
@@ -89,7 +89,7 @@ def apply_rope(
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided. With ``k=q[:, :0]``, a view without heads, only q is
             rotated.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if positions lie in host memory, also for tokens that are not written.
+            Positions in host memory are checked, also those of tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
@@ -100,10 +100,11 @@ def apply_rope(
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only if k is written to an 8-bit
+            cache.
         v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use time, height and width, ``rotary_dim / 2`` in total; None: a token has one position.
-        mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Only with mrope_section.
+        mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Allowed only with mrope_section.
         q_out: receives the rotated q; may be q.
         k_out: receives the rotated k; may be k.
 

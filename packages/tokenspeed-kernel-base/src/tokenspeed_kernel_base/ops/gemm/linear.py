@@ -50,9 +50,9 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
     """Linear layer: ``x @ weight.t() + bias``, with weights that `linear.prepare` arranged for the plan's kernel.
 
-    Composed of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8`,
-    `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports. Its weights are
-    in the canonical layout.
+    The operator is a composition of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`,
+    `quantize_mxfp8`, `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel
+    supports. Its weights are in the canonical layout.
 
     Rounding is that of these operators. Weights are dequantised exactly. Activations are rounded only as the plan's
     ``activation_dtype`` says. Accumulators are float32 (float64 for float64 tokens), and the result, bias included, is rounded to

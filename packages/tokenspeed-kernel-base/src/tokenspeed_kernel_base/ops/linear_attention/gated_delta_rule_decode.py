@@ -49,7 +49,7 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gated delta rule (GDN, KDA) for one or several new tokens of every request, on states in a cache.
+    """Applies the gated delta rule (GDN, KDA) to one or several new tokens of every request, with states in a cache.
 
     Each value head has a state ``S``, ``[k_dim, v_dim]``. Each token updates and reads the state::
 
@@ -78,13 +78,14 @@ def gated_delta_rule_decode(
             cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
         state_slots: int32 ``[batch]``, the slot from which each request's state is read. Negative: the state is zero and is not
-            written. Checked if it lies in host memory.
+            written. Values in host memory are checked.
         output_slots: int32 ``[batch, tokens]``, distinct slots to which the states after each token are written; a negative slot is
             not written. None: the state after the last token is written to state_slots. This is checked if state_slots and
             output_slots lie in host memory.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
-        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
+        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Allowed only with
+            A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
         scale: multiplies the outputs; None is ``1 / sqrt(k_dim)``.
         out: receives the outputs. It must not overlap an input.

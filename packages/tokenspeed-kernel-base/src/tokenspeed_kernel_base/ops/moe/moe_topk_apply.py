@@ -50,7 +50,7 @@ def moe_topk_apply(
 ) -> Tensor:
     """Routes each token by the router's logits and applies the mixture-of-experts layer: `moe_topk`, then `moe_apply`.
 
-    Composed of these two operators. A fused kernel selects the same experts, because the selection is exact.
+    The operator is a composition of these two operators. A fused kernel selects the same experts, because the selection is exact.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.

@@ -70,7 +70,7 @@ def rmsnorm_moe_topk(
         out: receives the normalised tokens.
         weights_out: receives the weights.
         ids_out: receives the ids.
-        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Allowed only with a residual.
 
     Returns:
         The normalised tokens, like x; weights: float32 ``[tokens, top_k]``; ids: int32 ``[tokens, top_k]``, best first; with a

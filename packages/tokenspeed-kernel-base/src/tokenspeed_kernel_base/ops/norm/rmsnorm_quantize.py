@@ -50,7 +50,7 @@ def rmsnorm_quantize(
             normalisation.
         out: receives q.
         scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
-        residual_out: receives the sum; may be the residual or x. Only with a residual.
+        residual_out: receives the sum; may be the residual or x. Allowed only with a residual.
 
     Returns:
         q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x

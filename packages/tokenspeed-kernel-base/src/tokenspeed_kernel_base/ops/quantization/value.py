@@ -38,7 +38,7 @@ class Quantization:
         scale_dtype: float32; uint8 (e8m0) or int32 (four e8m0 packed) for fp8 in blocks; uint8 for mxfp8; float8_e4m3fn for nvfp4.
         scale_rounding: ``"nearest"``; for e8m0 scales ``"down"`` or ``"up"``.
         scale_layout: ``"linear"``; or ``"128x4"`` for scales of mxfp8 and nvfp4 in tiles, as `swizzle_scales` makes them.
-        scale: float32; the given scale of fp8, or the global scale of nvfp4. None otherwise. Never written to.
+        scale: float32; the given scale of fp8, or the global scale of nvfp4. None otherwise. Operators never write to it.
 
     Raises:
         ValueError, TypeError: the combination of attributes is invalid; the message names the wrong attribute.

@@ -45,7 +45,7 @@ def causal_conv1d_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal 1-D convolution for one or several new tokens of each request, continuing from states in a cache.
+    """Computes a causal 1-D convolution for one or several new tokens of each request, which continues from states in a cache.
 
     The states are those that `causal_conv1d_prefill` stores. The state of a request is its last ``width - 1`` inputs. The page
     "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after each token

@@ -46,7 +46,7 @@ def causal_conv1d_prefill(
     activation: str | None = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal depthwise 1-D convolution of packed sequences, which stores the final state of each sequence.
+    """Computes a causal depthwise 1-D convolution of packed sequences, and stores the final state of each sequence.
 
     Within each sequence, ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])``. Mamba (Gu &
     Dao, 2023, arXiv:2312.00752) has this convolution in front of its state-space layers; gated delta networks use it too. The

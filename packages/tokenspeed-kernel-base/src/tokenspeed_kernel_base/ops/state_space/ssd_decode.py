@@ -62,7 +62,7 @@ def ssd_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
+    """Computes the selective state update of Mamba2 for one or several new tokens of each request, with states in a cache.
 
     The states are those that `ssd_prefill` stores. The docstring of `ssd_prefill` defines the recurrence (Dao & Gu, 2024,
     arXiv:2405.21060).

@@ -65,7 +65,7 @@ def ssd_prefill(
     has_initial_state: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """State-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
+    """Computes the state-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
 
     The operator computes the state-space duality (SSD) layer of Dao & Gu, 2024, arXiv:2405.21060.
 
