@@ -41,10 +41,11 @@ def times_of(trace: Tensor) -> tuple[Tensor, Tensor]:
 def table(trace: Tensor) -> Iterator[str]:
     """Yields the lines of a table with a line for each event.
 
-    The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event: the median over
-    CTAs, layers and rounds, and the median of the largest of all CTAs. A CTA without the event is left out. ``at`` is the time
-    since the CTA has written the preceding layer's output. ``last CTA`` is how much later than the median the last CTA has the
-    event. Steps of the producer and of the epilogue overlap the others, so they only have ``at``.
+    The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event, as a median
+    over CTAs, layers and rounds. ``max`` is the longest step of all CTAs, as a median over layers and rounds. A CTA without the
+    event is left out. ``at`` is the time since the CTA has written the preceding layer's output. ``last CTA`` is how much later
+    than the median the last CTA has the event. Steps of the producer and of the epilogue overlap the others, so they only have
+    ``at``.
     """
     own, common = times_of(trace)
     chain = torch.where(own[..., :CHAIN].isnan(), -torch.inf, own[..., :CHAIN]).cummax(-1).values

@@ -89,9 +89,9 @@ def mha_prefill(
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the log-sum-exp,
-        float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator, which is the sum of ``exp(score)`` over
-        visible keys, **plus exp(sink)** if sinks are given. `attn_merge_state` can merge partial results if exactly one of them
-        includes the sinks.
+        float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator. The denominator is the sum of
+        ``exp(score)`` over visible keys, **plus exp(sink)** if sinks are given. `attn_merge_state` can merge partial results if
+        exactly one of them includes the sinks.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of

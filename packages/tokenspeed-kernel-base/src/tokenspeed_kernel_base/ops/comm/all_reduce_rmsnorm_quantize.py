@@ -60,8 +60,8 @@ def all_reduce_rmsnorm_quantize(
         residual_out: receives the sum with the residual; may be the residual or x. Allowed only with a residual.
 
     Returns:
-        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
-        and contiguous.
+        q and scale as `quantize` returns them, or q alone if ``quantization`` has an fp8 scale. With a residual also the sum,
+        contiguous, in the residual's dtype.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.

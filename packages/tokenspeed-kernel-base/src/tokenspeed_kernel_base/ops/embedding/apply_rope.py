@@ -77,7 +77,7 @@ def apply_rope(
     With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et al.,
     2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use time, the
     next ``mrope_section[1]`` pairs height, and the remaining pairs width (Qwen2.5-VL). With ``mrope_interleaved``, time, height and
-    width alternate from pair to pair until height or width has the number of pairs in its section; all other pairs use time
+    width alternate from pair to pair. Once height or width has the number of pairs in its section, its further pairs use time
     (Qwen3-VL). For other rules, such as four sections, give every token its own row in cos_sin_cache: see "Rotary positions of any
     kind" on the page "Calling operators".
 

@@ -1,7 +1,7 @@
 """A paged cache of e4m3 latents with a float32 scale for each 128 elements, and unquantised rotary parts.
 
 The format is DeepSeek-V3.2's cache format, with 656 bytes for each token. The module holds the code that operators on such caches
-share, and `mla_cache_views`, which views pages of bytes as the three tensors of the cache.
+share. `mla_cache_views` views pages of bytes as the three tensors of a cache.
 """
 
 from __future__ import annotations

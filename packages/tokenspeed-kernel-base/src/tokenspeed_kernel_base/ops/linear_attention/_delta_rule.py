@@ -100,9 +100,10 @@ def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
 
     There are six intermediates: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values
     written to the state, these values times their decays, and the attention weights of the outputs. With a gate for each channel
-    there are five more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and
-    keys and queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the attention weights
-    and both kinds of values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, as does the rounding of the outputs themselves.
+    there are five more. Keys and queries are multiplied by their decays from the chunk's start, keys by their decays to the chunk's
+    end, and keys and queries by their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the attention
+    weights and both kinds of values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, as does the rounding of the outputs
+    themselves.
     """
     return (dense_tensor_format(q.dtype),) * (6 if g.dim() < q.dim() else 11)
 

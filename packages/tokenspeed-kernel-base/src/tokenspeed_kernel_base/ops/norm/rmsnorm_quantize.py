@@ -53,8 +53,8 @@ def rmsnorm_quantize(
         residual_out: receives the sum; may be the residual or x. Allowed only with a residual.
 
     Returns:
-        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
-        and contiguous.
+        q and scale as `quantize` returns them, or q alone if ``quantization`` has an fp8 scale. With a residual also the sum,
+        contiguous, in the residual's dtype.
 
     Raises:
         TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.

@@ -13,8 +13,8 @@ e8m0      8     2^127                    a power of two, ``2^(byte - 127)``; 255
 Two e2m1 values share a byte: the lower nibble is the element with the lower index. Every conversion rounds to nearest, ties to
 even, and saturates.
 
-The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0: `BLOCK_MX` consecutive elements of the last axis
-share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``, where ``amax`` is the block's largest magnitude and ``emax``
+The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0. `BLOCK_MX` consecutive elements of the last axis
+share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``. Here ``amax`` is the block's largest magnitude, and ``emax``
 the exponent of the element format's largest power of two. The specification leaves two choices open. Here a block with a NaN or an
 infinity gets the scale 255 and zero elements, so the whole block dequantises to NaN. Exponents below -127 become -127, so that a
 block of zeros has the scale byte 0.

@@ -228,8 +228,8 @@ def _quantisation_cases() -> list[Case]:
 
 
 def _about_the_largest(draw: Draw) -> dict[str, Any]:
-    """Draws blocks whose largest magnitudes, in ascending order, are those at which a rounded-up scale changes, and the
-    neighbouring float32 values.
+    """Draws blocks in ascending order of their largest magnitude. These magnitudes are the values at which a rounded-up scale
+    changes, and the neighbouring float32 values.
     """
     edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal in float32
     wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
