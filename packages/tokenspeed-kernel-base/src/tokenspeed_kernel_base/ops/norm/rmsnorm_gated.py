@@ -40,7 +40,7 @@ def rmsnorm_gated(
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
-        gate: a tensor of x's dtype and shape. May be a strided slice of a fused projection.
+        gate: a tensor with dtype and shape like x. May be a strided slice of a fused projection.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
         activation: ``"silu"``, which is ``gate * sigmoid(gate)``, or ``"sigmoid"``.

@@ -92,7 +92,7 @@ def ssd_prefill(
         state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
             has no state. Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: the gate, with x's dtype and shape. None if the gate is applied by the norm after the layer.
+        z: the gate, with dtype and shape like x. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
