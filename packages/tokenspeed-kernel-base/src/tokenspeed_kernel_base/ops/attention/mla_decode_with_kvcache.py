@@ -67,7 +67,7 @@ def mla_decode_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
             sequence, absorbed part first. With kv_scale_cache, q must be float16 or bfloat16.
         kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
-            kv_scale_cache: float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, which holds the latents alone, see
+            kv_scale_cache, kv_cache is float8_e4m3fn ``[pages, page_size, kv_lora_rank]`` and holds the latents alone, see
             `mla_sparse_with_kvcache`.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
             the window hides the whole page from every new token of the sequence. Kernels never read such a page, so it may have

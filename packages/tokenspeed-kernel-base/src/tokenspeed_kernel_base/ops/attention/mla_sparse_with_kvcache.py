@@ -58,7 +58,8 @@ def mla_sparse_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. With
             kv_scale_cache, q must be float16 or bfloat16.
         kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
-            kv_scale_cache: float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, which holds the latents alone. May be strided.
+            kv_scale_cache, kv_cache is float8_e4m3fn ``[pages, page_size, kv_lora_rank]`` and holds the latents alone. May be
+            strided.
         indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. Negative indices are
             ignored. A slot that occurs twice counts as two keys.
         kv_lora_rank: width of the latent. The latent is the value. The key is the latent followed by the rotary part. With
