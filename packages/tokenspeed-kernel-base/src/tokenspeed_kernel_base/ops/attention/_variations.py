@@ -16,7 +16,7 @@ _CACHES = ("k_cache", "v_cache", "kv_cache", "kv_scale_cache", "rope_cache")
 
 
 def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    """Returns the sequence lengths, which determine the work of paged attention. A ``work`` hook."""
+    """For ``work`` hooks: returns the sequence lengths, which determine the work of paged attention."""
     kv_lens: list[int] = cache_seqlens.tolist()
     return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
 

@@ -165,7 +165,7 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     freed: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws the arguments.  ``token``: the shape of a token's keys. With ``freed``, page table entries for positions before the
+    """Draws the arguments. ``token``: the shape of a token's keys. With ``freed``, page table entries for positions before the
     nodes are -1."""
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _inputs(
     mean: float = 0.0,
     residual_dtype: torch.dtype | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws the arguments.  ``parameters`` says which of weight and bias to pass. ``mean`` is the mean of x."""
+    """Draws the arguments. ``parameters`` says which of weight and bias to pass. ``mean`` is the mean of x."""
 
     def make(draw: Draw) -> dict[str, Any]:
         return {

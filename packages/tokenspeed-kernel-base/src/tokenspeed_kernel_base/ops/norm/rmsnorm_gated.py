@@ -94,7 +94,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs(
     *shape: int, dtype: torch.dtype = torch.bfloat16, fused: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws the arguments.  With ``fused``, the gate is a strided slice of a wider tensor."""
+    """Draws the arguments. With ``fused``, the gate is a strided slice of a wider tensor."""
 
     def make(draw: Draw) -> dict[str, Any]:
         gate = draw.normal(shape[0], 2, *shape[1:], dtype=dtype)[:, 1] if fused else draw.normal(*shape, dtype=dtype)

@@ -152,7 +152,7 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws the arguments.  With ``kept``, output_slots are passed. ``padding``: the number of requests, at the end of the batch,
+    """Draws the arguments. With ``kept``, output_slots are passed. ``padding``: the number of requests, at the end of the batch,
     that have no slot. With ``sliced``, x is a slice of a wider tensor.
     """
 

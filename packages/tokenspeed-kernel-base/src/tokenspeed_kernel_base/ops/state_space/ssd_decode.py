@@ -184,7 +184,7 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Draws the arguments.  ``full``: as in `draw_recurrence`. With ``kept``, output_slots are passed. ``padding``: the number of
+    """Draws the arguments. ``full``: as in `draw_recurrence`. With ``kept``, output_slots are passed. ``padding``: the number of
     requests, at the end of the batch, that have no slot.
     """
 
