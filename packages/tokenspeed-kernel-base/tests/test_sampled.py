@@ -1,4 +1,4 @@
-"""Tests the marker ``sampled``, which `packages/conftest.py` declares."""
+"""Tests the marker ``sampled``, which the repository's `conftest.py` implements."""
 
 from __future__ import annotations
 

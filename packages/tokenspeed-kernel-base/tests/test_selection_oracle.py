@@ -284,7 +284,7 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
             offending.add(name)
     for name, rule in kernel.traits.items():
         # A kernel that requires a flag is not eligible for a request that does not state the flag.
-        if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # repr, because True == 1
+        if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # compared by repr, because True == 1
             offending.add(name)
     if overridden:
         # An override skips the trait gate, except for traits that describe the operands.

@@ -91,7 +91,7 @@ def test_other_strides_and_aliases_use_the_full_description(decisions: list[tupl
     normed, total = rmsnorm(x, weight, residual=x)
     assert torch.equal(total, x + x)
     assert torch.equal(normed, rmsnorm(x + x, weight))
-    assert len(decisions) == 2  # with a residual and without
+    assert len(decisions) == 2  # one without a residual, one with
 
 
 def test_alternating_descriptions_use_the_quick_lookup(decisions: list[tuple[Any, ...]]) -> None:

@@ -6,8 +6,9 @@
 All variants run in one process on the same random values. Each variant is first compared with the public operators, layer by layer.
 For each layer, the operators start from the residual stream that the variant has computed. Then several calls run in a CUDA graph.
 The graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so
-every layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL as in the runtime. The
-output of a layer's experts is the next layer's residual, because the runtime adds it in the next kernel.
+every layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL, as in the runtime
+`tools/gpt_oss`. The output of a layer's experts is passed as the next layer's residual, because the runtime adds this output in the
+next kernel.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason, and the other variants are still measured.
 The kernel's waits end by themselves after about two seconds. The process ends after ``--seconds`` in any case.

@@ -101,7 +101,7 @@ QWEN3_FP8 = Model("qwen3-235b fp8 blocks", 128, 8, 4096, 1536, "fp8_block")
 DEEPSEEK_V3 = Model("deepseek-v3 32 of 256", 32, 8, 7168, 2048, "fp8_block", of=256)
 
 
-# Numbers of tokens of GPT-OSS-120B that have no bar.
+# Numbers of tokens at which GPT-OSS-120B has no bar.
 _BESIDE_BARS = (128, 512, 2048)
 
 

@@ -4,8 +4,8 @@
 
 The steps of a layer run one after another, because each step needs all results of the preceding step. Memory is busy while the
 producer warps load. These warps load the weights of the experts as soon as the experts are known, and the weights of the next
-projection as far as the ring buffer has room. So a layer takes the time of the experts' bytes, the latencies of the steps, and the
-part of the projection's time that no latency hides.
+projection as far as the ring buffer has room. So the time of a layer is the sum of three times: loading the experts' weights, the
+latencies of the steps, and the part of the projection's load time that no latency hides.
 
 Latencies are in microseconds. "measured" marks a figure that was measured on an H200 in this repository. "assumed" marks an
 estimate, which measurements of `h200_persistent.py` can correct.

@@ -27,8 +27,8 @@ def gathered(layers: PersistentLayers, run: Callable[[], None], rounds: int, cal
 
 
 def times_of(trace: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the events' times since each CTA's begin and since the first CTA's begin, in microseconds: float64 ``[rounds, ctas,
-    layers, events]``. Events that a CTA does not have are NaN.
+    """Returns the events' times in microseconds, first since each CTA's own begin, then since the first CTA's begin: two tensors,
+    float64 ``[rounds, ctas, layers, events]``. Events that a CTA does not have are NaN.
     """
     trace = trace.cpu()
     begin, timer, end, timer_at_end = (each[..., None, None] for each in trace[:, :, -1, :4].unbind(-1))
@@ -43,9 +43,9 @@ def table(trace: Tensor) -> Iterator[str]:
 
     The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event, as a median
     over CTAs, layers and rounds. ``max`` is the longest step of all CTAs, as a median over layers and rounds. A CTA without the
-    event is left out. ``at`` is the time since the CTA has written the preceding layer's output. ``last CTA`` is how much later
-    than the median the last CTA has the event. Steps of the producer and of the epilogue overlap the others, so they only have
-    ``at``.
+    event is left out. ``at`` is the time since the CTA has written the preceding layer's output. ``last CTA`` is the time from the
+    median CTA's event to the last CTA's event. Events of the producer and of the epilogue overlap other steps, so they have neither
+    ``step`` nor ``max``.
     """
     own, common = times_of(trace)
     chain = torch.where(own[..., :CHAIN].isnan(), -torch.inf, own[..., :CHAIN]).cummax(-1).values

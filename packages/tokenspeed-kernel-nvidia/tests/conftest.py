@@ -87,7 +87,7 @@ def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
-    """Unregisters this package's kernels. Returns whether there were any."""
+    """Unregisters this package's kernels. Returns whether any kernel was registered."""
     names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
     for name in names:
         registry.unregister(name)

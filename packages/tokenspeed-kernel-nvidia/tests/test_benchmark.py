@@ -93,7 +93,7 @@ def test_the_reference_of_rows_is_that_of_the_operator(programs: Programs, index
         assert out.shape == arguments["q"].shape
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
         error, row_error = runner.errors_against(expected)(out[rows])
-        assert error < 3e-3  # the rounding error of bfloat16
+        assert error < 3e-3  # near the rounding error of bfloat16
         assert row_error < 0.5 * h200.LIMITS.row_error
         assert runner.relative_error(out[rows] * 1.01, expected) > h200.LIMITS.error
 

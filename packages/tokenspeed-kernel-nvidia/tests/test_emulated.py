@@ -123,7 +123,8 @@ def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
     ],
 )
 def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
-    """Tests that two windows do not overflow: the largest one that kernels receive, and the largest 32-bit one of a caller."""
+    """Tests that two values of window_left do not overflow: the largest that kernels receive, and the largest 32-bit integer of a
+    caller."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     assert isinstance(case.make, Recipe)

@@ -124,7 +124,7 @@ def _interleaved_codes(given: dict[str, Any]) -> Tensor:
 
 @with_signature(SIGNATURES["prepare.interleave_moe_scales_for_sm90_mixed_gemm"], "scales")
 def _interleaved_scales(given: dict[str, Any]) -> Tensor:
-    """Reorders scales: a block of 64 x 128 becomes ``[16, 16]``."""
+    """Reorders scales: the scales of a block of 64 x 128 weights become ``[16, 16]``."""
     scales = given["scales"]
     experts, rows, groups = scales.shape
     assert (scales.dtype, rows % 64, groups % 4) == (torch.uint8, 0, 0)

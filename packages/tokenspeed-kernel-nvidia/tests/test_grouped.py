@@ -152,7 +152,7 @@ def test_strides(sm90: torch.device) -> None:
     wanted = layer.wanted(x, weights, ids)
     wide_x, wide_out = (torch.full((200, 400), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    for first in (8, 3):  # aligned rows, and unaligned ones
+    for first in (8, 3):  # first aligned rows, then unaligned rows
         wide_x[:, first : first + 192] = x
         out = wide_out[:, first : first + 192]
         assert layer.run(wide_x[:, first : first + 192], weights, ids, out) is out

@@ -38,7 +38,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def arguments_of(lengths: list[int], heads: int, new: int = 1, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """Returns a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
+    """Returns the arguments of a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     given = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, **options}
     case = Case("", paged(lengths, heads=heads, max_seqlen_q=new, stale=True, return_lse=True, **given))
     return dict(get_operator("attention.mla_decode_with_kvcache").complete(case.build(device, sum(lengths))))

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def arguments_of(lengths: list[int], new: list[int], heads: int, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """Returns a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
+    """Returns the arguments of a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     widths = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, "is_causal": True}
     case = Case("", paged(lengths, new, heads=heads, **{**widths, "stale": True, "return_lse": True, **options}))
     return dict(get_operator("attention.mla_extend_with_kvcache").complete(case.build(device, sum(lengths))))

@@ -280,7 +280,7 @@ def _run_scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: 
 
 
 def _dtypes(name: str) -> list[torch.dtype | None]:
-    """Returns the activation dtypes that are supported with such weights."""
+    """Returns the activation dtypes that the kernel supports for this entry of `SCALED`."""
     return list(DTYPES) if name.startswith("fp8 weights") else [torch.bfloat16] if name.startswith("mx") else [None]
 
 

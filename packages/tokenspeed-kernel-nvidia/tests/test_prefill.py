@@ -67,7 +67,7 @@ def _extend(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_cta_fits_on_an_sm(head_dim: int) -> None:
     config = Config("bfloat16", head_dim, 8)
-    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # q, k and v, out
+    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # of q, of k and v, of out
     assert 2 * head_dim * rows + 2048 <= SHARED_MEMORY
     warpgroups = config.block_m // 64
     assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS

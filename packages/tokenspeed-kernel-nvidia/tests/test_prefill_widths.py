@@ -56,7 +56,7 @@ def check_extend(
     is_causal: bool = True,
     **options: Any,
 ) -> None:
-    """Compares extend with float32 in the same way. Slots without a token are NaN."""
+    """Compares extend with float32, and fails if rows or LSEs differ. Slots without a token are NaN."""
     case = oracle.paged(q_lens, kv_lens, *heads, widths[0], page_size, BF16, device, sum(kv_lens), widths[1])
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
     got = mha_extend_with_kvcache(

@@ -68,7 +68,7 @@ def _launch(case: oracle.Paged, window_left: int = 127, **options: Any) -> tuple
     "lengths", [[1], [8], [127], [128], [129, 0, 0, 1], [0, 1, 64, 65, 127, 128, 129, 0, 260], [1024], []], ids=str
 )
 def test_lengths(sm90: torch.device, lengths: list[int]) -> None:
-    """Tests one sequence and several, with lengths of zero, of one, and of one more and one less than a tile or a block."""
+    """Tests one and several sequences: lengths of 0 and 1, and lengths one above and one below that of a tile or a block."""
     _prefill(sm90, lengths)
 
 

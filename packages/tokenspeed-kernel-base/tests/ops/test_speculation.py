@@ -125,7 +125,7 @@ def test_more_siblings_are_accepted_more_often() -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_chosen_drafts_and_samples_of_the_target_keep_the_distribution(name: str) -> None:
-    """All sequences have the same drafts: the most probable ones of the draft model."""
+    """Gives all sequences the same drafts, the most probable tokens of the draft model."""
     tree, root = TREES[name], 1
     target, draft = transitions(3), transitions(4)
     tokens, used = [root], [0] * len(tree)
