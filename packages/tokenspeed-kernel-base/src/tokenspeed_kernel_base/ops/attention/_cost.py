@@ -1,4 +1,4 @@
-"""The minimal FLOPs and bytes of attention."""
+"""Computes the minimal FLOPs and bytes of attention."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def _(
 def check_angles(
     check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
 ) -> None:
-    """Checks shapes and dtypes of positions and cos_sin_cache. Call it when the sizes of q are bound."""
+    """Checks shapes and dtypes of positions and cos_sin_cache. Call this function when the sizes of q are bound."""
     if mrope_section is not None:
         said = "three numbers, of time, height and width; for other sections give each token a row of cos_sin_cache"
         check.require(len(mrope_section) == 3, "mrope_section", said, str(mrope_section))

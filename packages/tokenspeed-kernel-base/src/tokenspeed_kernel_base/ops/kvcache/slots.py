@@ -84,7 +84,7 @@ def check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of v, the caches, slots and scales. Call it after the check of k's shape."""
+    """Checks shapes and dtypes of v, the caches, slots and scales. Call this function after the check of k's shape."""
     check.tensor("v", v, "tokens kv_heads v_head_dim", k.dtype)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
     check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
@@ -95,7 +95,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks the latent cache, the slots and the scale of a store. Call it after the checks of latent and k_rope."""
+    """Checks the latent cache, the slots and the scale of a store. Call this function after the checks of latent and k_rope."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))

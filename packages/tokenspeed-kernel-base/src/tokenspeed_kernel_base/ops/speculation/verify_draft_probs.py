@@ -59,11 +59,11 @@ def verify_draft_probs(
     Every backend draws the same tokens from the same inputs. The exact definition follows. In float64, ``r = max(a * p - b * q,
     0)``, with a = 1 and b = 0 at first. ``a * p``, ``b * q`` and the difference are each rounded, and a NaN or infinite result
     counts as 0. Before summation, each r is rounded to a multiple of 2^-40, ties to even. Child i is accepted if ``u * q(x) <
-    r(x)``, with u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i). At a rejection
-    1 is added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The last token is the
-    first token at which the cumulative sum of r exceeds ``floor(u * S)``. Here u is the random number with index 0, and S is the
-    sum of r over the vocabulary. r and S are counted in multiples of 2^-40. A sum over the vocabulary can be 0; after a rejection,
-    only rounding or NaN can cause this. Then a and b are reset to 1 and 0. If S is still 0, the token is 0.
+    r(x)``, where u is the random number with index i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i).
+    At a rejection 1 is added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The
+    last token is the first token at which the cumulative sum of r exceeds ``floor(u * S)``. Here u is the random number with index
+    0, and S is the sum of r over the vocabulary. r and S are counted in multiples of 2^-40. A sum over the vocabulary can be 0;
+    after a rejection, only rounding or NaN can cause this. Then a and b are reset to 1 and 0. If S is still 0, the token is 0.
 
     So NaN and infinity count as probability 0. A token with a NaN or infinite target probability is neither accepted nor drawn at
     that node. A token with a NaN or infinite draft probability is not accepted, and not drawn after a rejection. If all draft

@@ -66,7 +66,7 @@ def verify_draft_tokens(
 
     Example:
         The root has children 1 and 2, and node 2 has child 3. The target emits 8 after the root, 9 after node 2, and 4 after node
-        3. Node 2 holds the 8 and node 3 the 9.
+        3. Node 2 holds token 8, and node 3 holds token 9.
 
         >>> import torch
         >>> from tokenspeed_kernel import verify_draft_tokens
@@ -128,7 +128,7 @@ def _inputs(
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
     arguments = _inputs(12, 9)(draw)
-    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves or later nodes: they are absent
+    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves or later nodes, so they are absent
     tokens = draw.integers(-2, 2, 12, 9)
     return {**arguments, "parents": parents, "draft_tokens": tokens, "target_tokens": draw.integers(-2, 2, 12, 9)}
 

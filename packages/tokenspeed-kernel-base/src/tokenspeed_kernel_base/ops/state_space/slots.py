@@ -66,7 +66,7 @@ def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> None:
-    """Checks shapes and dtypes of a prefill's slots. Call it after the check of cu_seqlens."""
+    """Checks shapes and dtypes of a prefill's slots. Call this function after the check of cu_seqlens."""
     check.bind("batch", len(cu_seqlens) - 1, "cu_seqlens")
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("has_initial_state", has_initial_state, "batch", torch.bool)
@@ -75,7 +75,7 @@ def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor,
 def check_decode_slots(check: Checker, name: str, x: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> None:
     """Checks shapes and dtypes of a decode's slots, and that there are tokens.
 
-    Call it when ``batch`` and ``tokens`` are bound, the first sizes of the tensor ``name``."""
+    Call this function when ``batch`` and ``tokens`` are bound, the first sizes of the tensor ``name``."""
     check.require(check["tokens"] > 0, name, "of at least one token", str(list(x.shape)))
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("output_slots", output_slots, "batch tokens", torch.int32)

@@ -76,8 +76,8 @@ def ssd_prefill(
     page "Calling operators" states the rules for slots under "States of recurrent layers".
 
     The recurrence is float32 (float64 for a float64 x), and its result is rounded to x's dtype once. States are rounded to the
-    cache's dtype when they are written. Kernels process chunks of tokens with MMAs. For these, they round states, token weights and
-    decayed inputs to x's dtype.
+    cache's dtype when they are written. Kernels process chunks of tokens with MMAs. For these MMAs, kernels round states, token
+    weights and decayed inputs to x's dtype.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, like all tensors here, for example
@@ -195,7 +195,7 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Arguments with sequences of these lengths; ``full`` as in `draw_recurrence`, ``initial`` and ``padding`` as in
+    """Draws arguments with sequences of these lengths. ``full`` is as in `draw_recurrence`; ``initial`` and ``padding`` are as in
     `draw_prefill`."""
 
     def make(draw: Draw) -> dict[str, Any]:
